@@ -1,0 +1,40 @@
+"""Collectives: what carries the protocol, and :func:`collective_of`, which finds it for a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from join.collectives.base import Collective, ReduceOp, Work
+from join.collectives.threads import ThreadCollective, run_threads
+from join.collectives.torch import TorchCollective
+
+__all__ = ["Collective", "ReduceOp", "ThreadCollective", "TorchCollective", "Work", "collective_of", "run_threads"]
+
+_of_group: WeakKeyDictionary[dist.ProcessGroup, TorchCollective] = WeakKeyDictionary()
+
+
+def collective_of(group: Any) -> Collective:
+    """Return the collective of ``group``, always the same one for the same group.
+
+    Args:
+        group: a ``ProcessGroup``, ``None`` for the default group, or a :class:`Collective`, which is returned as it is.
+
+    Raises:
+        ValueError: if ``group`` is ``None`` and ``torch.distributed`` is not initialised.
+        TypeError: if ``group`` is something else.
+    """
+    if isinstance(group, Collective):
+        return group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("process group None means the default one, but torch.distributed is not initialised")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{group!r} is neither a ProcessGroup nor a join.collectives.Collective")
+    found = _of_group.get(group)
+    if found is None:
+        found = _of_group[group] = TorchCollective(group)
+    return found

@@ -1,0 +1,172 @@
+"""A :class:`Collective` whose ranks are threads of this process: :func:`run_threads`.
+
+For testing joinables, and the protocol itself, without processes: 64 ranks start in milliseconds, a rank that issues
+the wrong collective is an error that names both operations instead of a hang, and so is one that does not come.
+Not for training: threads share one interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+
+from join.collectives.base import Collective, ReduceOp, Work
+
+T = TypeVar("T")
+_REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "min": lambda stacked: stacked.amin(0),
+    "max": lambda stacked: stacked.amax(0),
+}
+
+
+class _Meeting:
+    """One collective: where the n-th operations of all ranks meet; also the ``Work`` that each rank waits on."""
+
+    def __init__(self, world: _World, what: str) -> None:
+        self.world, self.what = world, what
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.done = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        limit = self.world.timeout if timeout is None else timeout.total_seconds()
+        if not self.done.wait(limit) and not self.world.failed:
+            missing = sorted(set(range(self.world.size)) - set(self.tensors))
+            raise RuntimeError(f"timed out after {limit:g} s in {self.what}: ranks {missing} did not come")
+        if self.world.failed:
+            raise RuntimeError(self.world.failed)
+        return True
+
+
+class _World:
+    """What the ranks share."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.lock = threading.Condition()
+        self.meetings: dict[int, _Meeting] = {}
+        self.store: dict[str, str] = {}
+        self.failed = ""
+
+    def fail(self, why: str) -> None:
+        with self.lock:
+            self.failed = self.failed or why
+            for meeting in self.meetings.values():
+                meeting.done.set()
+            self.lock.notify_all()
+
+
+class ThreadCollective(Collective):
+    """One rank of a world of threads."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__()
+        self._world, self._rank, self._count = world, rank, 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        def combine(tensors: dict[int, torch.Tensor]) -> torch.Tensor:
+            return _REDUCTIONS[op](torch.stack([tensors[rank] for rank in sorted(tensors)]))
+
+        return self._meet(f"all_reduce({op}) of {_describe(tensor)}", tensor, combine)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        return self._meet(f"broadcast from rank {source} of {_describe(tensor)}", tensor, lambda t: t[source].clone())
+
+    def _meet(
+        self, what: str, tensor: torch.Tensor, combine: Callable[[dict[int, torch.Tensor]], torch.Tensor]
+    ) -> Work:
+        world = self._world
+        with world.lock:
+            if world.failed:
+                raise RuntimeError(world.failed)
+            meeting = world.meetings.setdefault(self._count, _Meeting(world, what))
+            if meeting.what != what:
+                why = f"ranks disagree on collective {self._count}: rank {self._rank} called {what}, another {meeting.what}"
+                world.fail(why)
+                raise RuntimeError(why)
+            meeting.tensors[self._rank] = tensor
+            if len(meeting.tensors) == world.size:
+                with torch.no_grad():
+                    result = combine(meeting.tensors)
+                    for each in meeting.tensors.values():
+                        each.copy_(result)
+                del world.meetings[self._count]
+                meeting.done.set()
+        self._count += 1
+        return meeting
+
+    def set(self, key: str, value: str) -> None:
+        with self._world.lock:
+            self._world.store[key] = value
+            self._world.lock.notify_all()
+
+    def get(self, key: str) -> str:
+        with self._world.lock:
+            if not self._world.lock.wait_for(lambda: key in self._world.store, self._world.timeout):
+                raise RuntimeError(f"timed out waiting for key {key!r}")
+            return self._world.store[key]
+
+    def check(self, key: str) -> bool:
+        with self._world.lock:
+            return key in self._world.store
+
+    def add(self, key: str, amount: int) -> int:
+        with self._world.lock:
+            value = int(self._world.store.get(key, "0")) + amount
+            self._world.store[key] = str(value)
+            return value
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: float = 30.0) -> list[T]:
+    """Run ``fn(collective)`` on ``world_size`` ranks, each a thread, and return their results in rank order.
+
+    Args:
+        world_size: the number of ranks, at least 1.
+        fn: what each rank does; it gets its own collective.
+        timeout: seconds a collective may wait for its last rank.
+
+    Raises:
+        ValueError: for a ``world_size`` below 1.
+        Exception: the first exception that a rank raised; when a rank raises, waiting ranks are released with
+            a ``RuntimeError``.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: give at least 1 rank")
+    world = _World(world_size, timeout)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadCollective(world, rank))
+        except BaseException as error:
+            errors.append(error)
+            world.fail(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,300 @@
+"""The context manager: :class:`Join`.
+
+It checks its arguments, turns objects into joinables, attaches and detaches them, and synchronises state at the end.
+The order of collectives inside the block is the business of ``join.protocol``; around it stand, on all ranks alike::
+
+    enter    joinables attach (a pending bucket rebuild of DDP is done now)
+    exit     drain: headers and shadowed bursts until nobody is active
+             uneven only: an election of the last joiner, then each joinable's ``synchronise``
+             each hook's ``post_hook``
+             one all-reduce for the report
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from join.collectives import Collective, Work, collective_of
+from join.errors import JoinError
+from join.joinable import Joinable, JoinConfig
+from join.members import Member, Scope
+from join.protocol import Channel
+from join.registry import joinables_of
+from join.report import JoinReport, RankReport
+
+# By identity, not on the objects: a joinable must stay picklable inside its block.
+_blocks: dict[int, Join] = {}  # by joinable and by what it stands for
+_channels: dict[int, Channel] = {}
+
+
+class Join:
+    """Lets ranks with different numbers of batches train together.
+
+    Inside the block every rank runs its own loop. A rank that runs out of inputs leaves its loop and, in ``__exit__``,
+    shadows the collectives of the others until all are done. After the block all ranks hold the same parameters,
+    buffers and optimizer state: those that one process would hold after the same global batches.
+
+    Example::
+
+        with Join([model, optimizer], divide_by_initial_world_size=False):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+
+    Args:
+        joinables: DDP modules, optimizers, schedulers, scalers, :class:`Joinable` objects of your own, torch's. What is
+            trained and not listed is not kept in step.
+        enable: ``False`` makes the block do nothing, for inputs known to be even.
+        throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
+        timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
+            active rank awaits every header right before the burst.
+        **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
+            divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
+
+    Raises:
+        ValueError: no joinable, none that communicates, one given twice, or two process groups.
+        TypeError: an object that cannot join, a ``Joinable`` whose constructor did not call ``Joinable.__init__``, or a
+            keyword that no hook takes.
+
+    Source: PyTorch PR 61555 (generic join) for the interface; the protocol is this package's own.
+    """
+
+    def __init__(
+        self,
+        joinables: Iterable[Any],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        objects = list(joinables)
+        if not objects:
+            raise ValueError("joinables=[] is empty: Join requires at least one joinable")
+        if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever")
+        self._joinables = _expand(objects)
+        self._collective = _common_collective(self._joinables)
+        _check_keywords(self._joinables, kwargs)
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        self._timeout = timeout
+        self._kwargs = kwargs
+        self._entered = False
+        self._report: JoinReport | None = None
+
+    # -- for users ----------------------------------------------------------------------------------------------------
+
+    @property
+    def report(self) -> JoinReport:
+        """Who did what, rank by rank; available after a block that ended without an exception."""
+        if self._report is None:
+            raise JoinError("there is no report: it is made at the end of a block that ends without an exception")
+        return self._report
+
+    @staticmethod
+    def notify_join_context(joinable: Any) -> Work | None:
+        """Tell the other ranks that this rank is about to run a burst of ``joinable``'s collectives.
+
+        Call it before the collectives of each burst.
+
+        Returns:
+            The all-reduce under way, if ``joinable`` announces: it comes first in the list, or is a :class:`Burst`.
+            ``None`` for the others, which follow it, and in a block with ``enable=False``.
+
+        Raises:
+            JoinError: outside a block, or if the block is over because a rank failed.
+            TypeError: if the joinable's constructor did not call ``Joinable.__init__``.
+        """
+        block = _blocks.get(id(joinable))
+        if block is None:
+            _check_initialised(joinable)
+            raise JoinError(
+                f"{type(joinable).__name__} called notify_join_context outside a Join block; wrap the loop in"
+                " `with Join([...])`, with enable=False where inputs are even"
+            )
+        return block._notify(joinable)
+
+    # -- for joinables ------------------------------------------------------------------------------------------------
+
+    @property
+    def channel(self) -> Channel:
+        """The protocol of this block's group, for :class:`Burst` implementations."""
+        return self._channel
+
+    @property
+    def collective(self) -> Collective:
+        """The group of this block."""
+        return self._collective
+
+    # -- the context manager ------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise JoinError("this Join was entered before; build a new one for each block")
+        for joinable in self._joinables:
+            if id(joinable.join_target) in _blocks:
+                raise JoinError(f"{joinable.join_name} is inside another Join block already")
+        self._entered = True
+        if not self._enable:
+            self._configure()
+            self._report = JoinReport()
+            return self
+        members = [Member(joinable, joinable.join_hook(**self._kwargs)) for joinable in self._joinables]
+        self._scope = Scope(members, self._throw, self._timeout)
+        self._channel = _channels.get(id(self._collective)) or Channel(self._collective)
+        _channels[id(self._collective)] = self._channel
+        self._channel.open(self._scope)
+        self._configure()
+        self._attached: list[Joinable] = []
+        try:
+            for joinable in self._joinables:
+                self._attached.append(joinable)
+                joinable.attach(self)
+        except BaseException:
+            self._leave()
+            raise
+        self._tally = replace(self._channel.tally)
+        self._started = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._enable:
+            self._unconfigure()
+            return
+        try:
+            if error is not None:
+                self._channel.fail(error)
+            else:
+                self._finish()
+        finally:
+            self._leave()
+
+    def _finish(self) -> None:
+        joined_at = time.monotonic() - self._started
+        outcome = self._channel.drain()
+        with ExitStack() as calls:  # runs them all, whatever one of them raises: the collectives must stay in step
+            calls.callback(self._gather_report, outcome.even, joined_at)
+            for member in reversed(self._scope.members):
+                calls.callback(member.hook.post_hook, outcome.last)
+            if not outcome.even:
+                # Everything was shadowed, so everything is synchronised: also what belongs to a block around this one.
+                for member in reversed([member for scope in self._channel.scopes for member in scope.members]):
+                    calls.callback(member.joinable.synchronise, self._channel.leader)
+
+    def _gather_report(self, even: bool, joined_at: float) -> None:
+        spent = self._channel.tally.since(self._tally)
+        mine = RankReport(
+            rank=self._collective.rank,
+            steps=max(member.steps for member in self._scope.announcing),
+            shadowed=max(member.shadowed for member in self._scope.announcing),
+            joined_at=joined_at,
+            idle=spent.idle,
+            headers=spent.headers,
+            header_bytes=spent.nbytes,
+        )
+        self._report = JoinReport.gather(self._collective, mine, even)
+
+    def _leave(self) -> None:
+        with ExitStack() as calls:
+            calls.callback(self._close_channel)
+            calls.callback(self._unconfigure)
+            for joinable in self._attached:  # the last attached is the first detached
+                calls.callback(joinable.detach)
+
+    def _close_channel(self) -> None:
+        self._channel.close(self._scope)
+        if not self._channel.scopes:
+            del _channels[id(self._collective)]
+
+    def _notify(self, joinable: Any) -> Work | None:
+        if not self._enable:
+            return None
+        if any(member.joinable is joinable for member in self._scope.announcing):
+            return self._channel.announce(joinable)
+        self._channel.follow(joinable)
+        return None
+
+    def _configure(self) -> None:
+        for position, joinable in enumerate(self._joinables):
+            _blocks[id(joinable)] = _blocks[id(joinable.join_target)] = self
+            _set_config(joinable, JoinConfig(self._enable, self._enable and self._throw, position == 0))
+
+    def _unconfigure(self) -> None:
+        for joinable in self._joinables:
+            _blocks.pop(id(joinable), None)
+            _blocks.pop(id(joinable.join_target), None)
+            _set_config(joinable, JoinConfig.construct_disabled_join_config())
+
+
+def _set_config(joinable: Joinable, config: JoinConfig) -> None:
+    object.__setattr__(joinable, "_join_config", config)
+
+
+def _expand(objects: Sequence[Any]) -> list[Joinable]:
+    """Turn objects into joinables, each object once."""
+    expanded: list[Joinable] = []
+    seen: dict[int, int] = {}
+    for position, obj in enumerate(objects):
+        found = joinables_of(obj)
+        for joinable in found:
+            _check_initialised(joinable)
+        for target in {id(joinable.join_target) for joinable in found}:
+            if target in seen:
+                raise ValueError(
+                    f"joinables[{seen[target]}] and joinables[{position}] are the same {type(obj).__name__}; list it once"
+                )
+            seen[target] = position
+        expanded += found
+    if not any(joinable.communicates for joinable in expanded):
+        names = ", ".join(joinable.join_name for joinable in expanded)
+        raise ValueError(
+            f"joinables=[{names}] has no object that communicates; list the DDP module (or another Joinable) too"
+        )
+    return expanded
+
+
+def _common_collective(joinables: Sequence[Joinable]) -> Collective:
+    first, *others = [joinable for joinable in joinables if joinable.communicates]
+    collective = collective_of(first.join_process_group)
+    for other in others:
+        if collective_of(other.join_process_group) is not collective:
+            raise ValueError(
+                f"{first.join_name} and {other.join_name} use different process groups; Join needs one: use a block for"
+                " each group"
+            )
+    return collective
+
+
+def _check_initialised(joinable: Any) -> None:
+    if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
+        raise TypeError(f"check that the constructor of {type(joinable).__name__} calls Joinable.__init__(self)")
+
+
+def _check_keywords(joinables: Sequence[Joinable], kwargs: dict[str, Any]) -> None:
+    """A keyword that no hook takes is a mistake, most likely a typo."""
+    taken: set[str] = set()
+    for joinable in joinables:
+        keywords = joinable.join_keywords
+        if keywords is None:
+            parameters = inspect.signature(joinable.join_hook).parameters.values()
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                return
+            keywords = frozenset(parameter.name for parameter in parameters)
+        taken |= keywords
+    for name in kwargs:
+        if name not in taken:
+            known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
+            raise TypeError(f"{name}={kwargs[name]!r}: no join_hook of the listed joinables takes this keyword; {known}")

@@ -1,0 +1,146 @@
+"""What can take part in a :class:`join.Join`: :class:`Joinable`, its :class:`JoinHook`, and :class:`Burst`.
+
+A *burst* is a sequence of collectives that a joinable issues in one go: a backward's gradient all-reduces, the
+broadcasts of a sharded optimizer step. A joined rank *shadows* a burst: it issues the same collectives with nothing to
+say. ``JoinHook.main_hook`` is the shadow of one burst, ``JoinHook.post_hook`` runs once, when all ranks have joined.
+
+Most joinables are plain :class:`Joinable`: the first of the list announces, the others follow it. A joinable whose
+bursts do not come in step with another's derives from :class:`Burst` and announces each of its own.
+
+The interface is that of PyTorch (PR 61555, ``torch.distributed.algorithms.join``), with two differences on purpose:
+``Joinable.__init__`` needs no cooperation from the other base classes, and the configuration is set on entering the
+block and reset on leaving it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from join.context import Join
+
+
+class JoinConfig(NamedTuple):
+    """How a joinable takes part in the block it is in; all ``False`` outside a block.
+
+    Attributes:
+        enable: whether uneven inputs are handled at all.
+        throw_on_early_termination: whether the first exhausted rank ends the block for everyone.
+        is_first_joinable: whether this joinable is the first of the list.
+    """
+
+    enable: bool
+    throw_on_early_termination: bool
+    is_first_joinable: bool
+
+    @staticmethod
+    def construct_disabled_join_config() -> JoinConfig:
+        """The configuration of a joinable that is in no block."""
+        return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class JoinHook:
+    """The joined rank's side of a joinable; both methods do nothing unless overridden."""
+
+    def main_hook(self) -> None:
+        """Issue the collectives of one burst, contributing nothing."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Run once after all ranks have joined.
+
+        Args:
+            is_last_joiner: whether this rank was among the last to run out of inputs.
+        """
+
+
+class Joinable(ABC):
+    """An object that communicates in the training loop and can be shadowed by a rank that has run out of inputs.
+
+    A subclass calls ``Joinable.__init__(self)`` in its constructor, and ``Join.notify_join_context(self)`` before the
+    collectives of each burst.
+    """
+
+    communicates: ClassVar[bool] = True
+    """Whether this joinable issues collectives in the loop; ``False`` for mere state, which is synchronised on exit."""
+
+    join_keywords: ClassVar[frozenset[str] | None] = None
+    """The keywords ``join_hook`` takes; ``None`` reads them off its signature (``**kwargs`` takes all)."""
+
+    def __init__(self) -> None:
+        # Not through nn.Module.__setattr__, which may not be set up yet; and no super().__init__(), so that the other
+        # base classes need not cooperate.
+        object.__setattr__(self, "_join_config", JoinConfig.construct_disabled_join_config())
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook for one block; ``kwargs`` are those given to ``Join``, the same for all joinables."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device on which the joinable communicates."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The ``ProcessGroup`` or :class:`join.collectives.Collective` of the joinable; ``None`` is the default group."""
+
+    def attach(self, join: Join) -> None:
+        """Called on entering a block, in the order of the list; the place to register hooks."""
+
+    def detach(self) -> None:
+        """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
+
+    def synchronise(self, source: int) -> None:
+        """Take over the state of rank ``source`` of the group, a last joiner. Called on all ranks if they were uneven."""
+
+    @property
+    def join_name(self) -> str:
+        """How reports and errors call this joinable."""
+        return type(self).__name__
+
+    @property
+    def join_target(self) -> Any:
+        """The object this joinable stands for; an object can be in one block at a time only."""
+        return self
+
+
+class Burst(Joinable):
+    """A joinable that announces each of its bursts itself, wherever it stands in the list."""
+
+    runs_ahead: ClassVar[bool] = False
+    """Whether the burst cannot wait for its header's verdict, because foreign code starts it (autograd)."""
+
+    payload_width: int = 0
+    """How many numbers this burst adds to every header; the same on all ranks."""
+
+    interjects: ClassVar[bool] = False
+    """Whether the burst comes between another one and its followers, at the moment it chooses."""
+
+    tracks_leader: ClassVar[bool] = False
+    """Whether this burst needs to know the lowest active rank."""
+
+    def payload(self, active: bool) -> Sequence[float]:
+        """The numbers this rank adds to a header; summed over ranks, readable with ``Channel.received``.
+
+        Args:
+            active: whether this rank announces this very burst; else it announces another, or has joined.
+        """
+        return (0.0,) * self.payload_width
+
+    @property
+    def holds_followers(self) -> bool:
+        """On a joined rank: whether an interjecting burst is to come before the followers may act."""
+        return False
+
+    @property
+    def owes(self) -> bool:
+        """Whether a burst is announced but not run: a *credit*."""
+        return False
+
+    def fulfil(self) -> None:
+        """Run the burst that is owed with nothing to say, leaving the object as it is."""

@@ -1,0 +1,426 @@
+"""The protocol that keeps the ranks of one group in step: :class:`Channel`.
+
+A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. Every burst of
+collectives is announced by one header (``join.header``), and what was announced is run by everybody::
+
+    active rank                                    joined rank
+    -----------                                    -----------
+    announce: settle the previous header           settle the previous header
+              header  (starts, not awaited)        header  (awaited)
+    the burst, by the user's own code              main_hook of the announced burst
+    its followers, by the user's own code          main_hooks of its followers
+    ...                                            ... until a header shows that nobody is active
+    leave:    the burst that is still owed
+              settle the previous header
+
+*Settling* means to read a header that was sent earlier: it raises what the header reports (a failed peer, ranks that
+diverged), and elects a new leader (one more all-reduce, min of rank) if the old one has left and anyone needs a leader.
+All ranks settle header i after burst i and before header i+1, so what they raise they raise at the same place.
+
+*Credits.* A burst may be announced before it runs. Until then it is owed; whoever is about to announce something else,
+to leave, or to fail runs it first with nothing to say. So an exception leaves every rank at the same place.
+
+*Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the channel is of that
+kind (``Burst.runs_ahead``), it need not: whoever announced something else reads its header before its burst, finds the
+difference, and shadows the burst that ran ahead before it raises :class:`ProtocolError`. With several of them, each
+reads its header first.
+
+Blocks that are open at the same time on one group share one channel: its bursts are those of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+
+from join.collectives import Collective, Work
+from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
+from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderBuffer
+from join.joinable import Burst, Joinable
+from join.members import Member, Scope
+
+logger = logging.getLogger("join")
+
+_SLICE_SECONDS = 0.5  # how often a rank that waits under `timeout=` looks whether another has given up
+_GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the others' accounts
+
+
+@dataclass
+class Tally:
+    """What a channel has sent and how long it has waited while joined."""
+
+    headers: int = 0
+    nbytes: int = 0
+    idle: float = 0.0
+
+    def since(self, earlier: Tally) -> Tally:
+        """What came on top of an earlier state."""
+        return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a block ended.
+
+    Attributes:
+        even: whether all ranks ran out of inputs together.
+        last: whether this rank was among the last.
+    """
+
+    even: bool
+    last: bool
+
+
+class Channel:
+    """The protocol on one group, for all blocks that are open on it."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.scopes: list[Scope] = []
+        self.tally = Tally()
+        self.leader = 0
+        """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
+        self.closed = ""
+        """Why nothing can be announced any more, if so."""
+        self._key = f"join/{collective.next_block()}"
+        self._members: list[Member] = []
+        self._arrange()
+        self._work: Work | None = None
+        self._header: Header | None = None  # the last header sent, once it was read
+        self._unsettled = False
+        self._was_active = False
+        self._sent_by: Member | None = None
+        self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
+        self._last_sent = time.monotonic()
+        self._away = 0.0
+
+    # -- membership ---------------------------------------------------------------------------------------------------
+
+    def open(self, scope: Scope) -> None:
+        """A block is entered: what is under way comes to an end, then its members can announce."""
+        self.fulfil()
+        self.settle()
+        self.scopes.append(scope)
+        self._arrange()
+
+    def close(self, scope: Scope) -> None:
+        """A block is left."""
+        self.scopes.remove(scope)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        self._members = [member for scope in self.scopes for member in scope.announcing]
+        bursts = [member.burst for member in self._members]
+        self._buffer = HeaderBuffer(bursts)
+        self._index = {id(member.joinable): index for index, member in enumerate(self._members)}
+        running_ahead = [member for member in self._members if member.burst is not None and member.burst.runs_ahead]
+        self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
+        self._tracks_leader = any(burst is not None and burst.tracks_leader for burst in bursts)
+        self._outstanding = []
+
+    @property
+    def _throw(self) -> bool:
+        return bool(self.scopes) and self.scopes[-1].throw
+
+    @property
+    def _timeout(self) -> float | None:
+        return self.scopes[-1].timeout if self.scopes else None
+
+    @property
+    def _awaits_all(self) -> bool:
+        """Whether every header is awaited, so that no burst runs ahead of its own."""
+        return self._throw or self._timeout is not None
+
+    def may_announce_early(self, burst: Burst) -> bool:
+        """Whether ``burst`` may announce long before it runs.
+
+        Not under ``timeout``: there an announcement means that the burst starts now, or a rank that sleeps between the
+        two would not be missed.
+        """
+        return self._ahead is not None and self._ahead.burst is burst and self._timeout is None
+
+    @property
+    def has_several_bursts(self) -> bool:
+        """Whether ranks could announce different bursts at all, so that a header's verdict matters."""
+        return len(self._members) > 1
+
+    # -- the active side ----------------------------------------------------------------------------------------------
+
+    def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
+        """Tell all ranks that this rank is about to run a burst of ``joinable``.
+
+        Args:
+            joinable: an announcing member.
+            confirm: whether to read the header at once where its verdict matters; a burst that does something between
+                its announcement and its collectives passes ``False`` and calls :meth:`confirm` itself.
+
+        Returns:
+            The header's all-reduce, under way.
+        """
+        index = self._index[id(joinable)]
+        member = self._members[index]
+        self._check_open()
+        self.fulfil(but=joinable)
+        if self._outstanding and not member.interjects:
+            missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
+            self._break_off(
+                f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must notify"
+                " once after each of its bursts; one that keeps its own time derives from join.Burst"
+            )
+        self.settle()
+        work = self._send([ACTIVE, *([LEADER] if self.leader == self.collective.rank else [])], index)
+        self._sent_by = member
+        if not member.interjects:
+            self._outstanding = list(member.followers)
+        member.steps += 1
+        if self._awaits_all or (confirm and self.has_several_bursts and member is not self._ahead):
+            self.confirm()
+        return work
+
+    def follow(self, joinable: Joinable) -> None:
+        """Note that a follower is about to run its burst."""
+        self._check_open()
+        self.fulfil(complete=False)
+        for member in self._outstanding:
+            if member.joinable is joinable:
+                self._outstanding.remove(member)
+                return
+        self._break_off(
+            f"{joinable.join_name} follows another joinable, but notified without an announcement of that one before"
+            " it. Call it once after each burst of the joinable before it in the list, put it first, or derive it from"
+            " join.Burst"
+        )
+
+    def confirm(self) -> Header:
+        """Wait for the last header and make sure that all active ranks announced the same.
+
+        Raises:
+            ProtocolError: if they did not.
+            EarlyTerminationError: if a rank is exhausted under ``throw_on_early_termination``.
+            JoinTimeoutError: if a rank does not announce within ``timeout``.
+        """
+        header = self.read()
+        if header.stopping:
+            self._close_with(
+                EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+            )
+        self._check_converged(header)
+        return header
+
+    def read(self) -> Header:
+        """Wait for the last header, without passing judgement on it."""
+        if self._header is None:
+            assert self._work is not None
+            if self._timeout is None:
+                self._work.wait()
+            else:
+                self._wait_for(self._work, self._timeout)
+            self._header = self._buffer.unpack()
+        return self._header
+
+    def received(self, burst: Burst) -> Sequence[float]:
+        """The summed payload of ``burst`` in the last header, which must have been read."""
+        if self._header is None:
+            raise JoinError(f"{burst.join_name} asked for a payload before any header was read")
+        return self._header.payload(self._index[id(burst)], burst.payload_width)
+
+    def fulfil(self, but: Joinable | None = None, *, complete: bool = True) -> None:
+        """Run what is announced and owed, and, if ``complete``, the followers that go with it."""
+        for member in self._members:
+            burst = member.burst
+            if burst is not None and burst is not but and burst.owes:
+                burst.fulfil()
+                if complete:
+                    self._complete_followers()
+
+    def _complete_followers(self) -> None:
+        outstanding, self._outstanding = self._outstanding, []
+        for follower in outstanding:
+            follower.hook.main_hook()
+
+    def settle(self) -> None:
+        """Act on the previous header, if it was not acted on before."""
+        if not self._unsettled:
+            return
+        header = self.read()
+        self._check_converged(header)
+        self._unsettled = False
+        if header.failed:
+            self._close_with(PeerError(self._failures(header.failed)))
+        if self._tracks_leader and not header.leader_alive:
+            self.leader = self.elect(self._was_active)
+
+    def elect(self, candidate: bool) -> int:
+        """Find the lowest rank among the candidates: one all-reduce, awaited."""
+        rank, world_size = self.collective.rank, self.collective.world_size
+        vote = torch.tensor([rank if candidate else world_size])
+        self.collective.all_reduce(vote, "min").wait()
+        return int(vote.item())
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    def drain(self) -> Outcome:
+        """Shadow the active ranks until nobody is active, and find the last joiner.
+
+        Raises:
+            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
+            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
+        """
+        self._check_open()
+        self.fulfil()
+        self.settle()
+        fresh = True
+        while True:
+            flags = [FRESH] if fresh else []
+            header = self._exchange([*flags, STOPPING] if self._throw else flags)
+            if header.active == 0:
+                self._unsettled = False
+                if header.failed:
+                    self._close_with(PeerError(self._failures(header.failed)))
+                even = header.fresh == self.collective.world_size
+                if not even:
+                    self.leader = self.elect(fresh)
+                return Outcome(even=even, last=fresh)
+            if self._throw:
+                self._close_with(EarlyTerminationError(f"Rank {self.collective.rank} exhausted all inputs."))
+            fresh = False
+            self._shadow(header)
+            self.settle()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the block with ``error``: bring the peers to the end of their burst and tell them why."""
+        if self.closed:
+            return
+        try:
+            self.fulfil()
+            self._complete_followers()
+            self.settle()
+            number = self.collective.add(f"{self._key}/failures", 1)
+            text = f"rank {self.collective.rank} failed: {type(error).__name__}: {error}"
+            self.collective.set(f"{self._key}/failure/{number}", text)
+            header = self._exchange([FAILED])
+            if header.active and not header.stopping:
+                self._shadow(header)
+        except (PeerError, ProtocolError):
+            pass  # the block was over for everybody before: nobody listens
+        except Exception as secondary:
+            # The user's exception is under way and must not be replaced by ours.
+            logger.warning("could not tell the peers about the exception: %s", secondary)
+        finally:
+            self.closed = self.closed or f"this rank raised {type(error).__name__}"
+
+    def _shadow(self, header: Header) -> None:
+        self._check_converged(header)
+        for index in header.announcements:
+            self._members[index].shadowed += 1
+            self._shadow_member(self._members[index])
+
+    def _shadow_member(self, member: Member) -> None:
+        member.hook.main_hook()
+        self._outstanding += member.followers
+        if not any(each.burst is not None and each.burst.holds_followers for each in self._members):
+            self._complete_followers()
+
+    # -- headers ------------------------------------------------------------------------------------------------------
+
+    def _send(self, flags: Sequence[int], announcing: int | None) -> Work:
+        tensor = self._buffer.pack(flags, announcing)
+        self._was_active = announcing is not None
+        self._header, self._unsettled = None, True
+        now = time.monotonic()
+        self._away, self._last_sent = now - self._last_sent, now
+        self.tally.headers += 1
+        self.tally.nbytes += self._buffer.nbytes
+        self._work = self.collective.all_reduce(tensor)
+        return self._work
+
+    def _exchange(self, flags: Sequence[int]) -> Header:
+        started = time.monotonic()
+        self._sent_by = None
+        self._send(flags, None)
+        try:
+            return self.read()
+        finally:
+            self.tally.idle += time.monotonic() - started
+
+    def _check_converged(self, header: Header) -> None:
+        """Raise if active ranks announced different bursts, after helping the one that could not wait."""
+        if not header.diverged:
+            return
+        ahead = self._ahead
+        if ahead is not None and ahead is not self._sent_by and not self._awaits_all:
+            if header.announced(self._members.index(ahead)):
+                self._shadow_member(ahead)
+        names = [f"{n} x {self._members[index].joinable.join_name}" for index, n in header.announcements.items()]
+        mine = "none" if self._sent_by is None else self._sent_by.joinable.join_name
+        self._close_with(
+            ProtocolError(
+                f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
+                f" {self.collective.rank} announced {mine}. All ranks must call forward, backward and step in the same"
+                " order"
+            )
+        )
+
+    def _failures(self, count: int) -> str:
+        return "; ".join(self.collective.get(f"{self._key}/failure/{number}") for number in range(1, count + 1))
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
+
+    def _close_with(self, error: JoinError) -> NoReturn:
+        self.closed = f"{type(error).__name__}: {error}"
+        raise error
+
+    def _break_off(self, why: str) -> NoReturn:
+        """Raise for a mistake that this rank alone may have made, after telling the others."""
+        error = JoinError(why)
+        self.fail(error)
+        self._close_with(error)
+
+    # -- timeouts -----------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, work: Work, timeout: float) -> None:
+        """Wait for a header; when nobody completes it in time, find out who did not announce.
+
+        A rank that gives up publishes where it is, and so does every rank that waits at that moment; whoever has not
+        published is missing. The store is not touched before a wait has lasted half a second.
+        """
+        started = time.monotonic()
+        gave_up = f"{self._key}/gave-up"
+        while not work.is_completed():
+            waited = time.monotonic() - started
+            if waited >= timeout or (waited >= _SLICE_SECONDS and self.collective.check(gave_up)):
+                self.collective.set(gave_up, str(self.collective.rank))
+                self._close_with(JoinTimeoutError(self._account(timeout)))
+            try:
+                work.wait(timedelta(seconds=min(_SLICE_SECONDS, max(timeout - waited, 0.001))))
+            except RuntimeError:
+                if work.is_completed():
+                    raise  # not a timeout: the collective itself failed
+        work.wait()
+        if self._away >= timeout / 2 and self.collective.check(gave_up):
+            by = self.collective.get(gave_up)
+            self._close_with(JoinTimeoutError(f"rank {by} gave up waiting for this rank {self.collective.rank}"))
+
+    def _account(self, timeout: float) -> str:
+        rank, world_size = self.collective.rank, self.collective.world_size
+        doing = "has run out of inputs" if self._sent_by is None else f"announced {self._sent_by.joinable.join_name}"
+        self.collective.set(f"{self._key}/account/{rank}", f"rank {rank} {doing} (header {self.tally.headers})")
+        deadline = time.monotonic() + _GRACE_SECONDS
+        keys = [f"{self._key}/account/{each}" for each in range(world_size)]
+        while time.monotonic() < deadline and not all(map(self.collective.check, keys)):
+            time.sleep(0.02)
+        here = [self.collective.get(key) for key in keys if self.collective.check(key)]
+        missing = [each for each, key in enumerate(keys) if not self.collective.check(key)]
+        return (
+            f"waited {timeout:g} s for ranks {missing}, which announced nothing. {'; '.join(here)}."
+            " The process group has a collective pending and cannot be used any more"
+        )
+

@@ -1,0 +1,87 @@
+"""Copying state from one rank to all: tensors travel as flat buffers, the rest is pickled.
+
+Active and joined ranks run the same code here, so there is one order of collectives: for a tree, first its skeleton
+(two broadcasts), then its tensors, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from join.collectives import Collective
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+@torch.no_grad()
+def broadcast_tensors(collective: Collective, tensors: Sequence[torch.Tensor], source: int) -> None:
+    """Overwrite ``tensors`` in place with those of rank ``source``; extra memory is one chunk of 64 MiB."""
+    for chunk in _chunks(tensors):
+        if len(chunk) == 1 and chunk[0].is_contiguous():
+            collective.broadcast(chunk[0].detach(), source).wait()
+            continue
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+        collective.broadcast(flat, source).wait()
+        if collective.rank != source:
+            for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
+    """Return rank ``source``'s ``tree`` (dicts, lists, tuples of tensors and picklable leaves) on every rank.
+
+    Raises:
+        RuntimeError: on every rank, if a leaf that is not a tensor cannot be pickled.
+    """
+    if collective.rank == source:
+        leaves = cast("list[Any]", pytree.tree_leaves(tree))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        collective.broadcast_object(pytree.tree_map_only(torch.Tensor, _Slot.of, tree), source)
+        broadcast_tensors(collective, tensors, source)
+        return tree
+    skeleton = collective.broadcast_object(None, source)
+    leaves = cast("list[Any]", pytree.tree_leaves(skeleton))
+    received = [leaf.empty() for leaf in leaves if isinstance(leaf, _Slot)]
+    broadcast_tensors(collective, received, source)
+    fill = iter(received)
+    return pytree.tree_map_only(_Slot, lambda _: next(fill), skeleton)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor belongs in a skeleton."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Slot:
+        return _Slot(tensor.shape, tensor.dtype, tensor.device.type)
+
+    def empty(self) -> torch.Tensor:
+        # The type alone names the receiver's own current device: "cuda" is cuda:1 on rank 1.
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype and device, up to the chunk size together."""
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes == 0:
+            continue
+        fits = chunk and (tensor.dtype, tensor.device) == (chunk[0].dtype, chunk[0].device)
+        if chunk and not (fits and size + nbytes <= _CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += nbytes
+    if chunk:
+        yield chunk

@@ -1,0 +1,64 @@
+"""Joinables: adapters that let stock torch objects take part in :class:`join.Join`.
+
+Importing this package registers them; ``join`` does so by itself the first time it meets an object that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Joinable, register_joinable
+from join.registry import joinables_of, register_state_adapter
+from joinables._torch_reducer import compiled_from
+from joinables.ddp import BucketRebuild, BufferSync, GradientSync, joinables_of_ddp
+from joinables.stateful import State
+from joinables.third_party import TorchJoinable
+
+if TYPE_CHECKING:
+    from joinables.zero import ZeroStep
+
+__all__ = ["BucketRebuild", "BufferSync", "GradientSync", "State", "TorchJoinable", "ZeroStep"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ZeroStep":  # torch.distributed.optim takes a second to import; most programs never need it
+        from joinables.zero import ZeroStep
+
+        return ZeroStep
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable:
+    """An optimizer is state; one that joins by torch's rules is ZeRO, or somebody's own."""
+    if not isinstance(optimizer, TorchJoinableBase):
+        return State(optimizer)
+    from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
+
+    return ZeroStep(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else TorchJoinable(optimizer)
+
+
+def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
+    """A plain module is state (an EMA copy); a compiled one stands for what was compiled; sharded ones communicate."""
+    original = compiled_from(module)
+    if original is not None:
+        return joinables_of(original)
+    if isinstance(module, TorchJoinableBase):
+        return TorchJoinable(module)
+    if any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__):
+        raise TypeError(
+            f"{type(module).__name__} shards its parameters (FSDP), which Join cannot shadow yet; use"
+            " DistributedDataParallel"
+        )
+    return State(module)
+
+
+register_state_adapter(State)
+register_joinable(torch.nn.Module, _joinables_of_module)
+register_joinable(torch.optim.Optimizer, _joinables_of_optimizer)
+register_joinable(TorchJoinableBase, TorchJoinable)
+register_joinable(DistributedDataParallel, joinables_of_ddp)

@@ -1,0 +1,227 @@
+"""Every private torch API that this package calls, each with what it stands in for.
+
+Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's. An unsupported torch is one
+error here, at import.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+_NEEDED: dict[Any, tuple[str, ...]] = {
+    dist.Reducer: (
+        "_autograd_hook",
+        "_delay_all_reduce",
+        "_rebuild_buckets",
+        "prepare_for_backward",
+        "prepare_for_forward",
+    ),
+    DistributedDataParallel: ("_assign_modules_buffers", "_sync_module_buffers", "_check_sync_bufs_post_fwd"),
+    Variable._execution_engine: ("queue_callback",),
+}
+for _owner, _names in _NEEDED.items():
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise ImportError(
+                f"joinables needs {_owner}.{_name}, which torch {torch.__version__} does not have; install torch 2.13"
+            )
+
+
+def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that ``torch.compile`` made this one from. Stands in for its class, which is costly to import."""
+    return getattr(module, "_orig_mod", None)
+
+
+# -- autograd -------------------------------------------------------------------------------------------------------
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that is under way has computed all gradients.
+
+    Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
+    queue another, which runs after all that were queued before.
+    """
+    cast("Any", Variable._execution_engine).queue_callback(callback)
+
+
+# -- DistributedDataParallel: buffers -------------------------------------------------------------------------------
+
+
+def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether synchronised forwards broadcast buffers. Stands in for ``broadcast_buffers`` plus 'has any buffers'."""
+    ddp._assign_modules_buffers()
+    return bool(ddp.forward_sync_buffers) and len(ddp.modules_buffers) > 0
+
+
+def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
+    """Whether the user registered a buffer comm hook for after the forward pass."""
+    before, ddp.require_forward_param_sync = ddp.require_forward_param_sync, True
+    try:
+        return bool(ddp._check_sync_bufs_post_fwd())
+    finally:
+        ddp.require_forward_param_sync = before
+
+
+@torch.no_grad()
+def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
+    """Broadcast buffers from rank ``source`` of the group, or run the user's buffer comm hook.
+
+    Stands in for ``DistributedDataParallel._sync_buffers``, which always takes rank 0. Buffers may have been reassigned
+    since the last time; their versions are kept because autograd may have saved them.
+    """
+    ddp._assign_modules_buffers()
+    with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
+        ddp._sync_module_buffers(source)
+
+
+def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
+    """Keep the next forward from synchronising buffers by itself. Stands in for a switch that DDP lacks."""
+    ddp.require_forward_param_sync = False
+
+
+# -- DistributedDataParallel: gradients -----------------------------------------------------------------------------
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters in the reducer's order."""
+    return list(ddp._module_parameters)
+
+
+def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor]) -> None:
+    """Make the reducer reduce the gradients of the next backward pass.
+
+    Stands in for what the end of a synchronised forward does; needed for a second backward through one forward.
+    """
+    find_unused = ddp.find_unused_parameters and not ddp.static_graph
+    ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
+
+
+def first_static_backward(ddp: DistributedDataParallel) -> bool:
+    """Whether the next synchronised backward is the first of a static graph, which the reducer treats differently.
+
+    There it only counts, for each parameter, how often its gradient arrives, and reduces everything at the end: first
+    the map of used parameters, then the buckets.
+    """
+    return bool(ddp.static_graph) and not ddp._static_graph_delay_allreduce_enqueued
+
+
+def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None) -> None:
+    """Let the reducer go through a backward pass in which no gradient arrives; awaits its collectives.
+
+    Stands in for a backward of a model without data. The reducer's own hook is called for every parameter from inside
+    an otherwise empty backward pass, so buckets, comm hooks, used maps, views and divisors are all the reducer's own
+    work. What a parameter's ``grad`` holds is contributed; nothing if it is ``None``. The result lands in ``grad``.
+
+    Args:
+        ddp: the module.
+        arrivals: for a static graph, how often each parameter's gradient arrives in one backward; ``None`` is once.
+    """
+    reducer, parameters = ddp.reducer, reduced_parameters(ddp)
+    first = first_static_backward(ddp)
+    counts = arrivals if arrivals is not None else [1] * len(parameters)
+
+    def arrive(_: torch.Tensor) -> None:
+        for index in reversed(range(len(parameters))):  # roughly the order of a real backward: buckets fill in sequence
+            for _ in range(counts[index]):
+                reducer._autograd_hook(index)
+        if first:
+            after_backward(reducer._delay_all_reduce)
+
+    with torch.enable_grad():
+        reducer.prepare_for_forward()
+        # For find_unused_parameters the graph of the outputs must reach every parameter.
+        expect_backward(ddp, [_Reach.apply(*parameters)])
+        start = torch.zeros((), requires_grad=True, device=parameters[0].device)
+        start.register_hook(arrive)
+        start.clone().backward()
+    if first:
+        ddp._static_graph_delay_allreduce_enqueued = True
+
+
+class _Reach(torch.autograd.Function):
+    """A graph that touches all parameters; it is searched, never run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        raise AssertionError("this graph is not meant to be run backward")
+
+
+def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer rebuilds its buckets after the next complete backward; it does so once.
+
+    A static graph's first backward does not record the order in which gradients arrive, so it needs a second one.
+    """
+    return not ddp._has_rebuilt_buckets and (bool(ddp.static_graph) or not ddp.find_unused_parameters)
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Rebuild the buckets now, if the reducer has what it needs: two broadcasts from rank 0.
+
+    Stands in for the rebuild that DDP does in its next forward, a place that a joined rank never comes to.
+    """
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
+# -- ZeroRedundancyOptimizer ----------------------------------------------------------------------------------------
+
+
+def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
+    """The class. Stands in for an import that neither warns (of ``torch.jit.script``) nor costs those who do not use it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer
+
+
+def overlaps_with_ddp(optimizer: ZeroRedundancyOptimizer) -> bool:
+    """Whether the optimizer was built with ``overlap_with_ddp=True``."""
+    return optimizer._overlap_with_ddp
+
+
+def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
+    """The collectives of a step without the step. Stands in for the rest of a step that raised half-way."""
+    optimizer._sync_params()
+
+
+# -- torch.distributed.algorithms.join ------------------------------------------------------------------------------
+
+
+@contextmanager
+def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Iterator[None]:
+    """Send a torch ``Joinable``'s ``Join.notify_join_context(self)`` to ``notify`` while the context is open.
+
+    Stands in for a hook in torch's ``Join``: its static method is replaced, calls for other objects pass through, and
+    both the method and the object's ``_join_config`` are put back.
+    """
+    original, config = TorchJoin.notify_join_context, joinable._join_config
+
+    def notify_join_context(obj: Any) -> Any:
+        return notify() if obj is joinable else original(obj)
+
+    TorchJoin.notify_join_context = staticmethod(notify_join_context)  # pyright: ignore[reportAttributeAccessIssue]
+    joinable._join_config = TorchJoinConfig(
+        enable=True, throw_on_early_termination=False, is_first_joinable=first
+    )
+    try:
+        yield
+    finally:
+        TorchJoin.notify_join_context = staticmethod(original)  # pyright: ignore[reportAttributeAccessIssue]
+        joinable._join_config = config

@@ -1,0 +1,72 @@
+"""State that is merely carried along: :class:`State`.
+
+Optimizers, LR schedulers, GradScalers, EMA copies: anything with ``state_dict`` and ``load_state_dict``. It issues no
+collective in the loop. A rank that ran out early has stale state; on exit it loads that of the last joiner. Tensors
+travel as flat buffers, the rest of the state dict is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from join import Join, Joinable, JoinHook
+from join.transfer import broadcast_tree
+
+
+class Stateful(Protocol):
+    """Anything that can hand out its state and take it back."""
+
+    def state_dict(self) -> Any:
+        """The state, as nested containers of tensors and picklable values."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state."""
+
+
+class State(Joinable):
+    """Brings a stateful object up to date on exit.
+
+    Args:
+        stateful: the object.
+    """
+
+    communicates: ClassVar[bool] = False
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
+    def __init__(self, stateful: Stateful) -> None:
+        super().__init__()
+        self._stateful = stateful
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> None:
+        return None
+
+    @property
+    def join_name(self) -> str:
+        return type(self._stateful).__name__
+
+    @property
+    def join_target(self) -> Any:
+        return self._stateful
+
+    def attach(self, join: Join) -> None:
+        self._collective = join.collective
+
+    def detach(self) -> None:
+        del self._collective
+
+    def synchronise(self, source: int) -> None:
+        collective = self._collective
+        state = self._stateful.state_dict() if collective.rank == source else None
+        state = broadcast_tree(collective, state, source)
+        if collective.rank != source:
+            self._stateful.load_state_dict(state)

@@ -1,0 +1,59 @@
+"""Adapter for other people's subclasses of torch's own ``Joinable``: :class:`TorchJoinable`.
+
+Their constructor and their calls of ``torch.distributed.algorithms.Join.notify_join_context`` stay as they are; while
+the block is open the notification goes to this package's ``Join``. Torch's ``JoinHook`` has the same two methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
+
+from join import Join, Joinable, JoinHook
+from joinables._torch_reducer import routed_notifications
+
+
+class TorchJoinable(Joinable):
+    """Stands for one torch ``Joinable`` object."""
+
+    def __init__(self, target: TorchJoinableBase) -> None:
+        super().__init__()
+        if not hasattr(target, "_join_config"):
+            raise TypeError(f"check that the constructor of {type(target).__name__} calls Joinable.__init__(self)")
+        self._target = target
+        self._routes = ExitStack()
+        parameters = inspect.signature(target.join_hook).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self.join_keywords = None if takes_all else frozenset(parameter.name for parameter in parameters)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return cast("JoinHook", self._target.join_hook(**kwargs))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._target.join_device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._target.join_process_group
+
+    @property
+    def join_name(self) -> str:
+        return type(self._target).__name__
+
+    @property
+    def join_target(self) -> Any:
+        return self._target
+
+    def attach(self, join: Join) -> None:
+        first = self._join_config.is_first_joinable
+        self._routes.enter_context(
+            routed_notifications(self._target, lambda: Join.notify_join_context(self), first=first)
+        )
+
+    def detach(self) -> None:
+        self._routes.close()

@@ -282,7 +282,8 @@ class GradientSync(_DDPBurst):
             self._announce_forward()
         if self._divide_by_initial_world_size:
             return None
-        return map_tensors(self._unscaled, args), map_tensors(self._unscaled, kwargs)
+        unscaled = functools.partial(_hooked_alias, self._unscale)
+        return map_tensors(unscaled, args), map_tensors(unscaled, kwargs)
 
     @property
     def _synchronises(self) -> bool:
@@ -304,9 +305,9 @@ class GradientSync(_DDPBurst):
             if not self._buffers.after_forward:
                 self._sync_buffers()
 
-    def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
+    def _after_forward(self, ddp: Any, args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
-            return
+            return output
         if self._buffers_due:
             self._sync_buffers()
         synchronises = self._synchronises
@@ -315,10 +316,13 @@ class GradientSync(_DDPBurst):
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
         hook = self._on_synchronised_gradient if synchronises else self._on_local_gradient
+        if len(outputs) > 1 and not self._divide_by_initial_world_size:
+            return map_tensors(functools.partial(_hooked_alias, hook), output)
         for tensor in outputs:
             handle = tensor.register_hook(hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._leaf_handles.append(handle)
+        return output
 
     def _sync_buffers(self) -> None:
         assert self._buffers is not None
@@ -381,11 +385,8 @@ class GradientSync(_DDPBurst):
             return 1.0
         return self._collective.world_size / contributing
 
-    def _unscaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A hook on the tensor itself would also see the gradients of its other uses.
-        alias = tensor.view_as(tensor)
-        alias.register_hook(lambda gradient: None if self._factor == 1.0 else gradient / self._factor)
-        return alias
+    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if self._factor == 1.0 else gradient / self._factor
 
     @torch.no_grad()
     def _scale_gradients(self, factor: float) -> None:
@@ -420,6 +421,13 @@ class GradientSync(_DDPBurst):
         counts = torch.tensor(mine)
         self._collective.all_reduce(counts, "max").wait()
         _arrivals[self._ddp] = counts.tolist()
+
+
+def _hooked_alias(hook: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with a hook that sees this use's gradient only, and not those of the tensor's other uses."""
+    alias = tensor.view_as(tensor)
+    alias.register_hook(hook)
+    return alias
 
 
 class _ArrivalCounter:

@@ -30,7 +30,8 @@ A GradScaler's unscaling is such a change, but its scale is not known on a joine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -72,13 +73,15 @@ class ZeroStep(Burst, JoinHook):
             )
         self._optimizer = optimizer
         self._transform_gradients = transform_gradients
-        self.payload_width = 1 + sum(1 for _ in self._numbers())
+        self._numbers: list[_Number] = []
         self._owes = self._announced = self._shadowing = False
         self._handles: list[Any] = []
 
     # -- Joinable -----------------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
+        self._numbers = _Number.all_in(self._groups)
+        self.payload_width = 1 + len(self._numbers)
         return self
 
     @property
@@ -166,35 +169,50 @@ class ZeroStep(Burst, JoinHook):
     def payload(self, active: bool) -> Sequence[float]:
         if not active:
             return (0.0,) * self.payload_width
-        return (1.0, *(float(value) for _, _, value in self._numbers()))
+        return (1.0, *(number.read() for number in self._numbers))
 
     def _take_numbers(self) -> None:
         count, *sums = self._join.channel.received(self)
-        for (group, name, value), total in zip(list(self._numbers()), sums, strict=True):
-            mean = total / count
-            if isinstance(name, tuple):
-                key, position = name
-                items = list(group[key])
-                items[position] = mean
-                group[key] = tuple(items)
-            else:
-                group[name] = type(value)(mean)
+        for number, total in zip(self._numbers, sums, strict=True):
+            number.write(total / count)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
-    def _numbers(self) -> Iterator[tuple[dict[str, Any], str | tuple[str, int], float]]:
-        """Every numeric hyperparameter: its group, where it is there, and its value."""
-        for group in self._groups:
-            for name in sorted(group):
+
+@dataclass(frozen=True)
+class _Number:
+    """One numeric hyperparameter: a value in a parameter group, or an item of a tuple there (``betas``)."""
+
+    group: dict[str, Any]
+    name: str
+    position: int | None = None
+
+    @staticmethod
+    def all_in(groups: Sequence[dict[str, Any]]) -> list[_Number]:
+        """Every number in the groups, in an order that is the same on all ranks."""
+        found: list[_Number] = []
+        for group in groups:
+            for name in sorted(group.keys() - {"params"}):
                 value = group[name]
                 if _is_number(value):
-                    yield group, name, value
-                elif isinstance(value, tuple) and name != "params":
-                    for position, item in enumerate(cast("tuple[Any, ...]", value)):
-                        if _is_number(item):
-                            yield group, (name, position), item
+                    found.append(_Number(group, name))
+                elif isinstance(value, tuple):
+                    items = enumerate(cast("tuple[Any, ...]", value))
+                    found += [_Number(group, name, position) for position, item in items if _is_number(item)]
+        return found
+
+    def read(self) -> float:
+        value = self.group[self.name]
+        return float(value if self.position is None else value[self.position])
+
+    def write(self, value: float) -> None:
+        old = self.group[self.name]
+        if self.position is None:
+            self.group[self.name] = type(old)(value)
+        else:
+            self.group[self.name] = (*old[: self.position], value, *old[self.position + 1 :])
 
 
 def _is_number(value: Any) -> bool:

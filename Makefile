@@ -1,0 +1,42 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+# Two installs into one .venv must not run at once.
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo    run the demo'
+	@echo 'make test    run the tests'
+	@echo 'make check   ruff (lint and format) and pyright'
+	@echo 'make bench   run the benchmarks'
+	@echo 'make clean   remove caches, build output and demo-out (keeps .venv)'
+	@echo 'The first four create .venv when it is missing; PYTHON=... picks the interpreter.'
+
+demo: .venv/.demo-installed
+	$(BIN)/python -m demo
+
+test: .venv/.test-installed
+	$(BIN)/python -m pytest
+
+check: .venv/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: .venv/.demo-installed
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/scale.py
+
+clean:
+	rm -rf build dist demo-out .hypothesis .pytest_cache .ruff_cache
+	find . \( -path ./.venv -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+.venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit("joinables needs Python 3.10 or newer, and $(PYTHON) is %d.%d: choose another with make PYTHON=..." % v if v < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv

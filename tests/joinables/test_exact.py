@@ -1,0 +1,175 @@
+"""DDP, ZeRO and optimizers on uneven inputs equal one process on the same global batches, and each other bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from joinables import ZeroStep
+from tests.models import OPTIMIZERS, assert_same, batch, build, flat_state, value_of
+from tests.pool import Pool
+
+TOLERANCE = 2e-6
+EPOCHS = 3
+RANKS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; counts[epoch][rank] is the number of batches."""
+
+    model: str = "mlp"
+    optimizer: str = "adam"
+    zero: bool = False
+    initial: bool = False
+    clip: bool = False
+    accumulate: int = 1
+    compiled: bool = False
+    hook: str = ""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+    to_none: bool = True
+
+
+CASES = {
+    "sgd with momentum": Case(optimizer="sgd"),
+    "sgd, initial world size": Case(optimizer="sgd", initial=True),
+    "adam": Case(),
+    "adam, initial world size": Case(initial=True),
+    "adamw with clipping": Case(optimizer="adamw", clip=True),
+    "zero over sgd": Case(optimizer="sgd", zero=True),
+    "zero over adam": Case(zero=True),
+    "zero over adam, initial world size": Case(zero=True, initial=True),
+    "zero with clipping": Case(optimizer="adamw", zero=True, clip=True),
+    "gradient_as_bucket_view": Case(ddp={"gradient_as_bucket_view": True}),
+    "gradient_as_bucket_view, zero": Case(zero=True, ddp={"gradient_as_bucket_view": True}),
+    "tiny buckets": Case(ddp={"bucket_cap_mb": 1e-5}),
+    "tiny buckets, zero": Case(zero=True, ddp={"bucket_cap_mb": 1e-5}),
+    "static_graph": Case(ddp={"static_graph": True}),
+    "static_graph, zero, tiny buckets": Case(zero=True, ddp={"static_graph": True, "bucket_cap_mb": 1e-5}),
+    "find_unused_parameters": Case(model="branches", ddp={"find_unused_parameters": True}),
+    "find_unused_parameters, zero": Case(model="branches", zero=True, ddp={"find_unused_parameters": True}),
+    "find_unused_parameters, views": Case(
+        model="branches", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    ),
+    "allreduce hook": Case(hook="allreduce"),
+    "compiled": Case(compiled=True),
+    "tuple": Case(model="tuple"),
+    "dict": Case(model="dict"),
+    "dataclass": Case(model="dataclass"),
+    "batch norm": Case(model="norm"),
+    "batch norm, zero, initial": Case(model="norm", zero=True, initial=True),
+    "batch norm, leaders leave in turn": Case(model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))),
+    "accumulation": Case(accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))),
+    "accumulation, initial": Case(accumulate=2, initial=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))),
+    "accumulation, zero": Case(accumulate=3, zero=True, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))),
+    "accumulation, views": Case(
+        accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4)), ddp={"gradient_as_bucket_view": True}
+    ),
+    "batch norm, accumulation": Case(model="norm", accumulate=2, initial=True, counts=((4, 2, 0), (6, 3, 1), (4, 0, 3))),
+    "zero_grad keeps tensors": Case(to_none=False),
+    "zero_grad keeps tensors, zero": Case(to_none=False, zero=True),
+    "even": Case(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
+    "nothing at all": Case(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
+}
+
+
+def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
+    x, y = batch(rank, epoch, step)
+    output = model(x, (rank + step) % 2) if case.model == "branches" else model(x)
+    return ((value_of(output) - y) ** 2).mean() / case.accumulate
+
+
+def full_state(optimizer: Any) -> Any:
+    """The state dict; of a sharded optimizer, with all shards."""
+    state = None
+    for to in range(RANKS if hasattr(optimizer, "consolidate_state_dict") else 0):
+        optimizer.consolidate_state_dict(to=to)  # drops what another rank holds, so each reads in its turn
+        if dist.get_rank() == to:
+            state = optimizer.state_dict()
+    return state or optimizer.state_dict()
+
+
+def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(build(case.model), **case.ddp)
+    if case.hook == "allreduce":
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        ddp.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
+    model = torch.compile(ddp, backend="eager") if case.compiled else ddp
+    cls, options = OPTIMIZERS[case.optimizer]
+    if case.zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    else:
+        optimizer = cls(ddp.parameters(), **options)
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+
+    stepper = ZeroStep(optimizer, transform_gradients=clip) if case.zero and case.clip else optimizer
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for epoch in range(EPOCHS):
+        with Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial):
+            for step in range(case.counts[epoch][rank]):
+                sync = (step + 1) % case.accumulate == 0
+                if step % case.accumulate == 0:
+                    optimizer.zero_grad(set_to_none=case.to_none)
+                if sync:
+                    forward(model, case, rank, epoch, step).backward()
+                    if case.clip:
+                        clip()
+                    optimizer.step()
+                    scheduler.step()
+                else:
+                    with ddp.no_sync():
+                        forward(model, case, rank, epoch, step).backward()
+    return flat_state(ddp.module.state_dict(), full_state(optimizer), scheduler.state_dict())
+
+
+def reference(case: Case) -> dict[str, torch.Tensor]:
+    """One process: the gradients of all ranks that have data, averaged; buffers of the lowest of them."""
+    model = build(case.model)
+    cls, options = OPTIMIZERS[case.optimizer]
+    optimizer = cls(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    k = case.accumulate
+    for epoch in range(EPOCHS):
+        counts = case.counts[epoch]
+        for window in range(max(counts) // k):
+            optimizer.zero_grad(set_to_none=case.to_none)
+            ranks = [rank for rank in range(RANKS) if counts[rank] > window * k]
+            divisor = RANKS if case.initial else len(ranks)
+            shared = [b.clone() for b in model.buffers()]
+            kept = None
+            for rank in ranks:
+                for buffer, value in zip(model.buffers(), shared, strict=True):
+                    buffer.copy_(value)
+                for step in range(window * k, min((window + 1) * k, counts[rank])):
+                    (forward(model, case, rank, epoch, step) / divisor).backward()
+                # The leader is the lowest rank that takes part in the synchronised step.
+                if kept is None and counts[rank] >= (window + 1) * k:
+                    kept = [b.clone() for b in model.buffers()]
+            for buffer, value in zip(model.buffers(), kept or [], strict=True):
+                buffer.copy_(value)
+            if case.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            scheduler.step()
+    return flat_state(model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    states = pool.run(train, case, ranks=RANKS)
+    for other in states[1:]:
+        assert_same(states[0], other)
+    assert_same(states[0], reference(case), TOLERANCE)

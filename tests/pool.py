@@ -1,0 +1,120 @@
+"""Real processes for distributed tests: a pool of ranks that lives as long as the test session.
+
+Starting a rank costs seconds (it imports torch), so ranks are reused; every call gets a fresh process group on a file
+store. A call that does not end in time is a hang: its ranks print their stacks, die, and are replaced.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+class RankHung(AssertionError):
+    """Ranks did not come back in time."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Any
+
+
+class Pool:
+    """``SIZE`` processes that run functions as ranks of a process group."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[_Worker] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any, ranks: int = 3, timeout: float = 60.0) -> list[Any]:
+        """Run ``fn(rank, *args)`` on every rank with the default process group set up; return the results by rank."""
+        self._start()
+        workers = self._workers[:ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, worker in enumerate(workers):
+                worker.pipe.send((fn, rank, ranks, str(Path(folder) / "store"), args))
+            results: dict[int, tuple[bool, Any]] = {}
+            deadline = time.monotonic() + timeout
+            pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
+            while pending and time.monotonic() < deadline:
+                for pipe in multiprocessing.connection.wait(list(pending), timeout=0.5):
+                    rank = pending.pop(pipe)
+                    try:
+                        results[rank] = pipe.recv()
+                    except EOFError:
+                        results[rank] = (False, f"rank {rank} died")
+                        deadline = min(deadline, time.monotonic() + 5)
+                if any(not ok for ok, _ in results.values()):
+                    deadline = min(deadline, time.monotonic() + 10)  # the others may hang now; the cause is known
+            if pending:
+                self.close(dump=True)
+            failed = "\n".join(f"-- rank {rank}\n{text}" for rank, (ok, text) in sorted(results.items()) if not ok)
+            if failed:
+                self.close()
+                raise RankFailed(failed)
+            if pending:
+                raise RankHung(f"ranks {sorted(pending.values())} did not return within {timeout:g} s")
+        return [results[rank][1] for rank in range(ranks)]
+
+    def _start(self) -> None:
+        while len(self._workers) < SIZE:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append(_Worker(process, here))
+
+    def close(self, *, dump: bool = False) -> None:
+        """End all ranks; ``dump`` prints their stacks first."""
+        for worker in self._workers:
+            if dump and worker.process.is_alive():
+                os.kill(worker.process.pid, signal.SIGUSR1)
+                time.sleep(0.2)
+            worker.process.kill()
+            worker.process.join()
+            worker.pipe.close()
+        self._workers.clear()
+
+
+def _serve(pipe: Any) -> None:
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used by torch.distributed.optim itself
+        import torch.distributed.optim
+    warnings.simplefilter("error")
+    while True:
+        try:
+            fn, rank, ranks, path, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+            result = (True, fn(rank, *args))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(result)

@@ -1,88 +1,107 @@
-"""Starts the ranks: spawned processes on gloo, under a time limit, so that nothing that hangs can hang the demo."""
+"""Starts the ranks: spawned processes on gloo, watched, so that a job that hangs cannot hang the demo.
+
+The processes stay for all jobs, since importing torch takes longer than any of them; only after a job that hung or
+failed, new ones take over.
+"""
 
 from __future__ import annotations
 
-import multiprocessing.process
+import math
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-T = TypeVar("T")
-Processes = list[multiprocessing.process.BaseProcess]
+Work = Callable[[int, Any, Callable[[], None]], Any]
+"""``work(rank, job, advance)`` does a job on one rank. One rank calls ``advance()`` once a step."""
 
 
 def launch(
-    world_size: int, fn: Callable[..., T], *args: Any, limit: float, progress: Callable[[int], None]
-) -> list[T]:
-    """Run ``fn(rank, *args, advance)`` on every rank and return the results in rank order.
+    world_size: int, work: Work, jobs: Sequence[Any], patience: float, progress: Callable[[int], object]
+) -> list[list[Any] | str]:
+    """Do one job after the other on all ranks.
 
     Args:
         world_size: the number of ranks.
-        fn: importable, as are its arguments picklable; it may call ``advance()`` to report a step.
-        *args: handed to ``fn``.
-        limit: seconds until all ranks must be done.
-        progress: called with the number of steps since the last call.
+        work: an importable function; jobs and results must be picklable.
+        jobs: handed to ``work`` one by one.
+        patience: seconds without a step after which a job counts as hanging.
+        progress: called now and then with the number of new steps.
 
-    Raises:
-        TimeoutError: if a rank is not done in time.
-        RuntimeError: if a rank failed; its traceback is on stderr.
+    Returns:
+        For each job the results in rank order, or, if there are none, what became of it: ``"hangs"`` or ``"fails"``
+        (then the traceback is on stderr).
     """
+    outcomes: list[list[Any] | str] = []
+    while len(outcomes) < len(jobs):
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes += _do_until_trouble(world_size, work, jobs[len(outcomes) :], patience, progress, Path(folder))
+    return outcomes
+
+
+def _do_until_trouble(
+    world_size: int, work: Work, jobs: Sequence[Any], limit: float, progress: Callable[[int], object], folder: Path
+) -> list[list[Any] | str]:
     context = mp.get_context("spawn")
-    steps = context.Value("q", 0)
-    with tempfile.TemporaryDirectory() as folder:
-        processes: Processes = [
-            context.Process(target=_work, args=(rank, world_size, folder, steps, fn, args), daemon=True)
-            for rank in range(world_size)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            _wait(processes, time.monotonic() + limit, steps, progress)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-            for process in processes:
-                if process.pid is not None:
-                    process.join()
-        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(world_size)]
+    ready, steps = context.Value("q", 0), context.Value("q", 0)
+    processes: list[BaseProcess] = [
+        context.Process(target=_rank, args=(rank, world_size, work, jobs, folder, ready, steps), daemon=True)
+        for rank in range(world_size)
+    ]
+    outcomes: list[list[Any] | str] = []
+    seen, deadline = 0, math.inf
+    try:
+        for process in processes:
+            process.start()
+        while len(outcomes) < len(jobs):
+            time.sleep(0.02)
+            now = steps.value
+            if now > seen or (ready.value == world_size and math.isinf(deadline)):
+                deadline = time.monotonic() + patience
+            progress(now - seen)
+            seen = now
+            files = [_result(folder, len(outcomes), rank) for rank in range(world_size)]
+            if all(file.exists() for file in files):
+                outcomes.append([pickle.loads(file.read_bytes()) for file in files])
+                deadline = time.monotonic() + patience
+            elif any(process.exitcode for process in processes):
+                return [*outcomes, "fails"]
+            elif time.monotonic() > deadline:
+                return [*outcomes, "hangs"]
+        return outcomes
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
-def _wait(processes: Processes, deadline: float, steps: Any, progress: Callable[[int], None]) -> None:
-    seen = 0
-    while any(process.exitcode is None for process in processes):
-        if any(process.exitcode for process in processes):
-            break
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.05)
-        now = steps.value
-        progress(now - seen)
-        seen = now
-    failed = [f"rank {rank} (exit code {process.exitcode})" for rank, process in enumerate(processes) if process.exitcode]
-    if failed:
-        raise RuntimeError(f"{', '.join(failed)} failed")
-
-
-def _work(rank: int, world_size: int, folder: str, steps: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, world_size: int, work: Work, jobs: Sequence[Any], folder: Path, ready: Any, steps: Any) -> None:
     def advance() -> None:
-        steps.value += 1  # one rank counts, so no lock is needed
+        steps.value += 1  # one rank counts, so there is nothing to race with
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        _result(folder, rank).write_bytes(pickle.dumps(fn(rank, *args, advance)))
-    finally:
-        dist.destroy_process_group()
+    with ready.get_lock():
+        ready.value += 1
+    for number, job in enumerate(jobs):
+        store = dist.FileStore(str(folder / f"store-{number}"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        try:
+            result = pickle.dumps(work(rank, job, advance))
+        finally:
+            dist.destroy_process_group()
+        file = _result(folder, number, rank)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(result)
+        partial.replace(file)
 
 
-def _result(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank{rank}.pickle")
+def _result(folder: Path, number: int, rank: int) -> Path:
+    return folder / f"job-{number}-rank-{rank}.pickle"

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from demo.data import BATCHES, STEPS, Digits, shards
-from demo.model import LEARNING_RATE, build, flat_buffers, flat_parameters
+from demo.model import LEARNING_RATE, build, flat_parameters
 from join import Join, JoinReport
 
 OptimizerName = Literal["Adam", "ZeRO(Adam)"]
@@ -41,15 +41,12 @@ class RankResult:
     Attributes:
         losses: the local loss by global step, for the steps at which this rank had a batch.
         snapshots: the parameters after each of these steps.
-        parameters: the parameters after the last block.
-        buffers: the buffers after the last block.
         reports: one a block, that is, one an epoch; none under torch's Join.
+        state: the model's state dict after the last block.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     snapshots: dict[int, torch.Tensor] = field(default_factory=dict)
-    parameters: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    buffers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     reports: list[JoinReport] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +70,6 @@ def train(rank: int, run: Run, advance: Callable[[], None]) -> RankResult:
                     advance()
         if isinstance(block, Join):
             result.reports.append(block.report)
-    result.parameters, result.buffers = flat_parameters(model), flat_buffers(model)
     result.state = model.module.state_dict()
     return result
 
@@ -81,7 +77,9 @@ def train(rank: int, run: Run, advance: Callable[[], None]) -> RankResult:
 def _block(run: Run, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
     if run.join == "joinables":
         return Join([model, optimizer], divide_by_initial_world_size=False)
-    joinables: list[Any] = [model] if run.optimizer == "Adam" else [model, optimizer]  # torch's takes no stock optimizer
+    joinables: list[Any] = (
+        [model] if run.optimizer == "Adam" else [model, optimizer]
+    )  # torch's takes no stock optimizer
     return TorchJoin(joinables, divide_by_initial_world_size=False)
 
 

@@ -93,6 +93,7 @@ class Channel:
         self._arrange()
         self._work: Work | None = None
         self._header: Header | None = None  # the last header sent, once it was read
+        self._received: dict[int, Sequence[float]] = {}  # by burst: the payload of the last header that announced it
         self._unsettled = False
         self._was_active = False
         self._sent_by: Member | None = None
@@ -222,13 +223,17 @@ class Channel:
             else:
                 self._wait_for(self._work, self._timeout)
             self._header = self._buffer.unpack()
+            for index in self._header.announcements:
+                burst = self._members[index].burst
+                if burst is not None:
+                    self._received[id(burst)] = self._header.payload(index, burst.payload_width)
         return self._header
 
     def received(self, burst: Burst) -> Sequence[float]:
-        """The summed payload of ``burst`` in the last header, which must have been read."""
-        if self._header is None:
-            raise JoinError(f"{burst.join_name} asked for a payload before any header was read")
-        return self._header.payload(self._index[id(burst)], burst.payload_width)
+        """The summed payload of ``burst`` in the last header that announced it; waits for that header."""
+        if self._unsettled:
+            self.read()
+        return self._received[id(burst)]
 
     def fulfil(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run what is announced and owed, and, if ``complete``, the followers that go with it."""

@@ -25,6 +25,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
     dist.Reducer: (
         "_autograd_hook",
         "_delay_all_reduce",
+        "_get_local_used_map",
         "_rebuild_buckets",
         "prepare_for_backward",
         "prepare_for_forward",
@@ -161,6 +162,16 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         raise AssertionError("this graph is not meant to be run backward")
+
+
+def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int]:
+    """For each parameter, whether the last reduction touched its ``grad``; DDP leaves unused ones alone if asked to.
+
+    Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards.
+    """
+    if not (ddp.find_unused_parameters or ddp.static_graph):
+        return [1] * len(ddp._module_parameters)
+    return cast("list[int]", ddp.reducer._get_local_used_map().tolist())
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:

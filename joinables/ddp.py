@@ -8,22 +8,25 @@ end of the first backward and not in the forward after it, where a joined rank n
     -----------                                        -----------
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
-    backward  the first static one: arrivals (max)     arrivals (max)
+    backward  number of contributors (see Scaling)     number of contributors
+              the first static one: arrivals (max)     arrivals (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map
               the first: header, bucket rebuild        header, bucket rebuild
 
-With several DDP modules in the blocks of a group, forward order is not backward order: then buffers have a header of
-their own in the forward, and gradients another when their backward begins. So it is also when, in the forward, the
-parameters may still hold the last result.
+The header is sent in the forward and hides behind it. Not so with several DDP modules in the blocks of a group, where
+forward order is not backward order, when the parameters may still hold the last result in the forward, and where the
+number of contributors is wanted and there are no buffers: then the header is sent when the backward begins, and
+buffers, if any, have one of their own in the forward.
 
 ``no_sync`` forwards and forwards without grad communicate nothing. A forward that finds a header open (the backward was
 skipped, or two forwards go before one backward) communicates nothing either.
 
-*Scaling.* DDP divides by the world size. Where n ranks contribute and ``divide_by_initial_world_size=False``, the
-gradient that enters the module's outputs is multiplied by ``world_size / n``, and the one that leaves at its inputs
-divided by it, so a chain of modules is not scaled twice. No pass over the gradients, and nothing while the factor is 1.
-Gradients that bypass the outputs (a loss computed from a submodule's attribute) are not scaled.
+*Scaling.* DDP divides by the world size. With ``divide_by_initial_world_size=False`` and n contributors, the reduced
+gradients are multiplied by ``world_size / n`` at the end of the backward: for every comm hook, chain and accumulation
+alike, and not at all while n is the world size. The header counts the contributors if it is sent when the backward
+begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
+next to the buckets. Neither is awaited before the end of the backward.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank had
 accumulated under ``no_sync`` when it ran out goes into the first burst it shadows. If active ranks keep their gradients
@@ -41,9 +44,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Burst, Join, Joinable, JoinHook
+from join.collectives import Work
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables import _torch_reducer as reducer
-from joinables.tensors import map_tensors, tensors_with_grad
+from joinables.tensors import tensors_with_grad
 
 # What a static graph's first backward taught this rank about a module; kept over blocks, never on the module itself.
 _arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
@@ -175,12 +179,12 @@ class GradientSync(_DDPBurst):
         self._divide_by_initial_world_size = True
         self._credit = False  # announced, and the backward has not begun
         self._buffers_due = False  # announced with this burst, to be synchronised after the forward
+        self._with_buffers = False  # this burst's header covers the buffers too
         self._armed = False  # the reducer will reduce in the next backward
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._may_hold_result = True  # grad may still hold the last reduction's result
-        self._with_buffers = False  # this burst's header covers the buffers too
-        self._factor = 1.0
+        self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._leaf_handles: list[Any] = []
 
@@ -198,7 +202,7 @@ class GradientSync(_DDPBurst):
             )
         self._param_sync = ddp.require_forward_param_sync
         self._handles = [
-            ddp.register_forward_pre_hook(_Hook(self._before_forward), prepend=True, with_kwargs=True),
+            ddp.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
             ddp.register_forward_hook(_Hook(self._after_forward)),
         ]
 
@@ -242,6 +246,7 @@ class GradientSync(_DDPBurst):
             if self._buffers_due:
                 self._sync_buffers()
             self._drop_gradients()
+            self._count_contributors(0.0)
             reducer.shadow_backward(self._ddp, self._exchange_arrivals())
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
@@ -252,15 +257,16 @@ class GradientSync(_DDPBurst):
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     def main_hook(self) -> None:
-        with_buffers, holding, contributing = self._channel.received(self)
-        if with_buffers and self._buffers is not None:
-            self._buffers.main_hook()
-        if self._unsynced:
-            self._scale_gradients(self._factor_for(contributing))
-        elif not holding:
+        with_buffers, holding, _ = self._channel.received(self)
+        self._with_buffers = with_buffers > 0
+        if self._with_buffers:
+            self._sync_buffers()
+        if not (self._unsynced or holding):
             self._drop_gradients()
-        self._unsynced = False
+        self._count_contributors(float(self._unsynced))
         reducer.shadow_backward(self._ddp, self._exchange_arrivals())
+        self._unsynced = False
+        self._scale()
         self._rebuild.expect()
 
     @property
@@ -273,17 +279,12 @@ class GradientSync(_DDPBurst):
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, ddp: Any, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, ddp: Any, args: Any) -> None:
         reducer.suppress_buffer_sync(self._ddp)
-        if not torch.is_grad_enabled():
-            return None
-        self._in_backward = False  # a backward that raised did not come to its end
-        if self._synchronises:
-            self._announce_forward()
-        if self._divide_by_initial_world_size:
-            return None
-        unscaled = functools.partial(_hooked_alias, self._unscale)
-        return map_tensors(unscaled, args), map_tensors(unscaled, kwargs)
+        if torch.is_grad_enabled():
+            self._in_backward = False  # a backward that raised did not come to its end
+            if self._synchronises:
+                self._announce_forward()
 
     @property
     def _synchronises(self) -> bool:
@@ -293,7 +294,8 @@ class GradientSync(_DDPBurst):
         if self._credit:
             return
         self._see_zeroed()
-        early = not self._may_hold_result and self._channel.may_announce_early(self)
+        header_may_count = self._divide_by_initial_world_size or self._buffers is not None
+        early = header_may_count and not self._may_hold_result and self._channel.may_announce_early(self)
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
@@ -305,9 +307,9 @@ class GradientSync(_DDPBurst):
             if not self._buffers.after_forward:
                 self._sync_buffers()
 
-    def _after_forward(self, ddp: Any, args: Any, output: Any) -> Any:
+    def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
-            return output
+            return
         if self._buffers_due:
             self._sync_buffers()
         synchronises = self._synchronises
@@ -316,13 +318,10 @@ class GradientSync(_DDPBurst):
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
         hook = self._on_synchronised_gradient if synchronises else self._on_local_gradient
-        if len(outputs) > 1 and not self._divide_by_initial_world_size:
-            return map_tensors(functools.partial(_hooked_alias, hook), output)
         for tensor in outputs:
             handle = tensor.register_hook(hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._leaf_handles.append(handle)
-        return output
 
     def _sync_buffers(self) -> None:
         assert self._buffers is not None
@@ -331,24 +330,24 @@ class GradientSync(_DDPBurst):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _on_synchronised_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return self._on_gradient(gradient, synchronised=True)
+    def _on_synchronised_gradient(self, gradient: torch.Tensor) -> None:
+        self._begin_backward(synchronised=True)
 
-    def _on_local_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return self._on_gradient(gradient, synchronised=False)
+    def _on_local_gradient(self, gradient: torch.Tensor) -> None:
+        self._begin_backward(synchronised=False)
 
-    def _on_gradient(self, gradient: torch.Tensor, *, synchronised: bool) -> torch.Tensor | None:
+    def _begin_backward(self, *, synchronised: bool) -> None:
         """A gradient enters the module: the first one of a backward begins it."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._see_zeroed()
-            # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
-            if self._armed or synchronised:
-                self._begin_reduction()
-            else:
-                self._unsynced = True
-                reducer.after_backward(self._end_backward)
-        return None if self._factor == 1.0 else gradient * self._factor
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._see_zeroed()
+        # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
+        if self._armed or synchronised:
+            self._begin_reduction()
+        else:
+            self._unsynced = True
+            reducer.after_backward(self._end_backward)
 
     def _begin_reduction(self) -> None:
         if not self._armed:  # a second backward, of which DDP itself would not reduce the gradients
@@ -358,11 +357,7 @@ class GradientSync(_DDPBurst):
             self._with_buffers = False
             self._channel.announce(self)
         self._credit = False
-        if not self._divide_by_initial_world_size:
-            self._channel.read()
-            self._factor = self._factor_for(self._channel.received(self)[2])
-            if self._unsynced:
-                self._scale_gradients(self._factor)
+        self._count_contributors(1.0)
         if reducer.first_static_backward(self._ddp):
             count = _ArrivalCounter(self._parameters)
             reducer.after_backward(lambda: self._share_arrivals(count.stop()))
@@ -375,25 +370,34 @@ class GradientSync(_DDPBurst):
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
         self._may_hold_result = True
-        self._factor = 1.0
+        self._scale()
         self._rebuild.run_if_due()
 
     # -- scaling ------------------------------------------------------------------------------------------------------
 
-    def _factor_for(self, contributing: float) -> float:
-        if self._divide_by_initial_world_size:
-            return 1.0
-        return self._collective.world_size / contributing
-
-    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return None if self._factor == 1.0 else gradient / self._factor
+    def _count_contributors(self, mine: float) -> None:
+        """Sum the contributors in this burst, if its header was sent too early to know them."""
+        self._contributors = None
+        if self._with_buffers and not self._divide_by_initial_world_size:
+            count = torch.tensor(mine, dtype=torch.float64)
+            self._contributors = count, self._collective.all_reduce(count)
 
     @torch.no_grad()
-    def _scale_gradients(self, factor: float) -> None:
-        if factor != 1.0:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+    def _scale(self) -> None:
+        """Turn the sum over ranks, divided by the world size, into the mean over contributors."""
+        if self._divide_by_initial_world_size:
+            return
+        if self._contributors is None:
+            contributors = self._channel.received(self)[2]
+        else:
+            count, work = self._contributors
+            work.wait()
+            contributors = count.item()
+        if contributors in (0, self._collective.world_size):
+            return
+        for parameter, used in zip(self._parameters, reducer.used_anywhere(self._ddp), strict=True):
+            if used and parameter.grad is not None:
+                parameter.grad.mul_(self._collective.world_size / contributors)
 
     # -- what the gradients hold --------------------------------------------------------------------------------------
 
@@ -403,8 +407,11 @@ class GradientSync(_DDPBurst):
             self._may_hold_result = False
 
     def _holds_result(self) -> bool:
-        """Whether the reduction will add to the last one's result, instead of starting from zero."""
-        if not self._may_hold_result or (self._unsynced and not self._divide_by_initial_world_size):
+        """Whether joined ranks must contribute the last result, because the active ones will add to it.
+
+        Not where the mean is over contributors: there, all of these have it and the others need not.
+        """
+        if not self._may_hold_result or not self._divide_by_initial_world_size:
             return False
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return any(bool(gradient.any()) for gradient in gradients)
@@ -421,13 +428,6 @@ class GradientSync(_DDPBurst):
         counts = torch.tensor(mine)
         self._collective.all_reduce(counts, "max").wait()
         _arrivals[self._ddp] = counts.tolist()
-
-
-def _hooked_alias(hook: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with a hook that sees this use's gradient only, and not those of the tensor's other uses."""
-    alias = tensor.view_as(tensor)
-    alias.register_hook(hook)
-    return alias
 
 
 class _ArrivalCounter:

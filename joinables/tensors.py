@@ -1,9 +1,8 @@
-"""Finding and exchanging tensors in what a module takes and returns."""
+"""Finding the tensors in what a module returns."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -21,18 +20,3 @@ def tensors_with_grad(tree: Any) -> Iterator[torch.Tensor]:
             for field in fields(leaf):
                 yield from tensors_with_grad(getattr(leaf, field.name))
 
-
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Copy ``tree`` with every tensor that requires grad replaced by ``change`` of it."""
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return change(leaf) if leaf.requires_grad else leaf
-        if is_dataclass(leaf) and not isinstance(leaf, type) and any(True for _ in tensors_with_grad(leaf)):
-            changed = copy.copy(leaf)
-            for field in fields(leaf):
-                object.__setattr__(changed, field.name, map_tensors(change, getattr(leaf, field.name)))
-            return changed
-        return leaf
-
-    return pytree.tree_map(visit, tree)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 FEATURES, TARGETS, BATCH = 4, 2, 5
+TOLERANCE = 2e-6
 
 
 def batch(rank: int, epoch: int, step: int, stream: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from joinables import ZeroStep
-from tests.models import OPTIMIZERS, assert_same, batch, build, flat_state, value_of
+from tests.models import OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
 
-TOLERANCE = 2e-6
 EPOCHS = 3
 RANKS = 3
 

@@ -1,0 +1,240 @@
+"""Loops that are not forward, backward, step: they end, and equal one process.
+
+A program is a list of phases; each computes gradients from one rank's batch and then updates. A rank runs both for
+itself; the single-process reference computes for every rank that has a batch, and updates once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from tests.models import MLP, TOLERANCE, Norm, assert_same, batch, flat_state
+from tests.pool import Pool
+
+Nets = dict[str, Any]
+Compute = Callable[[Nets, int, int, float], None]
+RANKS = 3
+
+
+def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((output - y) ** 2).mean()
+
+
+def plain(nets: Nets, rank: int, step: int, scale: float) -> None:
+    x, y = batch(rank, 0, step)
+    (scale * loss(nets["a"](x), y)).backward()
+
+
+def eval_inside(nets: Nets, rank: int, step: int, scale: float) -> None:
+    if rank != 1:
+        nets["a"].eval()
+        with torch.no_grad():
+            nets["a"](batch(rank, 0, step, stream=5)[0])
+        nets["a"].train()
+    plain(nets, rank, step, scale)
+
+
+def eval_with_grad(nets: Nets, rank: int, step: int, scale: float) -> None:
+    if rank == 1:
+        nets["a"](batch(rank, 0, step, stream=5)[0])
+    plain(nets, rank, step, scale)
+
+
+def skip_by_all(nets: Nets, rank: int, step: int, scale: float) -> None:
+    x, y = batch(rank, 0, step)
+    output = nets["a"](x)
+    if step % 2 == 0:
+        (scale * loss(output, y)).backward()
+
+
+def forwards(count: int) -> Compute:
+    def compute(nets: Nets, rank: int, step: int, scale: float) -> None:
+        total: Any = 0
+        for stream in range(count):
+            x, y = batch(rank, 0, step, stream)
+            total = total + loss(nets["a"](x), y)
+        (scale * total).backward()
+
+    return compute
+
+
+def backwards(nets: Nets, rank: int, step: int, scale: float) -> None:
+    x, y = batch(rank, 0, step)
+    value = scale * loss(nets["a"](x), y)
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def two_losses(nets: Nets, rank: int, step: int, scale: float) -> None:
+    losses = []
+    for stream in range(2):
+        x, y = batch(rank, 0, step, stream)
+        losses.append(scale * loss(nets["a"](x), y))
+    for value in losses:
+        value.backward()
+
+
+def two_passes(nets: Nets, rank: int, step: int, scale: float) -> None:
+    for stream in range(2):
+        x, y = batch(rank, 0, step, stream)
+        (scale * loss(nets["a"](x), y)).backward()
+
+
+def chain(nets: Nets, rank: int, step: int, scale: float) -> None:
+    x, y = batch(rank, 0, step)
+    (scale * loss(nets["b"](nets["a"](x)), y)).backward()
+
+
+def discriminate(nets: Nets, rank: int, step: int, scale: float) -> None:
+    x, y = batch(rank, 0, step)
+    fake = nets["a"](x).detach()
+    (scale * (nets["b"](y).mean() - nets["b"](fake).mean())).backward()
+
+
+def generate(nets: Nets, rank: int, step: int, scale: float) -> None:
+    x, _ = batch(rank, 0, step, stream=1)
+    (scale * nets["b"](nets["a"](x)).mean()).backward()
+
+
+def both(nets: Nets, rank: int, step: int, scale: float) -> None:
+    plain(nets, rank, step, scale)
+    x, y = batch(rank, 0, step, stream=1)
+    (scale * loss(nets["b"](x), y)).backward()
+
+
+@dataclass(frozen=True)
+class Program:
+    """``phases``: what computes gradients, and which optimizers step after it."""
+
+    phases: tuple[tuple[Compute, str], ...] = ((plain, "a"),)
+    nets: dict[str, Callable[[], nn.Module]] = field(default_factory=lambda: {"a": MLP})
+    zero_first: bool = True
+    nested: bool = False
+    initial: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)
+    counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+PROGRAMS = {
+    "eval forward inside": Program(((eval_inside, "a"),), {"a": Norm}),
+    "eval forward with grad, on one rank": Program(((eval_with_grad, "a"),)),
+    "skipped backward": Program(((skip_by_all, "a"),)),
+    # The leader does not leave between a skipped backward and the next: that forward would not sync buffers again.
+    "skipped backward, batch norm": Program(((skip_by_all, "a"),), {"a": Norm}, counts=((0, 3, 1), (3, 0, 5), (3, 1, 0))),
+    "two forwards": Program(((forwards(2), "a"),)),
+    "three forwards, batch norm": Program(((forwards(3), "a"),), {"a": Norm}),
+    "buffers of one's own": Program(nets={"a": Norm}, ddp={"forward_sync_buffers": False}),
+    "two backwards through one graph": Program(((backwards, "a"),)),
+    "two backwards through one graph, initial": Program(((backwards, "a"),), initial=True),
+    "two forwards, then two backwards": Program(((two_losses, "a"),)),
+    "two full passes": Program(((two_passes, "a"),)),
+    "two full passes, initial, views": Program(
+        ((two_passes, "a"),), initial=True, ddp={"gradient_as_bucket_view": True}
+    ),
+    "zero_grad after step": Program(zero_first=False),
+    "encoder and decoder": Program(((chain, "ab"),), {"a": MLP, "b": narrow}),
+    "encoder and decoder, initial, tiny buckets": Program(
+        ((chain, "ab"),), {"a": MLP, "b": narrow}, initial=True, ddp={"bucket_cap_mb": 1e-5}
+    ),
+    "GAN 2:1": Program(
+        ((discriminate, "b"), (discriminate, "b"), (generate, "a")), {"a": MLP, "b": narrow}
+    ),
+    "GAN 2:1, batch norm": Program(
+        ((discriminate, "b"), (discriminate, "b"), (generate, "a")), {"a": Norm, "b": narrow}
+    ),
+    "Join in Join": Program(((both, "ab"),), {"a": MLP, "b": MLP}, nested=True),
+    "Join in Join, initial": Program(((both, "ab"),), {"a": MLP, "b": MLP}, nested=True, initial=True),
+}  # fmt: skip
+
+
+def build(program: Program) -> tuple[Nets, dict[str, torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    nets: Nets = {name: make() for name, make in program.nets.items()}
+    return nets, {name: torch.optim.Adam(net.parameters(), lr=0.01) for name, net in nets.items()}
+
+
+def run_phase(program: Program, compute: Callable[[], None], which: str, optimizers: dict[str, Any]) -> None:
+    def zero() -> None:
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+
+    if program.zero_first:
+        zero()
+    compute()
+    for name in which:
+        optimizers[name].step()
+    if not program.zero_first:
+        zero()
+
+
+def run(rank: int, name: str) -> dict[str, torch.Tensor]:
+    program = PROGRAMS[name]
+    raw, optimizers = build(program)
+    nets = {key: DistributedDataParallel(net, **program.ddp) for key, net in raw.items()}
+    for counts in program.counts:
+        keywords = {"divide_by_initial_world_size": program.initial}
+        if program.nested:
+            outer = Join([nets["a"], optimizers["a"]], **keywords)
+            inner = Join([nets["b"], optimizers["b"]], **keywords)
+        else:
+            outer = Join([part for key in nets for part in (nets[key], optimizers[key])], **keywords)
+            inner = None
+        with outer:
+            if inner is not None:
+                inner.__enter__()
+            for step in range(counts[rank]):
+                for compute, which in program.phases:
+                    run_phase(program, partial(compute, nets, rank, step, 1.0), which, optimizers)
+            if inner is not None:
+                inner.__exit__(None, None, None)
+    return flat_state(*(net.state_dict() for net in raw.values()), *(o.state_dict() for o in optimizers.values()))
+
+
+def compute_all(nets: Nets, compute: Compute, ranks: list[int], step: int, scale: float) -> None:
+    """Every rank's gradients, added up; each starts from the same buffers, and the lowest rank's are kept."""
+    buffers = [buffer for net in nets.values() for buffer in net.buffers()]
+    shared = [buffer.clone() for buffer in buffers]
+    kept: list[torch.Tensor] = []
+    for rank in ranks:
+        for buffer, value in zip(buffers, shared, strict=True):
+            buffer.copy_(value)
+        compute(nets, rank, step, scale)
+        kept = kept or [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, kept, strict=True):
+        buffer.copy_(value)
+
+
+def reference(name: str) -> dict[str, torch.Tensor]:
+    program = PROGRAMS[name]
+    nets, optimizers = build(program)
+    for counts in program.counts:
+        for step in range(max(counts)):
+            ranks = [rank for rank in range(RANKS) if counts[rank] > step]
+            scale = 1.0 / (RANKS if program.initial else len(ranks))
+            for compute, which in program.phases:
+                run_phase(program, partial(compute_all, nets, compute, ranks, step, scale), which, optimizers)
+    return flat_state(*(net.state_dict() for net in nets.values()), *(o.state_dict() for o in optimizers.values()))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_equals_one_process(pool: Pool, name: str) -> None:
+    states = [*pool.run(run, name, ranks=RANKS), reference(name)]
+    if PROGRAMS[name].ddp.get("forward_sync_buffers") is False:  # each rank keeps statistics of its own
+        states = [{key: value for key, value in s.items() if ".1." not in key} for s in states]
+    *states, expected = states
+    for other in states[1:]:
+        assert_same(states[0], other)
+    assert_same(states[0], expected, TOLERANCE)

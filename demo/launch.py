@@ -47,7 +47,7 @@ def launch(
 
 
 def _do_until_trouble(
-    world_size: int, work: Work, jobs: Sequence[Any], limit: float, progress: Callable[[int], object], folder: Path
+    world_size: int, work: Work, jobs: Sequence[Any], patience: float, progress: Callable[[int], object], folder: Path
 ) -> list[list[Any] | str]:
     context = mp.get_context("spawn")
     ready, steps = context.Value("q", 0), context.Value("q", 0)

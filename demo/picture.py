@@ -44,13 +44,18 @@ def draw(experiment: Experiment) -> bytes:
         figure = Figure(figsize=(13.5, 8.8), dpi=130, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
-        figure.suptitle("The same training on uneven ranks, and in one process", fontsize=16, fontweight="bold")
+        figure.suptitle(
+            "The same training on uneven ranks, and in one process", fontsize=16, fontweight="bold", x=0.012, ha="left"
+        )
         axes = figure.subplots(3, len(outcomes), sharex="col", sharey="row", height_ratios=(1, 1.3, 1.3), squeeze=False)
         for (optimizer, runs), (timeline, loss, drift) in zip(outcomes.items(), axes.T, strict=True):
             timeline.set_title(f"DDP + {optimizer}", loc="left", fontsize=13, fontweight="bold", pad=36)
             if drifted(runs["torch"]):
                 why = WHY[optimizer] if runs["torch"].losses else f"torch's Join {runs['torch'].status}."
-                timeline.annotate(why, (0, 1), xytext=(0, 22), xycoords="axes fraction", textcoords="offset points")
+                text = timeline.annotate(
+                    why, (0, 1), xytext=(1, 23), xycoords="axes fraction", textcoords="offset points", fontsize=9.5
+                )
+                text.set_in_layout(False)
             _draw_timeline(timeline, experiment.epochs)
             _draw_loss(loss, runs, experiment.losses)
             _draw_drift(drift, runs)
@@ -101,12 +106,13 @@ def _draw_drift(axis: Axes, runs: Mapping[JoinName, Outcome]) -> None:
         drift = runs[name].drift
         if drift:
             axis.plot([value or math.nan for value in drift], color=colour, linewidth=2)
+            above = name == "torch"  # so that two lines at the same height get two labels
             axis.annotate(
-                f"{LABELS[name]}: {drift[-1]:.0e}", (len(drift) - 1, drift[-1]), xytext=(-4, -9),
-                textcoords="offset points", ha="right", va="top", color=colour, fontweight="bold",
+                f"{LABELS[name]}: {drift[-1]:.0e}", (len(drift) - 1, drift[-1]), xytext=(-4, 7 if above else -7),
+                textcoords="offset points", ha="right", va="bottom" if above else "top", color=colour, fontweight="bold",
             )  # fmt: skip
     axis.set_yscale("log")
-    axis.set_ylim(1e-9, 3)
+    axis.set_ylim(1e-9, 30)
 
 
 def _add_legends(figure: Figure, loss: Axes) -> None:

@@ -12,8 +12,8 @@ from demo.experiment import Experiment, drifted
 from demo.train import OptimizerName
 
 WHY: dict[OptimizerName, str] = {
-    "Adam": "torch's Join leaves the Adam state of early ranks behind: the replicas part in the next epoch.",
-    "ZeRO(Adam)": "torch's Join steps the shards of early ranks on stale gradients, that of rank 2 never.",
+    "Adam": "torch's Join leaves early ranks' Adam state behind: the replicas part in the next epoch.",
+    "ZeRO(Adam)": "torch's Join steps early ranks' shards on stale gradients, and that of rank 2 never.",
 }
 """Where torch's Join goes wrong."""
 

@@ -1,0 +1,168 @@
+"""Mistakes are told before any collective, with the argument, the value and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from join import Join, Joinable, JoinError, JoinHook, register_joinable
+from join.collectives import ThreadCollective, collective_of, run_threads
+from tests.join.counter import Counter
+
+
+def alone(fn: Any) -> None:
+    run_threads(1, fn)
+
+
+def test_empty_list() -> None:
+    with pytest.raises(ValueError, match=r"joinables=\[\] is empty"):
+        Join([])
+
+
+def test_object_that_cannot_join() -> None:
+    with pytest.raises(TypeError, match=r"a dict object cannot join.*register_joinable\(dict"):
+        Join([{}])
+
+
+def test_only_state() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match=r"joinables=\[SGD\] has no object that communicates"):
+        Join([optimizer])
+
+
+def test_same_object_twice() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        counter = Counter(collective)
+        with pytest.raises(ValueError, match=r"joinables\[0\] and joinables\[2\] are the same Counter"):
+            Join([counter, Counter(collective), counter])
+
+
+def test_two_groups() -> None:
+    one: list[Any] = []
+    run_threads(1, one.append)
+    run_threads(1, one.append)
+    with pytest.raises(ValueError, match="Counter and Counter use different process groups"):
+        Join([Counter(one[0]), Counter(one[1])])
+
+
+def test_entering_twice() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        join = Join([Counter(collective)])
+        with join, pytest.raises(JoinError, match="entered before"):
+            join.__enter__()
+        with pytest.raises(JoinError, match="entered before"):
+            join.__enter__()
+
+
+def test_inside_two_blocks() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        counter = Counter(collective)
+        with Join([counter]), pytest.raises(JoinError, match="Counter is inside another Join block"):
+            Join([counter]).__enter__()
+        with Join([counter]):
+            counter()
+
+
+def test_constructor_that_forgets_joinable() -> None:
+    class Forgetful(Counter):
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        for call in (lambda: Join([Forgetful(collective)]), lambda: Join.notify_join_context(Forgetful(collective))):
+            with pytest.raises(TypeError, match=r"constructor of Forgetful calls Joinable.__init__"):
+                call()
+
+
+def test_notify_outside_a_block() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        counter = Counter(collective)
+        with pytest.raises(JoinError, match="Counter called notify_join_context outside a Join block"):
+            counter()
+
+
+def test_keyword_that_nobody_takes() -> None:
+    class Strict(Counter):
+        def join_hook(self, *, rate: float = 1.0) -> JoinHook:  # type: ignore[override]
+            return super().join_hook(rate=rate)
+
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(TypeError, match="rte=2: no join_hook of the listed joinables takes this keyword; they take rate"):
+            Join([Strict(collective)], rte=2)
+        strict = Strict(collective)
+        with Join([strict], rate=2.0):
+            pass
+        assert strict.keywords == {"rate": 2.0}
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+def test_timeout_out_of_range(timeout: float) -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(ValueError, match="timeout="):
+            Join([Counter(collective)], timeout=timeout)
+
+
+def test_group_of_the_wrong_kind() -> None:
+    with pytest.raises(TypeError, match="neither a ProcessGroup nor"):
+        collective_of("gloo")
+    with pytest.raises(ValueError, match="not initialised"):
+        collective_of(None)
+
+
+def test_register_joinable_checks_its_arguments() -> None:
+    with pytest.raises(TypeError, match="is not a class"):
+        register_joinable("Thing", Counter)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cannot be called"):
+        register_joinable(Counter, None)  # type: ignore[arg-type]
+
+
+def test_registered_class_joins() -> None:
+    class Thing:
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+    class Special(Thing):
+        pass
+
+    register_joinable(Thing, lambda thing: Counter(thing.group))
+
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with Join([Special(collective)]) as join:
+            pass
+        assert len(join.report.ranks) == 1
+
+
+def test_joinable_needs_no_cooperation_from_module() -> None:
+    class Net(torch.nn.Module, Joinable):
+        def __init__(self, group: Any) -> None:
+            Joinable.__init__(self)
+            torch.nn.Module.__init__(self)
+            self.group = group
+            self.layer = torch.nn.Linear(1, 1)
+
+        def join_hook(self, **kwargs: Any) -> JoinHook:
+            return JoinHook()
+
+        @property
+        def join_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        @property
+        def join_process_group(self) -> Any:
+            return self.group
+
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        net = Net(collective)
+        with Join([net]):
+            assert Join.notify_join_context(net) is not None

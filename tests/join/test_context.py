@@ -1,0 +1,260 @@
+"""Join over joinables of one's own, with thread ranks: totals, hooks, keywords, failures, early termination."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
+from join.collectives import ThreadCollective, run_threads
+from tests.join.counter import Counter, Leading
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+def test_totals_hooks_and_keywords(ranks: int) -> None:
+    steps = [rank % 5 for rank in range(ranks)]
+
+    def rank_main(collective: ThreadCollective) -> tuple[Any, ...]:
+        counters = [Counter(collective) for _ in range(3)]
+        with Join(counters, sync_max_count=True) as join:
+            for _ in range(steps[collective.rank]):
+                for counter in counters:
+                    counter()
+        return counters, join.report
+
+    results = run_threads(ranks, rank_main)
+    for rank, (counters, report) in enumerate(results):
+        first, *others = counters
+        assert [counter.total for counter in counters] == [sum(steps)] * 3
+        assert all(work is not None for work in first.works)
+        assert all(work is None for other in others for work in other.works)
+        assert all(counter.keywords == {"sync_max_count": True} for counter in counters)
+        assert all(counter.last_joiner is (steps[rank] == max(steps)) for counter in counters)
+        assert str(report) == str(results[0][1])
+        assert [row.steps for row in report.ranks] == steps
+        assert [row.shadowed for row in report.ranks] == [max(steps) - each for each in steps]
+        assert report.even is (len(set(steps)) == 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=16), st.integers(1, 3), st.booleans())
+def test_any_step_counts(steps: list[int], followers: int, leading: bool) -> None:
+    def rank_main(collective: ThreadCollective) -> list[int]:
+        own = Leading(collective)
+        counters = [Counter(collective) for _ in range(followers)]
+        with Join([own, *counters] if leading else counters):
+            for step in range(steps[collective.rank]):
+                if leading:
+                    own()
+                for counter in counters:
+                    counter()
+                if leading and step % 2:
+                    own()
+                    for counter in counters:
+                        counter()
+        return [counter.total for counter in counters]
+
+    expected = sum(steps) + (sum(each // 2 for each in steps) if leading else 0)
+    assert run_threads(len(steps), rank_main) == [[expected] * followers] * len(steps)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, "raise", "exit"])), min_size=2, max_size=8))
+def test_any_failure_ends_everywhere(plan: list[tuple[int, str | None]]) -> None:
+    """Whoever raises wherever: nobody hangs, and peers learn of it unless they were done before."""
+
+    def rank_main(collective: ThreadCollective) -> str:
+        steps, end = plan[collective.rank]
+        counter = Counter(collective)
+        try:
+            with Join([counter]):
+                for _ in range(steps):
+                    counter()
+                if end == "raise":
+                    raise ValueError(f"rank {collective.rank} has had enough")
+        except ValueError:
+            outcome = "raised"
+        except PeerError as error:
+            outcome = f"peer: {error}"
+        else:
+            outcome = "fine"
+        assert counter.reduce(1) == len(plan)  # the group is in step
+        return outcome
+
+    outcomes = run_threads(len(plan), rank_main)
+    failing = {rank for rank, (_, end) in enumerate(plan) if end == "raise"}
+    if not failing:
+        assert set(outcomes) == {"fine"}
+    else:
+        assert "fine" not in outcomes
+        raised = {rank for rank, outcome in enumerate(outcomes) if outcome == "raised"}
+        for outcome in outcomes:
+            if outcome.startswith("peer"):
+                assert any(f"rank {rank} failed: ValueError: rank {rank} has had enough" in outcome for rank in raised)
+
+
+def test_throw_on_early_termination() -> None:
+    steps = [3, 5, 4]
+
+    def rank_main(collective: ThreadCollective) -> tuple[int, str]:
+        counter = Counter(collective)
+        with pytest.raises(EarlyTerminationError) as caught, Join([counter], throw_on_early_termination=True):
+            for _ in range(steps[collective.rank]):
+                counter()
+        counter.reduce(1)
+        return counter.total, str(caught.value)
+
+    everyone = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+    expected = [(9, "Rank 0 exhausted all inputs."), (9, everyone), (9, everyone)]
+    assert run_threads(3, rank_main) == expected
+
+
+def test_throw_with_even_inputs_does_not_throw() -> None:
+    def rank_main(collective: ThreadCollective) -> int:
+        counter = Counter(collective)
+        with Join([counter], throw_on_early_termination=True):
+            counter()
+        return counter.total
+
+    assert run_threads(2, rank_main) == [2, 2]
+
+
+def test_different_announcements_are_a_protocol_error() -> None:
+    def rank_main(collective: ThreadCollective) -> str:
+        left, right = Leading(collective, "left"), Leading(collective, "right")
+        with pytest.raises(ProtocolError) as caught, Join([left, right]):
+            if collective.rank == 0:
+                left()
+            elif collective.rank < 3:
+                right()
+        assert left.inner.reduce(1) == 4
+        return str(caught.value)
+
+    for rank, message in enumerate(run_threads(4, rank_main)):
+        assert "1 x left, 2 x right" in message
+        assert f"rank {rank} announced {['left', 'right', 'right', 'none'][rank]}" in message
+
+
+def test_follower_out_of_step_is_an_error() -> None:
+    def early(collective: ThreadCollective) -> str:
+        first, second = Counter(collective), Counter(collective)
+        with pytest.raises(JoinError) as caught, Join([first, second]):
+            second()
+        return str(caught.value)
+
+    def missing(collective: ThreadCollective) -> str:
+        first, second = Counter(collective), Counter(collective)
+        with pytest.raises(JoinError) as caught, Join([first, second]):
+            first()
+            first()
+        return str(caught.value)
+
+    assert all("without an announcement" in text for text in run_threads(2, early))
+    assert all("announced before Counter notified" in text for text in run_threads(2, missing))
+
+
+def test_timeout_names_who_is_missing() -> None:
+    def rank_main(collective: ThreadCollective) -> str:
+        counter = Counter(collective)
+        with pytest.raises(JoinTimeoutError) as caught, Join([counter], timeout=1.0):
+            counter()
+            if collective.rank == 1:
+                time.sleep(4)
+            counter()
+        return str(caught.value)
+
+    started = time.monotonic()
+    texts = run_threads(3, rank_main)
+    assert time.monotonic() - started < 20
+    for rank in (0, 2):
+        assert "ranks [1], which announced nothing" in texts[rank]
+        assert "rank 0 announced Counter (header 2)" in texts[rank]
+        assert "rank 2 announced Counter (header 2)" in texts[rank]
+    assert "gave up waiting for this rank 1" in texts[1]
+
+
+def test_timeout_of_a_rank_that_never_leaves() -> None:
+    def rank_main(collective: ThreadCollective) -> str:
+        counter = Counter(collective)
+        with pytest.raises(JoinTimeoutError) as caught, Join([counter], timeout=0.6):
+            if collective.rank == 0:
+                time.sleep(3)
+        return str(caught.value)
+
+    texts = run_threads(2, rank_main)
+    assert "rank 1 has run out of inputs" in texts[1]
+
+
+def test_blocks_that_share_a_group() -> None:
+    steps = [1, 0, 4]
+
+    def rank_main(collective: ThreadCollective) -> tuple[int, int]:
+        outer, inner = Counter(collective), Counter(collective)
+        with Join([outer]):
+            outer()
+            with Join([inner]):
+                for _ in range(steps[collective.rank]):
+                    outer()
+                    inner()
+            outer()
+        return outer.total, inner.total
+
+    assert run_threads(3, rank_main) == [(3 + 5 + 3, 5)] * 3
+
+
+def test_disabled_does_nothing() -> None:
+    def rank_main(collective: ThreadCollective) -> tuple[Any, ...]:
+        counter = Counter(collective)
+        with Join([counter], enable=False, sync_max_count=1) as join:
+            counter()
+        return counter.works, counter.keywords, counter.last_joiner, join.report.ranks
+
+    assert run_threads(2, rank_main) == [([None], {}, None, ())] * 2
+
+
+def test_config_is_set_inside_and_reset_outside() -> None:
+    def rank_main(collective: ThreadCollective) -> None:
+        first, second = Counter(collective), Counter(collective)
+        join = Join([first, second], throw_on_early_termination=True)
+        assert not first._join_config.enable
+        with join:
+            assert first._join_config == (True, True, True)
+            assert second._join_config == (True, True, False)
+        assert first._join_config == second._join_config == (False, False, False)
+
+    run_threads(2, rank_main)
+
+
+def test_report_needs_the_end_of_the_block() -> None:
+    def rank_main(collective: ThreadCollective) -> None:
+        join = Join([Counter(collective)])
+        with pytest.raises(JoinError, match="no report"):
+            _ = join.report
+        with join:
+            pass
+        data = join.report.to_dict()
+        assert [row["rank"] for row in data["ranks"]] == [0, 1]
+        assert str(join.report).splitlines()[0].split()[:3] == ["rank", "steps", "shadowed"]
+
+    run_threads(2, rank_main)
+
+
+def test_post_hook_that_raises_leaves_the_group_in_step() -> None:
+    def rank_main(collective: ThreadCollective) -> None:
+        counter, other = Counter(collective), Counter(collective)
+        join = Join([counter, other])
+        with pytest.raises(KeyError), join:  # noqa: PT012
+            counter.join_hook = None  # type: ignore[assignment]
+            if collective.rank == 0:
+                counter()
+                other()
+            for member in join._scope.members[:1]:
+                member.hook.post_hook = lambda last: {}["missing"]  # type: ignore[assignment]
+        assert other.last_joiner is (collective.rank == 0)
+        assert other.reduce(1) == 2
+
+    run_threads(2, rank_main)

@@ -1,0 +1,209 @@
+"""Ranks that raise, diverge or stay away while training stock modules: errors on all ranks, and a group that works."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from join import EarlyTerminationError, Join, JoinTimeoutError, PeerError, ProtocolError
+from tests.models import OPTIMIZERS, batch, build
+from tests.pool import Pool
+
+RANKS = 3
+
+
+class Trouble(Exception):
+    """What the failing rank raises."""
+
+
+class Fragile(torch.nn.Module):
+    """Raises in its forward when told to."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.body, self.broken = build(model), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        if self.broken:
+            raise Trouble("in forward")
+        return y
+
+
+def group_works() -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+
+
+def unhooked(ddp: Any, optimizer: Any) -> None:
+    assert not ddp._forward_hooks
+    assert not ddp._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not ddp._join_config.enable
+
+
+def raising(rank: int, where: str, model: str, zero: bool, initial: bool) -> tuple[str, float]:
+    ddp = DistributedDataParallel(Fragile(model))
+    cls, options = OPTIMIZERS["adam"]
+    optimizer: Any = cls(ddp.parameters(), **options)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    outcome, failed_at = "fine", 0.0
+    try:
+        with Join([ddp, optimizer], divide_by_initial_world_size=initial):
+            for step in range([0, 3, 6][rank]):
+                if rank == 1 and step == 2:
+                    failed_at = time.time()
+                    if where == "loading":
+                        raise Trouble("in loading")
+                    ddp.module.broken = where == "forward"
+                x, y = batch(rank, 0, step)
+                optimizer.zero_grad()
+                output = ddp(x)
+                if rank == 1 and step == 2 and where == "loss":
+                    raise Trouble("in loss")
+                ((output - y) ** 2).mean().backward()
+                optimizer.step()
+                if rank == 1 and step == 2 and where == "end":
+                    raise Trouble("in end")
+    except Trouble as error:
+        outcome = f"own: {error}"
+    except PeerError as error:
+        outcome = f"peer: {error}"
+    ended = time.time()
+    group_works()
+    unhooked(ddp, optimizer)
+    ddp.module.broken = False
+    if rank == 0:  # a forward that no other rank takes part in
+        with torch.no_grad():
+            ddp.require_forward_param_sync = False
+            ddp(batch(0, 0, 0)[0])
+    group_works()
+    return outcome, failed_at or ended
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("model", ["mlp", "norm"])
+@pytest.mark.parametrize("where", ["loading", "forward", "loss", "end"])
+def test_a_rank_that_raises(pool: Pool, where: str, model: str, zero: bool) -> None:
+    for initial in (True, False):
+        results = pool.run(raising, where, model, zero, initial, ranks=RANKS)
+        outcomes, times = [outcome for outcome, _ in results], [when for _, when in results]
+        told = f"peer: rank 1 failed: Trouble: in {where}"
+        assert outcomes == [told, f"own: in {where}", told]
+        assert max(times) - times[1] < 10
+
+
+def two_fail(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp]):
+            for step in range(4):
+                if rank > 0 and step == 2:
+                    raise Trouble(f"on {rank}")
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+    except (Trouble, PeerError) as error:
+        group_works()
+        return str(error)
+    return "fine"
+
+
+def test_two_ranks_that_raise(pool: Pool) -> None:
+    peer, *own = pool.run(two_fail, ranks=RANKS)
+    assert own == ["on 1", "on 2"]
+    assert "rank 1 failed: Trouble: on 1" in peer
+    assert "rank 2 failed: Trouble: on 2" in peer
+
+
+def diverging(rank: int, kind: str) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    first, second = (DistributedDataParallel(build(name)) for name in ("mlp", "norm"))
+    optimizer = ZeroRedundancyOptimizer(first.parameters(), torch.optim.SGD, lr=0.1)
+    parts = {"modules": [first, second], "step": [first, optimizer], "buffers": [second, optimizer]}[kind]
+    with pytest.raises(ProtocolError) as caught, Join(parts):
+        x, _ = batch(rank, 0, 0)
+        for step in range(2):
+            other = step == 1 and rank == 2
+            if other and kind != "modules":
+                optimizer.step()
+            elif step == 0 or rank < 2 or kind == "modules":
+                (second if other or kind == "buffers" else first)(x).sum().backward()
+    group_works()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["modules", "step", "buffers"])
+def test_ranks_that_diverge(pool: Pool, kind: str) -> None:
+    for message in pool.run(diverging, kind, ranks=RANKS):
+        assert "active ranks announced different bursts" in message
+        assert "DistributedDataParallel(" in message
+
+
+def sleeping(rank: int, where: str) -> str:
+    ddp = DistributedDataParallel(build("norm" if where == "buffers" else "mlp"))
+    try:
+        with Join([ddp], timeout=2.0):
+            for step in range(3):
+                x, y = batch(rank, 0, step)
+                if rank == 1 and step == 2 and where != "loss":
+                    time.sleep(5)
+                output = ddp(x)
+                if rank == 1 and step == 2 and where == "loss":
+                    time.sleep(5)
+                ((output - y) ** 2).mean().backward()
+    except JoinTimeoutError as error:
+        time.sleep(4 if rank != 1 else 0)  # the pending header needs its peers alive until rank 1 has woken up
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("where", ["loading", "loss", "buffers"])
+def test_a_rank_that_sleeps(pool: Pool, where: str) -> None:
+    texts = pool.run(sleeping, where, ranks=RANKS)
+    for rank in (0, 2):
+        assert "ranks [1], which announced nothing" in texts[rank]
+        assert f"rank {2 - rank} announced" in texts[rank]
+        assert "of DistributedDataParallel(" in texts[rank]
+    assert "gave up waiting for this rank 1" in texts[1]
+
+
+def throwing(rank: int, parts: str, initial: bool) -> tuple[int, str]:
+    ddp = DistributedDataParallel(build("norm"))
+    other = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    done = 0
+    joinables = [ddp, optimizer] if parts == "one" else [ddp, optimizer, other]
+    with (
+        pytest.raises(EarlyTerminationError) as caught,
+        Join(joinables, throw_on_early_termination=True, divide_by_initial_world_size=initial),
+    ):
+        for step in range([4, 2, 3][rank]):
+            optimizer.zero_grad()
+            x, y = batch(rank, 0, step)
+            ((ddp(x) - y) ** 2).mean().backward()
+            if parts == "two":
+                other(x).sum().backward()
+            optimizer.step()
+            done += 1
+    group_works()
+    ddp(batch(rank, 0, 0)[0]).sum().backward()  # still usable, and in step
+    unhooked(ddp, optimizer)
+    return done, str(caught.value)
+
+
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("parts", ["one", "two"])
+def test_early_termination(pool: Pool, parts: str, initial: bool) -> None:
+    everyone = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+    expected = [(2, everyone), (2, "Rank 1 exhausted all inputs."), (2, everyone)]
+    assert pool.run(throwing, parts, initial, ranks=RANKS) == expected

@@ -109,7 +109,8 @@ def _draw_drift(axis: Axes, runs: Mapping[JoinName, Outcome]) -> None:
             above = name == "torch"  # so that two lines at the same height get two labels
             axis.annotate(
                 f"{LABELS[name]}: {drift[-1]:.0e}", (len(drift) - 1, drift[-1]), xytext=(-4, 7 if above else -7),
-                textcoords="offset points", ha="right", va="bottom" if above else "top", color=colour, fontweight="bold",
+                textcoords="offset points", ha="right", va="bottom" if above else "top", color=colour,
+                fontweight="bold",
             )  # fmt: skip
     axis.set_yscale("log")
     axis.set_ylim(1e-9, 30)

@@ -2,9 +2,9 @@
 
     python tutorials/01_uneven_ddp.py
 
-DistributedDataParallel averages gradients in an all-reduce during each backward, and an all-reduce waits for all ranks.
-A rank that runs out of batches never comes, so the others would wait for ever. In a `Join` block it comes: it leaves its
-loop, and until everybody is done it takes part in the collectives of the others with nothing to say.
+In every backward, DistributedDataParallel averages gradients in an all-reduce, and an all-reduce waits for all ranks. A
+rank that has run out of batches never comes, so the others would wait for ever. In a `Join` block it does come: it
+leaves its loop, and until everybody is done it shadows the collectives of the others, with nothing to say.
 """
 
 import tempfile
@@ -17,14 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 
-BATCHES = (2, 6, 0)  # per rank: rank 1 has the most, rank 2 has no data at all
+BATCHES = (2, 6, 0)  # per rank and epoch: rank 1 has the most, rank 2 has no data at all
 EPOCHS = 2
-
-
-def make_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    inputs = [torch.randn(8, 4, generator=generator) for _ in range(BATCHES[rank])]
-    return [(x, x.sum(1, keepdim=True)) for x in inputs]
+DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 
 def make_model() -> torch.nn.Module:
@@ -32,39 +27,43 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def train_on_rank(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, len(BATCHES)), rank=rank, world_size=len(BATCHES))
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return mse_loss(model(batch), batch.sum(1, keepdim=True))  # the model learns to add up
+
+
+def train(rank: int, store: str) -> None:
+    """One rank. The loop is the one that you have already; new is the line that begins with `with`."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(EPOCHS):
-        # List what is trained: the optimizer too, since ranks that ran out early need its state in the next epoch.
-        # divide_by_initial_world_size=False: average over the ranks that still have data, not over all three.
+        # The optimizer is listed too: who ran out early needs Adam's state in the next epoch. And gradients are to be
+        # divided by the number of ranks that still have data, not by three.
         with Join([model, optimizer], divide_by_initial_world_size=False) as join:
-            for x, y in make_batches(rank):
+            for batch in DATA[rank, : BATCHES[rank]]:
                 optimizer.zero_grad()
-                mse_loss(model(x), y).backward()
+                loss_of(model, batch).backward()
                 optimizer.step()
 
     if rank == 0:
-        print(
-            "What each rank did in the last epoch. `steps` are its own, `shadowed` those of others it took part in:\n"
-        )
+        print("The last epoch: `steps` are a rank's own, `shadowed` are those of others in which it took part.\n")
         print(join.report, "\n")
-    expected = train_in_one_process()
-    difference = max((p - q).abs().max().item() for p, q in zip(model.parameters(), expected.parameters(), strict=True))
-    print(f"Rank {rank} had {BATCHES[rank]} batches; its parameters differ from one process's by {difference:.0e}.")
+    pairs = zip(model.parameters(), train_in_one_process().parameters(), strict=True)
+    difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
+    print(
+        f"Rank {rank} had {BATCHES[rank]} batches. Its parameters differ from those of one process by {difference:.0e}."
+    )
     assert difference < 1e-5, "uneven ranks must end where one process ends"
     dist.destroy_process_group()
 
 
 def train_in_one_process() -> torch.nn.Module:
-    """The same without any ranks: at step i, average the losses of the batches i that there are."""
+    """What should come out: without ranks, step i takes the mean over the i-th batches that there are."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    shards = [make_batches(rank) for rank in range(len(BATCHES))]
     for _ in range(EPOCHS):
         for i in range(max(BATCHES)):
-            losses = [mse_loss(model(shard[i][0]), shard[i][1]) for shard in shards if i < len(shard)]
+            losses = [loss_of(model, DATA[rank, i]) for rank, count in enumerate(BATCHES) if i < count]
             optimizer.zero_grad()
             torch.stack(losses).mean().backward()
             optimizer.step()
@@ -73,5 +72,5 @@ def train_in_one_process() -> torch.nn.Module:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_on_rank, args=(f"{folder}/store",), nprocs=len(BATCHES))
-    print("All ranks ended where one process ends, optimizer state included: the second epoch started from it.")
+        mp.spawn(train, args=(f"{folder}/store",), nprocs=3)
+    print("\nSo nothing hung, and nobody can tell from the model that the ranks were uneven.")

@@ -17,17 +17,13 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from join import Join
 from joinables import ZeroStep
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but owns a shard like everybody else
-
-
-def make_batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    inputs = [torch.randn(8, 4, generator=generator) for _ in range(BATCHES[rank])]
-    return [(x, x.sum(1, keepdim=True)) for x in inputs]
+DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 
 def make_model() -> torch.nn.Module:
@@ -35,55 +31,53 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def difference(rank: int, join: type, max_norm: float = math.inf, tell: bool = False) -> float:
-    """Train one epoch, clipping gradients; return how far the parameters end from those of one process."""
+def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return mse_loss(model(batch), batch.sum(1, keepdim=True))
+
+
+def train(rank: int, join: type, max_norm: float = math.inf, tell: bool = False) -> float:
+    """Train one epoch and return the largest difference of a parameter to one process."""
     model = DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-
-    def clip() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-    step = ZeroStep(optimizer, transform_gradients=clip) if tell else optimizer
+    step = ZeroStep(optimizer, lambda: clip_grad_norm_(model.parameters(), max_norm)) if tell else optimizer
     with join([model, step], divide_by_initial_world_size=False):
-        for x, y in make_batches(rank):
+        for batch in DATA[rank, : BATCHES[rank]]:
             optimizer.zero_grad()
-            mse_loss(model(x), y).backward()
-            clip()
+            loss_of(model, batch).backward()
+            clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
     pairs = zip(model.parameters(), train_in_one_process(max_norm).parameters(), strict=True)
-    return max((p - q).abs().max().item() for p, q in pairs)
+    return max((ours - expected).abs().max().item() for ours, expected in pairs)
 
 
 def train_in_one_process(max_norm: float) -> torch.nn.Module:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # ZeRO shards Adam, it does not change it
-    shards = [make_batches(rank) for rank in range(len(BATCHES))]
     for i in range(max(BATCHES)):
-        losses = [mse_loss(model(shard[i][0]), shard[i][1]) for shard in shards if i < len(shard)]
         optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        torch.stack([loss_of(model, DATA[rank, i]) for rank in range(3) if i < BATCHES[rank]]).mean().backward()
+        clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
     return model
 
 
 def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, len(BATCHES)), rank=rank, world_size=len(BATCHES))
-    say = print if rank == 0 else lambda *_: None
-    say("After one epoch, the largest difference of a parameter to one process with plain Adam:\n")
-    say(f"  torch's Join                        {(torchs := difference(rank, TorchJoin)):.0e}")
-    say(f"  this library's Join                 {(ours := difference(rank, Join)):.0e}")
-    say("\nNow the loop clips gradients before each step, which a rank that is not in the loop cannot know:\n")
-    say(f"  Join([model, optimizer])            {(untold := difference(rank, Join, max_norm=0.5)):.0e}")
-    told = difference(rank, Join, max_norm=0.5, tell=True)
-    say(f"  ZeroStep(transform_gradients=clip)  {told:.0e}")
-    assert ours < 1e-6, "ZeRO on uneven ranks must end where one process ends"
-    assert told < 1e-6, "and so it must with clipping, once ZeroStep is told"
-    assert torchs > 1e-3, "under torch's Join the shards of early ranks are stepped on the wrong gradients"
-    assert untold > 1e-4, "and under ours on unclipped ones, unless it is told"
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    torchs, ours = train(rank, TorchJoin), train(rank, Join)
+    untold, told = train(rank, Join, max_norm=0.5), train(rank, Join, max_norm=0.5, tell=True)
     dist.destroy_process_group()
+    if rank == 0:
+        print("After one epoch, the largest difference of a parameter to one process with plain Adam:\n")
+        print(f"  torch's Join         {torchs:.0e}\n  this library's Join  {ours:.0e}\n")
+        print(
+            "Now the loop clips gradients before each step. A rank that has left the loop cannot know, unless told:\n"
+        )
+        print(f"  Join([model, optimizer])                                   {untold:.0e}")
+        print(f"  Join([model, ZeroStep(optimizer, transform_gradients=clip)])  {told:.0e}")
+    assert ours < 1e-6 < 1e-3 < torchs, "only under this library's Join does ZeRO end where one process ends"
+    assert told < 1e-6 < 1e-4 < untold, "with clipping it needs to be told"
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=len(BATCHES))
+        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)

@@ -6,22 +6,24 @@ Whatever communicates in the training loop must be shadowed by the ranks that ha
 counter: each rank reports the size of its batch, an all-reduce adds them up, and every rank knows the total.
 """
 
+import logging
+
 import torch
 
 from join import Join, Joinable, JoinHook
 from join.collectives import Collective, run_threads
 
 
-class SampleCounter(Joinable):
+class SampleCounter(Joinable, JoinHook):
     """Counts the samples that all ranks have seen."""
 
     def __init__(self, collective: Collective) -> None:
         super().__init__()
-        self.collective = collective  # in a program of processes: join.collectives.collective_of(None)
+        self.collective = collective  # between processes: join.collectives.collective_of(None)
         self.total = 0
 
     def count(self, samples: int) -> None:
-        Join.notify_join_context(self)  # before the collectives: "I still have inputs, shadow what comes now"
+        Join.notify_join_context(self)  # before the collectives: "I still have inputs, so shadow what comes now"
         self.total += self.add_up(samples)
 
     def add_up(self, samples: int) -> int:
@@ -30,7 +32,7 @@ class SampleCounter(Joinable):
         return int(tensor)
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        return SampleCounterHook(self)
+        return self
 
     @property
     def join_device(self) -> torch.device:
@@ -40,50 +42,43 @@ class SampleCounter(Joinable):
     def join_process_group(self) -> Collective:
         return self.collective
 
-
-class SampleCounterHook(JoinHook):
-    """What a joined rank does for a counter."""
-
-    def __init__(self, counter: SampleCounter) -> None:
-        self.counter = counter
-
     def main_hook(self) -> None:
-        self.counter.add_up(0)  # the collectives of one count(), in the same order, with nothing to add
+        """On a joined rank, once for every `count` of the others: the same collectives, with nothing to add."""
+        self.add_up(0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        # Ranks that ran out early have missed what the others counted. The last joiners know it all: take it from them.
-        total = torch.tensor(self.counter.total if is_last_joiner else 0)
-        self.counter.collective.all_reduce(total, "max").wait()
-        self.counter.total = int(total)
+        """On every rank, when all have joined: who ran out early has missed something, the last joiners know it all."""
+        total = torch.tensor(self.total if is_last_joiner else 0)
+        self.collective.all_reduce(total, "max").wait()
+        self.total = int(total)
 
 
 class ForgetfulCounter(SampleCounter):
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        return JoinHook()  # its main_hook does nothing, though count() communicates
+    def main_hook(self) -> None:
+        pass  # though `count` communicates
 
 
 def count_on_rank(counter: SampleCounter) -> tuple[int, int]:
-    """Rank r has r batches, of 10 samples each."""
     with Join([counter]):
-        for _ in range(counter.collective.rank):
+        for _ in range(counter.collective.rank):  # rank r has r batches
             counter.count(10)
-        before = counter.total
-    return before, counter.total
+        total_when_out = counter.total
+    return total_when_out, counter.total
 
 
 if __name__ == "__main__":
-    print("Four ranks as threads, with 0, 1, 2 and 3 batches of 10 samples:\n")
+    print("Four ranks, each a thread, with 0, 1, 2 and 3 batches of 10 samples:\n")
     results = run_threads(4, lambda collective: count_on_rank(SampleCounter(collective)))
-    for rank, (before, after) in enumerate(results):
-        print(f"  rank {rank} knew of {before:2} samples when it ran out, and of {after} after the block")
-    assert [after for _, after in results] == [60] * 4
+    for rank, (total_when_out, total) in enumerate(results):
+        print(f"  rank {rank} knew of {total_when_out:2} samples when it ran out, and of {total} after the block")
+    assert results == [(0, 60), (30, 60), (50, 60), (60, 60)]
 
-    print(
-        "\nThe same with a main_hook that forgets the all-reduce. Processes would hang; threads tell what is wrong:\n"
-    )
+    print("\nThe same with a main_hook that forgets its all-reduce. Processes would hang; threads say what is wrong:\n")
+    logging.disable()  # each rank would log, too, that nobody can hear it any more
     try:
         run_threads(4, lambda collective: count_on_rank(ForgetfulCounter(collective)))
     except RuntimeError as error:
         print(f"  {error}")
+        assert "ranks disagree" in str(error)
     else:
         raise AssertionError("a joinable that does not shadow its collectives must not pass")

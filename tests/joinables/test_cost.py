@@ -1,0 +1,185 @@
+"""What Join costs, in collectives, waits and memory. Times are in benchmarks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from join.collectives import TorchCollective
+from tests.models import batch, build
+from tests.pool import Pool
+
+STEPS = 4
+
+
+def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
+    """Collectives per step by kind, once everything is warm."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(build("norm" if "norm" in setup else "mlp"))
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if "zero" in setup:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    initial = "mean over contributors" not in setup
+
+    def step(number: int) -> None:
+        x, y = batch(rank, 0, number)
+        if "eval" in setup:
+            with torch.no_grad():
+                ddp.module(x) if "norm" in setup and not joining else ddp(x)
+            return
+        if "no_sync" in setup:
+            with ddp.no_sync():
+                ((ddp(x) - y) ** 2).mean().backward()
+            return
+        optimizer.zero_grad()
+        ((ddp(x) - y) ** 2).mean().backward()
+        optimizer.step()
+
+    x, y = batch(rank, 0, 9)
+    with Join([ddp, optimizer], divide_by_initial_world_size=initial) if joining else nullcontext():
+        for _ in range(2):
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for number in range(STEPS):
+                step(number)
+    counts: dict[str, float] = {}
+    for event in profile.events() or []:
+        if event.name.startswith("gloo:"):
+            counts[event.name] = counts.get(event.name, 0) + 1 / STEPS
+    return counts
+
+
+COSTS = {
+    "mlp": {"gloo:all_reduce": 1},
+    "mlp, mean over contributors": {"gloo:all_reduce": 1},
+    "norm": {"gloo:all_reduce": 1},
+    "norm, mean over contributors": {"gloo:all_reduce": 2},
+    "mlp, zero": {"gloo:all_reduce": 2},
+    "norm, zero": {"gloo:all_reduce": 2},
+    "mlp, no_sync": {},
+    "mlp, eval": {},
+    "norm, eval": {},
+}
+
+
+@pytest.mark.parametrize("setup", COSTS)
+def test_extra_collectives(pool: Pool, setup: str) -> None:
+    plain = pool.run(profile_steps, setup, False, ranks=2)
+    joined = pool.run(profile_steps, setup, True, ranks=2)
+    for before, after in zip(plain, joined, strict=True):
+        extra = {name: after.get(name, 0) - before.get(name, 0) for name in before.keys() | after.keys()}
+        assert {name: count for name, count in extra.items() if count} == COSTS[setup]
+
+
+class Recorder(TorchCollective):
+    """Notes what is done, and which headers were not done yet when they were waited for."""
+
+    log: list[str]
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Any:
+        self.log.append(f"all_reduce {op}")
+        work = super().all_reduce(tensor, op)
+        recorder = self
+
+        class Watched:
+            def wait(self, *args: Any) -> bool:
+                recorder.log.append("wait")
+                return work.wait(*args)
+
+            def is_completed(self) -> bool:
+                return work.is_completed()
+
+        return Watched()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+        self.log.append("broadcast")
+        return super().broadcast(tensor, source)
+
+
+def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[str]]:
+    """What is logged on the header's collective inside the steps, and on exit."""
+    import join.collectives as collectives
+
+    ddp = DistributedDataParallel(build("norm" if "norm" in setup else "mlp"))
+    recorder = Recorder(ddp.process_group)
+    recorder.log = []
+    collectives._of_group[ddp.process_group] = recorder
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    marks: list[str] = []
+    with Join([ddp, optimizer, scheduler], divide_by_initial_world_size="mean" not in setup):
+        for step in range(counts[rank]):
+            if step == 2:  # the first step rebuilds buckets, the second settles that
+                recorder.log.clear()
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            recorder.log.append("forward")
+            output = ddp(x)
+            recorder.log.append("backward")
+            ((output - y) ** 2).mean().backward()
+            recorder.log.append("step")
+            optimizer.step()
+        marks, recorder.log = recorder.log, []
+    return marks, recorder.log
+
+
+@pytest.mark.parametrize(
+    ("setup", "step"),
+    [
+        # The header of one step is read at the next announcement, when it is long done.
+        ("mlp", ["forward", "wait", "all_reduce sum", "backward", "step"]),
+        ("norm", ["forward", "wait", "all_reduce sum", "backward", "step"]),
+        # The number of contributors is read at the end of the backward, behind the gradients.
+        ("mlp, mean", ["forward", "backward", "all_reduce sum", "wait", "step"]),
+        ("norm, mean", ["forward", "wait", "all_reduce sum", "backward", "all_reduce sum", "wait", "step"]),
+    ],
+)
+def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: list[str]) -> None:
+    for marks, _ in pool.run(record, setup, [5, 5], ranks=2):
+        assert marks == step * 3
+
+
+def test_even_inputs_exit_without_broadcast(pool: Pool) -> None:
+    for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2):
+        # the last step's header; the header that shows nobody is active; the report
+        assert on_exit == ["wait", "all_reduce sum", "wait", "all_reduce sum", "wait"]
+    for _, on_exit in pool.run(record, "norm", [3, 1], ranks=2):
+        assert "broadcast" in on_exit
+
+
+def shadow_memory(rank: int, model_size: int) -> tuple[int, int]:
+    """Bytes of tensors that a joined rank allocates while it shadows, and of one set of buckets."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(model_size, model_size, bias=False))
+    buckets = sum(p.numel() * p.element_size() for p in ddp.parameters())
+    x = torch.ones(1, model_size)
+    peak = 0
+    with Join([ddp]):
+        for _ in range([1, 5][rank]):
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+        ddp.zero_grad()
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profile.__enter__()
+    profile.__exit__(None, None, None)
+    held = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak, buckets
+
+
+def test_joined_rank_allocates_one_set_of_gradients(pool: Pool) -> None:
+    (peak, buckets), _ = pool.run(shadow_memory, 1000, ranks=2)
+    assert buckets == 4_000_000
+    assert peak <= 1.05 * buckets

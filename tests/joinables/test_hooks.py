@@ -1,0 +1,128 @@
+"""Comm hooks, buffer hooks and sub-groups.
+
+Compressed gradients have no single-process reference. Theirs is plain DDP in which a rank without data feeds a batch
+whose loss is multiplied by zero: the same collectives on the same numbers.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from join import Join
+from tests.models import OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state
+from tests.pool import Pool
+
+COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+RANKS = 3
+
+
+def register(ddp: DistributedDataParallel, hook: str) -> None:
+    group = ddp.process_group
+    if hook == "allreduce":
+        ddp.register_comm_hook(group, default_hooks.allreduce_hook)
+    elif hook == "fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif hook == "builtin fp16":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    elif hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def train(rank: int, hook: str, joining: bool, zero: bool) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(build("mlp"))
+    register(ddp, hook)
+    cls, options = OPTIMIZERS["adam"]
+    optimizer: Any = cls(ddp.parameters(), **options)
+    if zero and joining:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
+    for epoch, counts in enumerate(COUNTS):
+        steps = counts[rank] if joining else max(counts)
+        with Join([ddp, optimizer]) if joining else nullcontext():
+            for step in range(steps):
+                x, y = batch(rank, epoch, step)
+                optimizer.zero_grad()
+                (((ddp(x) - y) ** 2).mean() * (step < counts[rank])).backward()
+                optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
+def test_comm_hook_equals_padded_ddp(pool: Pool, hook: str, zero: bool) -> None:
+    states = pool.run(train, hook, True, zero, ranks=RANKS)
+    padded = pool.run(train, hook, False, False, ranks=RANKS)
+    for state in states:
+        assert_same(state, states[0])
+        assert_same(state, padded[0], TOLERANCE)
+
+
+def buffer_hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+    state["calls"] += 1
+    return [dist.broadcast(buffer, 1, group=state["group"], async_op=True).get_future() for buffer in buffers.values()]
+
+
+def train_with_buffer_hook(rank: int, location: str, joining: bool) -> tuple[dict[str, torch.Tensor], int]:
+    ddp = DistributedDataParallel(build("norm"))
+    state = {"group": ddp.process_group, "calls": 0}
+    ddp._register_buffer_comm_hook(state, buffer_hook, _BufferCommHookLocation[location])
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    counts = [2, 5, 3]  # rank 1, from which the hook broadcasts, goes on longest
+    with Join([ddp, optimizer]) if joining else nullcontext():
+        for step in range(counts[rank] if joining else max(counts)):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            (((ddp(x) - y) ** 2).mean() * (step < counts[rank])).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict()), state["calls"]
+
+
+@pytest.mark.parametrize("location", ["PRE_FORWARD", "POST_FORWARD"])
+def test_buffer_comm_hook(pool: Pool, location: str) -> None:
+    results = pool.run(train_with_buffer_hook, location, True, ranks=RANKS)
+    padded = pool.run(train_with_buffer_hook, location, False, ranks=RANKS)
+    assert [calls for _, calls in results] == [5, 5, 5]
+    for state, _ in results:
+        assert_same(state, padded[1][0], TOLERANCE)
+
+
+def train_in_groups(rank: int) -> dict[str, torch.Tensor]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    ddp = DistributedDataParallel(build("norm"), process_group=group)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for step in range([0, 2, 3, 5][rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+    assert [row.steps for row in join.report.ranks] == [[0, 3], [2, 5]][rank % 2]
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict())
+
+
+def test_sub_groups(pool: Pool) -> None:
+    states = pool.run(train_in_groups, ranks=4)
+    assert_same(states[0], states[2])
+    assert_same(states[1], states[3])
+    model = build("norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(3):  # group (0, 2): rank 0 has no data at all
+        x, y = batch(2, 0, step)
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    expected = flat_state(model.state_dict(), optimizer.state_dict())
+    assert_same(states[0], expected, TOLERANCE)

@@ -297,4 +297,6 @@ def _check_keywords(joinables: Sequence[Joinable], kwargs: dict[str, Any]) -> No
     for name in kwargs:
         if name not in taken:
             known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
-            raise TypeError(f"{name}={kwargs[name]!r}: no join_hook of the listed joinables takes this keyword; {known}")
+            raise TypeError(
+                f"{name}={kwargs[name]!r}: no join_hook of the listed joinables takes this keyword; {known}"
+            )

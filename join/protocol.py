@@ -428,4 +428,3 @@ class Channel:
             f"waited {timeout:g} s for ranks {missing}, which announced nothing. {'; '.join(here)}."
             " The process group has a collective pending and cannot be used any more"
         )
-

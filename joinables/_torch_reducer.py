@@ -228,9 +228,7 @@ def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: boo
         return notify() if obj is joinable else original(obj)
 
     TorchJoin.notify_join_context = staticmethod(notify_join_context)  # pyright: ignore[reportAttributeAccessIssue]
-    joinable._join_config = TorchJoinConfig(
-        enable=True, throw_on_early_termination=False, is_first_joinable=first
-    )
+    joinable._join_config = TorchJoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=first)
     try:
         yield
     finally:

@@ -465,4 +465,3 @@ class _Hook:
 
 def _do_nothing(*_: Any) -> None:
     return None
-

@@ -19,4 +19,3 @@ def tensors_with_grad(tree: Any) -> Iterator[torch.Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for field in fields(leaf):
                 yield from tensors_with_grad(getattr(leaf, field.name))
-

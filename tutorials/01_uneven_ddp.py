@@ -1,7 +1,5 @@
 """Tutorial 1: three ranks with different amounts of data train one model.
 
-    python tutorials/01_uneven_ddp.py
-
 In every backward, DistributedDataParallel averages gradients in an all-reduce, and an all-reduce waits for all ranks. A
 rank that has run out of batches never comes, so the others would wait for ever. In a `Join` block it does come: it
 leaves its loop, and until everybody is done it shadows the collectives of the others, with nothing to say.
@@ -58,14 +56,14 @@ def train(rank: int, store: str) -> None:
 
 
 def train_in_one_process() -> torch.nn.Module:
-    """What should come out: without ranks, step i takes the mean over the i-th batches that there are."""
+    """What should come out: without ranks, the i-th batches of all that have one are a single batch."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(EPOCHS):
         for i in range(max(BATCHES)):
-            losses = [loss_of(model, DATA[rank, i]) for rank, count in enumerate(BATCHES) if i < count]
+            batch = torch.cat([DATA[rank, i] for rank in range(3) if i < BATCHES[rank]])
             optimizer.zero_grad()
-            torch.stack(losses).mean().backward()
+            loss_of(model, batch).backward()
             optimizer.step()
     return model
 

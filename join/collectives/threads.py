@@ -162,7 +162,9 @@ def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: f
             errors.append(error)
             world.fail(f"rank {rank} raised {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -95,7 +95,9 @@ def test_keyword_that_nobody_takes() -> None:
 
     @alone
     def _(collective: ThreadCollective) -> None:
-        with pytest.raises(TypeError, match="rte=2: no join_hook of the listed joinables takes this keyword; they take rate"):
+        with pytest.raises(
+            TypeError, match="rte=2: no join_hook of the listed joinables takes this keyword; they take rate"
+        ):
             Join([Strict(collective)], rte=2)
         strict = Strict(collective)
         with Join([strict], rate=2.0):

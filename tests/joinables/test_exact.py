@@ -71,7 +71,9 @@ CASES = {
     "accumulation, views": Case(
         accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4)), ddp={"gradient_as_bucket_view": True}
     ),
-    "batch norm, accumulation": Case(model="norm", accumulate=2, initial=True, counts=((4, 2, 0), (6, 3, 1), (4, 0, 3))),
+    "batch norm, accumulation": Case(
+        model="norm", accumulate=2, initial=True, counts=((4, 2, 0), (6, 3, 1), (4, 0, 3))
+    ),
     "zero_grad keeps tensors": Case(to_none=False),
     "zero_grad keeps tensors, zero": Case(to_none=False, zero=True),
     "even": Case(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),

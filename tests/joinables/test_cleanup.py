@@ -1,0 +1,182 @@
+"""What a block leaves behind: nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join, PeerError
+from joinables import ZeroStep
+from tests.models import assert_same, batch, build, flat_state
+from tests.pool import Pool
+
+RANKS = 3
+
+
+def snapshot(ddp: Any, optimizer: Any, zero: Any) -> dict[str, Any]:
+    return {
+        "forward hooks": list(ddp._forward_hooks.items()),
+        "forward pre-hooks": list(ddp._forward_pre_hooks.items()),
+        "backward hooks": [list((p._backward_hooks or {}).items()) for p in ddp.parameters()],
+        "step hooks": [list(o._optimizer_step_pre_hooks.items()) for o in (optimizer, zero, zero.optim)],
+        "step post-hooks": [list(o._optimizer_step_post_hooks.items()) for o in (optimizer, zero, zero.optim)],
+        "configs": (ddp._join_config, zero._join_config),
+        "param sync": ddp.require_forward_param_sync,
+        "filters": list(warnings.filters),
+        "notify": TorchJoin.notify_join_context,
+        "attributes": sorted(vars(ddp)),
+    }
+
+
+def leave_behind(rank: int, how: str) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    user_hook = ddp.register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    before = snapshot(ddp, optimizer, zero)
+    join = Join([ddp, optimizer, zero], enable=how != "disabled")
+    assert snapshot(ddp, optimizer, zero) == before  # built, never entered
+    if how == "never entered":
+        return
+    steps = 2 if how == "disabled" else [0, 2, 1][rank]
+    try:
+        with join:
+            for step in range(steps):
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+                zero.step()
+            if how == "exception":
+                raise KeyError
+    except (KeyError, PeerError):
+        pass
+    assert snapshot(ddp, optimizer, zero) == before
+    if rank == 0:  # nobody else takes part
+        with torch.no_grad():
+            ddp(batch(0, 0, 0)[0])
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == RANKS
+    user_hook.remove()
+
+
+@pytest.mark.parametrize("how", ["normal", "exception", "disabled", "never entered"])
+def test_nothing_is_left(pool: Pool, how: str) -> None:
+    pool.run(leave_behind, how, ranks=RANKS)
+
+
+def copy_inside(rank: int) -> None:
+    ddp = DistributedDataParallel(build("norm"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x, _ = batch(rank, 0, 0)
+
+    def check(copied: Any) -> None:
+        assert_same(flat_state(copied.state_dict()), flat_state(ddp.state_dict()))
+        ddp.eval()
+        copied.eval()
+        with torch.no_grad():
+            assert torch.equal(copied.module(x), ddp.module(x))
+        ddp.train()
+
+    with Join([ddp, optimizer]):
+        for step in range(2):
+            for duplicate in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+                copied = duplicate(ddp)
+                check(copied)
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+            optimizer.step()
+        # A copy is in no block: it trains on its own, like any DDP module.
+        copied(x).sum().backward()
+        buffer = io.BytesIO()
+        torch.save(ddp, buffer)
+    buffer.seek(0)
+    check(torch.load(buffer, weights_only=False))
+    check(copy.deepcopy(ddp))
+
+
+def test_copies_inside_and_after(pool: Pool) -> None:
+    pool.run(copy_inside, ranks=2)
+
+
+def leaf_output(rank: int) -> None:
+    class Identity(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.weight, x * self.weight
+
+    ddp = DistributedDataParallel(Identity())
+    with Join([ddp]):
+        for _ in range(rank + 1):
+            weight, y = ddp(torch.ones(2))
+            (weight + y).sum().backward()
+    assert not (ddp.module.weight._backward_hooks or {})
+
+
+def test_hooks_on_leaf_outputs_are_removed(pool: Pool) -> None:
+    pool.run(leaf_output, ranks=2)
+
+
+def unused_stays_untouched(rank: int, views: bool) -> None:
+    ddp = DistributedDataParallel(build("branches"), find_unused_parameters=True, gradient_as_bucket_view=views)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, weight_decay=0.5)
+    unused = ddp.module.unused
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range([0, 3, 1][rank]):
+            optimizer.zero_grad()
+            ddp(batch(rank, 0, step)[0], rank % 3).sum().backward()
+            optimizer.step()
+    assert unused.grad is None
+    assert unused not in optimizer.state
+    assert torch.equal(unused, torch.ones(3))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_parameter_nobody_uses(pool: Pool, views: bool) -> None:
+    pool.run(unused_stays_untouched, views, ranks=RANKS)
+
+
+def refused(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    with pytest.raises(TypeError, match="divide_by_initial_world_sze=False.*divide_by_initial_world_size"):
+        Join([ddp], divide_by_initial_world_sze=False)
+    with pytest.raises(ValueError, match=r"joinables\[0\] and joinables\[1\] are the same"):
+        Join([ddp, torch.compile(ddp, backend="eager")])
+    with pytest.raises(ValueError, match="different process groups"):
+        Join([ddp, DistributedDataParallel(build("mlp"), process_group=dist.new_group([0, 1]))])
+    norm = DistributedDataParallel(build("norm"))
+    norm.module[1] = torch.nn.SyncBatchNorm(8)  # afterwards: DDP takes it on GPUs only
+    with pytest.raises(ValueError, match=r"SyncBatchNorm \('1'\)"):
+        Join([norm])
+    with pytest.raises(TypeError, match="FSDP"):
+        Join([fully_shard(build("mlp"))])
+    sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    sharded._overlap_with_ddp = True
+    with pytest.raises(ValueError, match="overlap_with_ddp=False"):
+        ZeroStep(sharded)
+    with pytest.raises(TypeError, match="the class SGD cannot join"):
+        Join([ddp, torch.optim.SGD])
+    static = DistributedDataParallel(build("mlp"), static_graph=True)
+    static(batch(rank, 0, 0)[0]).sum().backward()
+    with pytest.raises(ValueError, match="static_graph module has run its first backward outside"):
+        Join([static]).__enter__()
+    with Join([ddp]):
+        pass
+
+
+def test_what_cannot_join_is_refused(pool: Pool) -> None:
+    pool.run(refused, ranks=2)

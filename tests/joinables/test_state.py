@@ -1,0 +1,180 @@
+"""State that comes along: schedulers, scalers, EMA copies; ZeRO's hyperparameters; torch's own Joinables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from tests.models import TOLERANCE, assert_same, batch, build, flat_state
+from tests.pool import Pool
+
+COUNTS = [0, 4, 2]
+
+
+class Unpicklable:
+    """State that cannot travel."""
+
+    def state_dict(self) -> Any:
+        return {"weights": torch.ones(3), "function": lambda: None}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError("never received")
+
+
+def carried(rank: int) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(build("norm"))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    average = torch.optim.swa_utils.AveragedModel(ddp.module)
+    with Join([ddp, optimizer, scheduler, scaler, average]) as join:
+        for step in range(COUNTS[rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            scaler.scale(((ddp(x) - y) ** 2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            average.update_parameters(ddp.module)
+    assert not join.report.even
+    assert scheduler.last_epoch == 4
+    assert all(state["step"] == 4 for state in optimizer.state.values())
+    assert scaler.get_scale() == 256.0
+    return flat_state(*(part.state_dict() for part in (ddp.module, optimizer, scheduler, scaler, average)))
+
+
+def test_state_comes_from_the_last_joiner(pool: Pool) -> None:
+    states = pool.run(carried, ranks=3)
+    for state in states:
+        assert_same(state, states[0])
+
+
+def cannot_travel(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError) as caught, Join([ddp, Unpicklable(), optimizer]):
+        for step in range(rank + 1):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+            optimizer.step()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    return str(caught.value)
+
+
+def test_state_that_cannot_be_pickled_is_an_error_on_all_ranks(pool: Pool) -> None:
+    for text in pool.run(cannot_travel, ranks=2):
+        assert "rank 1 cannot pickle" in text
+
+
+def closures(rank: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(COUNTS[rank]):
+            x, y = batch(rank, 0, step)
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+                optimizer.zero_grad()
+                loss = ((ddp(x) - y) ** 2).mean()
+                loss.backward()
+                return loss.item()
+
+            assert optimizer.step(closure) is not None
+    return flat_state(ddp.module.state_dict())
+
+
+def test_zero_step_with_closure(pool: Pool) -> None:
+    states = pool.run(closures, ranks=3)
+    model = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(4):
+        ranks = [rank for rank in range(3) if COUNTS[rank] > step]
+        optimizer.zero_grad()
+        for rank in ranks:
+            x, y = batch(rank, 0, step)
+            (((model(x) - y) ** 2).mean() / len(ranks)).backward()
+        optimizer.step()
+    for state in states:
+        assert_same(state, states[0])
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+class Summer(TorchJoinable):
+    """Somebody's torch Joinable, as their documentation has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.keywords, self.last, self.works = 0, {}, None, []
+
+    def __call__(self) -> None:
+        self.works.append(TorchJoin.notify_join_context(self))
+        self.total += self.reduce(1)
+
+    def reduce(self, mine: int) -> int:
+        ones = torch.tensor([mine])
+        dist.all_reduce(ones)
+        return int(ones.item())
+
+    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
+        self.keywords = kwargs
+        return SummerHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+class SummerHook(TorchJoinHook):
+    def __init__(self, summer: Summer) -> None:
+        self.summer = summer
+
+    def main_hook(self) -> None:
+        self.summer.total += self.summer.reduce(0)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.summer.last = is_last_joiner
+
+
+def third_party(rank: int, first: bool) -> tuple[Any, ...]:
+    summers = [Summer(), Summer()]
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    stock = [ddp, optimizer]
+    with Join([*summers, *stock] if first else [*stock, *summers], rate=3, divide_by_initial_world_size=False):
+        for step in range(COUNTS[rank]):
+            if first:
+                summers[0]()
+                summers[1]()
+            optimizer.zero_grad()
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+            optimizer.step()
+            if not first:
+                summers[0]()
+                summers[1]()
+    assert summers[0].keywords == {"rate": 3, "divide_by_initial_world_size": False}
+    assert summers[0]._join_config.enable is False
+    announced = [[work is not None for work in summer.works] for summer in summers]
+    return [summer.total for summer in summers], announced, summers[0].last
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_torch_joinables_of_others(pool: Pool, first: bool) -> None:
+    for rank, (totals, announced, last) in enumerate(pool.run(third_party, first, ranks=3)):
+        assert totals == [6, 6]
+        assert announced == [[first] * COUNTS[rank], [False] * COUNTS[rank]]
+        assert last is (rank == 1)

@@ -17,8 +17,10 @@ def main() -> None:
         prog="python -m demo",
         description="Train on very uneven ranks, under this library's Join and under torch's, beside one process.",
     )
-    parser.add_argument("--epochs", type=_positive, default=3, help="epochs to train (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to write to (default: demo-out)")
+    parser.add_argument("--epochs", metavar="N", type=_positive, default=3, help="epochs to train (default: 3)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("demo-out"), help="folder to write to (default: demo-out)"
+    )
     options = parser.parse_args()
     missing = [name for module, name in EXTRAS.items() if importlib.util.find_spec(module) is None]
     if missing:

@@ -254,7 +254,8 @@ def _expand(objects: Sequence[Any]) -> list[Joinable]:
         for target in {id(joinable.join_target) for joinable in found}:
             if target in seen:
                 raise ValueError(
-                    f"joinables[{seen[target]}] and joinables[{position}] are the same {type(obj).__name__}; list it once"
+                    f"joinables[{seen[target]}] and joinables[{position}] are the same {type(obj).__name__};"
+                    " list it once"
                 )
             seen[target] = position
         expanded += found

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -123,4 +124,4 @@ class HeaderBuffer:
 
     def unpack(self) -> Header:
         """Read the tensor, after the all-reduce is done."""
-        return Header(self.tensor.tolist(), self.offsets)
+        return Header(cast("list[float]", self.tensor.tolist()), self.offsets)

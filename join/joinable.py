@@ -70,6 +70,8 @@ class Joinable(ABC):
     join_keywords: ClassVar[frozenset[str] | None] = None
     """The keywords ``join_hook`` takes; ``None`` reads them off its signature (``**kwargs`` takes all)."""
 
+    _join_config: JoinConfig
+
     def __init__(self) -> None:
         # Not through nn.Module.__setattr__, which may not be set up yet; and no super().__init__(), so that the other
         # base classes need not cooperate.
@@ -87,7 +89,7 @@ class Joinable(ABC):
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The ``ProcessGroup`` or :class:`join.collectives.Collective` of the joinable; ``None`` is the default group."""
+        """The joinable's ``ProcessGroup`` or :class:`join.collectives.Collective`; ``None`` is the default group."""
 
     def attach(self, join: Join) -> None:
         """Called on entering a block, in the order of the list; the place to register hooks."""
@@ -96,7 +98,12 @@ class Joinable(ABC):
         """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
 
     def synchronise(self, source: int) -> None:
-        """Take over the state of rank ``source`` of the group, a last joiner. Called on all ranks if they were uneven."""
+        """Take over the state of rank ``source``, a last joiner; called on all ranks, if they were uneven."""
+
+    @property
+    def join_config(self) -> JoinConfig:
+        """How this joinable takes part in the block it is in."""
+        return self._join_config
 
     @property
     def join_name(self) -> str:

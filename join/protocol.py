@@ -359,9 +359,9 @@ class Channel:
         if not header.diverged:
             return
         ahead = self._ahead
-        if ahead is not None and ahead is not self._sent_by and not self._awaits_all:
-            if header.announced(self._members.index(ahead)):
-                self._shadow_member(ahead)
+        others_ran_ahead = ahead is not None and ahead is not self._sent_by and not self._awaits_all
+        if ahead is not None and others_ran_ahead and header.announced(self._members.index(ahead)):
+            self._shadow_member(ahead)
         names = [f"{n} x {self._members[index].joinable.join_name}" for index, n in header.announcements.items()]
         mine = "none" if self._sent_by is None else self._sent_by.joinable.join_name
         self._close_with(

@@ -53,7 +53,8 @@ def joinables_of(obj: Any) -> list[Joinable]:
         return [obj]
     importlib.import_module("joinables")
     adapter = next((_adapters[cls] for cls in type(obj).__mro__ if cls in _adapters), None)
-    if adapter is None and all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")):
+    is_state = all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
+    if adapter is None and is_state and not isinstance(obj, type):
         adapter = _state_adapter[0]
     if adapter is None:
         kind = f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__} object"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -52,7 +52,7 @@ class JoinReport:
         rows = torch.zeros(collective.world_size, len(astuple(mine)), dtype=torch.float64)
         rows[mine.rank] = torch.tensor(astuple(mine), dtype=torch.float64)
         collective.all_reduce(rows).wait()
-        return cls(tuple(_row(values) for values in rows.tolist()), even)
+        return cls(tuple(_row(values) for values in cast("list[list[float]]", rows.tolist())), even)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""

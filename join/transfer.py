@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -28,8 +28,10 @@ def broadcast_tensors(collective: Collective, tensors: Sequence[torch.Tensor], s
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
         collective.broadcast(flat, source).wait()
         if collective.rank != source:
-            for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+            start = 0
+            for tensor in chunk:
+                tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+                start += tensor.numel()
 
 
 def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
@@ -39,14 +41,12 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
         RuntimeError: on every rank, if a leaf that is not a tensor cannot be pickled.
     """
     if collective.rank == source:
-        leaves = cast("list[Any]", pytree.tree_leaves(tree))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
         collective.broadcast_object(pytree.tree_map_only(torch.Tensor, _Slot.of, tree), source)
         broadcast_tensors(collective, tensors, source)
         return tree
     skeleton = collective.broadcast_object(None, source)
-    leaves = cast("list[Any]", pytree.tree_leaves(skeleton))
-    received = [leaf.empty() for leaf in leaves if isinstance(leaf, _Slot)]
+    received = [leaf.empty() for leaf in pytree.tree_leaves(skeleton) if isinstance(leaf, _Slot)]
     broadcast_tensors(collective, received, source)
     fill = iter(received)
     return pytree.tree_map_only(_Slot, lambda _: next(fill), skeleton)

@@ -1,6 +1,6 @@
 """Joinables: adapters that let stock torch objects take part in :class:`join.Join`.
 
-Importing this package registers them; ``join`` does so by itself the first time it meets an object that it does not know.
+Importing this package registers them; ``join`` does so by itself the first time it meets an object it does not know.
 """
 
 from __future__ import annotations

@@ -4,10 +4,14 @@ Nothing else in ``joinables`` touches a name that starts with an underscore and 
 error here, at import.
 """
 
+# What is private is not in torch's type stubs, or has no types there.
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -96,6 +100,18 @@ def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
 # -- DistributedDataParallel: gradients -----------------------------------------------------------------------------
 
 
+def named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that DDP keeps in step. Stands in for ``parameters_to_ignore``, which has no public setter."""
+    ignored = cast("set[str]", ddp.parameters_to_ignore)
+    return {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
+
+
+def named_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """The buffers that DDP keeps in step."""
+    ignored = cast("set[str]", ddp.parameters_to_ignore)
+    return {name: buffer for name, buffer in ddp.module.named_buffers() if name not in ignored}
+
+
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters in the reducer's order."""
     return list(ddp._module_parameters)
@@ -134,7 +150,7 @@ def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None
     first = first_static_backward(ddp)
     counts = arrivals if arrivals is not None else [1] * len(parameters)
 
-    def arrive(_: torch.Tensor) -> None:
+    def arrive(gradient: torch.Tensor) -> None:
         for index in reversed(range(len(parameters))):  # roughly the order of a real backward: buckets fill in sequence
             for _ in range(counts[index]):
                 reducer._autograd_hook(index)
@@ -195,7 +211,7 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
-    """The class. Stands in for an import that neither warns (of ``torch.jit.script``) nor costs those who do not use it."""
+    """The class. Stands in for an import that does not warn of ``torch.jit.script`` and costs only who needs it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -216,7 +232,7 @@ def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 @contextmanager
-def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Iterator[None]:
+def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Generator[None]:
     """Send a torch ``Joinable``'s ``Join.notify_join_context(self)`` to ``notify`` while the context is open.
 
     Stands in for a hook in torch's ``Join``: its static method is replaced, calls for other objects pass through, and
@@ -227,10 +243,10 @@ def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: boo
     def notify_join_context(obj: Any) -> Any:
         return notify() if obj is joinable else original(obj)
 
-    TorchJoin.notify_join_context = staticmethod(notify_join_context)  # pyright: ignore[reportAttributeAccessIssue]
+    TorchJoin.notify_join_context = staticmethod(notify_join_context)
     joinable._join_config = TorchJoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=first)
     try:
         yield
     finally:
-        TorchJoin.notify_join_context = staticmethod(original)  # pyright: ignore[reportAttributeAccessIssue]
+        TorchJoin.notify_join_context = staticmethod(original)
         joinable._join_config = config

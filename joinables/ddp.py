@@ -28,20 +28,21 @@ alike, and not at all while n is the world size. The header counts the contribut
 begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
 next to the buckets. Neither is awaited before the end of the backward.
 
-*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank had
-accumulated under ``no_sync`` when it ran out goes into the first burst it shadows. If active ranks keep their gradients
-over several backwards, the joined rank contributes what it received, as it would have kept it.
+*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
+had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows. If active ranks keep their
+gradients over several backwards, the joined rank contributes what it received, as it would have kept it.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from join import Burst, Join, Joinable, JoinHook
 from join.collectives import Work
@@ -59,7 +60,8 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
     Raises:
         ValueError: if the module contains SyncBatchNorm, whose collectives are not DDP's and would not be shadowed.
     """
-    for name, module in ddp.module.named_modules():
+    modules = cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules())
+    for name, module in modules:
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise ValueError(
                 f"the DDP module contains SyncBatchNorm ({name!r}), whose forward communicates and cannot be shadowed"
@@ -87,15 +89,16 @@ class _DDPBurst(Burst, JoinHook):
 
     @property
     def join_device(self) -> torch.device:
-        return self._ddp.join_device
+        return cast("torch.device", self._ddp.join_device)
 
     @property
     def join_process_group(self) -> Any:
-        return self._ddp.join_process_group
+        return cast("Any", self._ddp.join_process_group)
 
     @property
     def join_name(self) -> str:
-        return f"{self.what} of DistributedDataParallel({type(self._ddp.module).__name__})"
+        module = cast("torch.nn.Module", self._ddp.module)
+        return f"{self.what} of DistributedDataParallel({type(module).__name__})"
 
     @property
     def join_target(self) -> Any:
@@ -119,17 +122,18 @@ class BufferSync(_DDPBurst):
         super().__init__(ddp)
         self.after_forward = False
 
+    @override
     def attach(self, join: Join) -> None:
         super().attach(join)
         self.after_forward = reducer.syncs_buffers_after_forward(self._ddp)
 
+    @override
     def main_hook(self) -> None:
         reducer.sync_buffers(self._ddp, self._channel.leader)
 
+    @override
     def synchronise(self, source: int) -> None:
-        ignored = self._ddp.parameters_to_ignore
-        buffers = [buffer for name, buffer in self._ddp.module.named_buffers() if name not in ignored]
-        broadcast_tensors(self._collective, buffers, source)
+        broadcast_tensors(self._collective, list(reducer.named_buffers(self._ddp).values()), source)
 
 
 class BucketRebuild(_DDPBurst):
@@ -138,10 +142,12 @@ class BucketRebuild(_DDPBurst):
     what = "the bucket rebuild"
     interjects = True
 
+    @override
     def attach(self, join: Join) -> None:
         super().attach(join)
         self.main_hook()  # pending from a backward before the block; the same on all ranks
 
+    @override
     def main_hook(self) -> None:
         self.due = False
         reducer.rebuild_buckets(self._ddp)
@@ -188,10 +194,12 @@ class GradientSync(_DDPBurst):
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._leaf_handles: list[Any] = []
 
+    @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
         self._divide_by_initial_world_size = divide_by_initial_world_size
         return self
 
+    @override
     def attach(self, join: Join) -> None:
         super().attach(join)
         ddp = self._ddp
@@ -201,11 +209,10 @@ class GradientSync(_DDPBurst):
                 " know its graph; enter the first block before the first backward"
             )
         self._param_sync = ddp.require_forward_param_sync
-        self._handles = [
-            ddp.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
-            ddp.register_forward_hook(_Hook(self._after_forward)),
-        ]
+        before, after = cast("Any", _Hook(self._before_forward)), cast("Any", _Hook(self._after_forward))
+        self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
 
+    @override
     def detach(self) -> None:
         for handle in (*self._handles, *self._leaf_handles):
             handle.remove()
@@ -214,9 +221,7 @@ class GradientSync(_DDPBurst):
 
     def synchronise(self, source: int) -> None:
         """Parameters come from the last joiner; so do gradients, but for what is still to be reduced."""
-        ignored = self._ddp.parameters_to_ignore
-        parameters = [p for name, p in self._ddp.module.named_parameters() if name not in ignored]
-        broadcast_tensors(self._collective, parameters, source)
+        broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
         mine = None if self._unsynced else [parameter.grad for parameter in self._parameters]
         received = broadcast_tree(self._collective, mine, source)
         if self._collective.rank == source or self._unsynced:
@@ -229,12 +234,14 @@ class GradientSync(_DDPBurst):
 
     # -- the header ---------------------------------------------------------------------------------------------------
 
+    @override
     def payload(self, active: bool) -> Sequence[float]:
         if active:
             return (float(self._with_buffers), float(self._holds_result()), 1.0)
         return (0.0, 0.0, float(self._unsynced))
 
     @property
+    @override
     def owes(self) -> bool:
         return self._credit
 
@@ -256,6 +263,7 @@ class GradientSync(_DDPBurst):
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
+    @override
     def main_hook(self) -> None:
         with_buffers, holding, _ = self._channel.received(self)
         self._with_buffers = with_buffers > 0
@@ -270,6 +278,7 @@ class GradientSync(_DDPBurst):
         self._rebuild.expect()
 
     @property
+    @override
     def holds_followers(self) -> bool:
         return self._rebuild.due
 
@@ -319,7 +328,7 @@ class GradientSync(_DDPBurst):
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
         hook = self._on_synchronised_gradient if synchronises else self._on_local_gradient
         for tensor in outputs:
-            handle = tensor.register_hook(hook)
+            handle = cast("Any", tensor).register_hook(hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._leaf_handles.append(handle)
 

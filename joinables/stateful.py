@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 import torch
+from typing_extensions import override
 
 from join import Join, Joinable, JoinHook
 from join.transfer import broadcast_tree
@@ -39,31 +40,39 @@ class State(Joinable):
         super().__init__()
         self._stateful = stateful
 
+    @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return JoinHook()
 
     @property
+    @override
     def join_device(self) -> torch.device:
         return torch.device("cpu")
 
     @property
+    @override
     def join_process_group(self) -> None:
         return None
 
     @property
+    @override
     def join_name(self) -> str:
         return type(self._stateful).__name__
 
     @property
+    @override
     def join_target(self) -> Any:
         return self._stateful
 
+    @override
     def attach(self, join: Join) -> None:
         self._collective = join.collective
 
+    @override
     def detach(self) -> None:
         del self._collective
 
+    @override
     def synchronise(self, source: int) -> None:
         collective = self._collective
         state = self._stateful.state_dict() if collective.rank == source else None

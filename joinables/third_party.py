@@ -6,12 +6,12 @@ the block is open the notification goes to this package's ``Join``. Torch's ``Jo
 
 from __future__ import annotations
 
-import inspect
 from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
+from typing_extensions import override
 
 from join import Join, Joinable, JoinHook
 from joinables._torch_reducer import routed_notifications
@@ -26,34 +26,38 @@ class TorchJoinable(Joinable):
             raise TypeError(f"check that the constructor of {type(target).__name__} calls Joinable.__init__(self)")
         self._target = target
         self._routes = ExitStack()
-        parameters = inspect.signature(target.join_hook).parameters.values()
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        self.join_keywords = None if takes_all else frozenset(parameter.name for parameter in parameters)
 
+    @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return cast("JoinHook", self._target.join_hook(**kwargs))
+        return cast("JoinHook", cast("Any", self._target).join_hook(**kwargs))
 
     @property
+    @override
     def join_device(self) -> torch.device:
         return self._target.join_device
 
     @property
+    @override
     def join_process_group(self) -> Any:
         return self._target.join_process_group
 
     @property
+    @override
     def join_name(self) -> str:
         return type(self._target).__name__
 
     @property
+    @override
     def join_target(self) -> Any:
         return self._target
 
+    @override
     def attach(self, join: Join) -> None:
-        first = self._join_config.is_first_joinable
+        first = self.join_config.is_first_joinable
         self._routes.enter_context(
             routed_notifications(self._target, lambda: Join.notify_join_context(self), first=first)
         )
 
+    @override
     def detach(self) -> None:
         self._routes.close()

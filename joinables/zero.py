@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from typing_extensions import override
 
 from join import Burst, Join, JoinHook
 from join.transfer import broadcast_tree
@@ -79,27 +80,33 @@ class ZeroStep(Burst, JoinHook):
 
     # -- Joinable -----------------------------------------------------------------------------------------------------
 
+    @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._numbers = _Number.all_in(self._groups)
         self.payload_width = 1 + len(self._numbers)
         return self
 
     @property
+    @override
     def join_device(self) -> torch.device:
         return self._optimizer.join_device
 
     @property
+    @override
     def join_process_group(self) -> Any:
         return self._optimizer.join_process_group
 
     @property
+    @override
     def join_name(self) -> str:
         return f"the step of {type(self._optimizer).__name__}"
 
     @property
+    @override
     def join_target(self) -> Any:
         return self._optimizer
 
+    @override
     def attach(self, join: Join) -> None:
         self._join = join
         self._owes = self._announced = self._shadowing = False
@@ -110,10 +117,12 @@ class ZeroStep(Burst, JoinHook):
             self._optimizer.register_step_post_hook(self._after_step),
         ]
 
+    @override
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
 
+    @override
     def synchronise(self, source: int) -> None:
         # Every rank kept its own shard up to date; what schedulers changed is not in the shards.
         own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
@@ -145,15 +154,18 @@ class ZeroStep(Burst, JoinHook):
         self._owes = self._announced = True
 
     @property
+    @override
     def owes(self) -> bool:
         return self._owes
 
+    @override
     def fulfil(self) -> None:
         self._owes = self._announced = False
         broadcast_shards(self._optimizer)
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
+    @override
     def main_hook(self) -> None:
         self._take_numbers()
         if self._transform_gradients is not None:
@@ -166,6 +178,7 @@ class ZeroStep(Burst, JoinHook):
 
     # -- hyperparameters ----------------------------------------------------------------------------------------------
 
+    @override
     def payload(self, active: bool) -> Sequence[float]:
         if not active:
             return (0.0,) * self.payload_width

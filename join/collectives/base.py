@@ -20,7 +20,11 @@ class Work(Protocol):
     """A collective under way; ``torch.distributed.Work`` is one."""
 
     def wait(self, timeout: timedelta = ..., /) -> bool:
-        """Block until done; raise ``RuntimeError`` when ``timeout`` passes first, after which waiting again is allowed."""
+        """Block until done.
+
+        Raises:
+            RuntimeError: when ``timeout`` passes first, after which waiting again is allowed.
+        """
         ...
 
     def is_completed(self) -> bool:
@@ -83,7 +87,7 @@ class Collective(ABC):
                 data = bytearray(error.encode())
         head = torch.tensor([len(data), not error], dtype=torch.int64)
         self.broadcast(head, source).wait()
-        size, ok = head.tolist()
+        size, ok = int(head[0]), bool(head[1])
         data = data or bytearray(size)
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source).wait()
         if not ok:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, Work
 
@@ -71,19 +72,23 @@ class ThreadCollective(Collective):
         self._world, self._rank, self._count = world, rank, 0
 
     @property
+    @override
     def rank(self) -> int:
         return self._rank
 
     @property
+    @override
     def world_size(self) -> int:
         return self._world.size
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         def combine(tensors: dict[int, torch.Tensor]) -> torch.Tensor:
             return _REDUCTIONS[op](torch.stack([tensors[rank] for rank in sorted(tensors)]))
 
         return self._meet(f"all_reduce({op}) of {_describe(tensor)}", tensor, combine)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         return self._meet(f"broadcast from rank {source} of {_describe(tensor)}", tensor, lambda t: t[source].clone())
 
@@ -96,7 +101,8 @@ class ThreadCollective(Collective):
                 raise RuntimeError(world.failed)
             meeting = world.meetings.setdefault(self._count, _Meeting(world, what))
             if meeting.what != what:
-                why = f"ranks disagree on collective {self._count}: rank {self._rank} called {what}, another {meeting.what}"
+                where = f"ranks disagree on collective {self._count}"
+                why = f"{where}: rank {self._rank} called {what}, another {meeting.what}"
                 world.fail(why)
                 raise RuntimeError(why)
             meeting.tensors[self._rank] = tensor
@@ -110,21 +116,25 @@ class ThreadCollective(Collective):
         self._count += 1
         return meeting
 
+    @override
     def set(self, key: str, value: str) -> None:
         with self._world.lock:
             self._world.store[key] = value
             self._world.lock.notify_all()
 
+    @override
     def get(self, key: str) -> str:
         with self._world.lock:
             if not self._world.lock.wait_for(lambda: key in self._world.store, self._world.timeout):
                 raise RuntimeError(f"timed out waiting for key {key!r}")
             return self._world.store[key]
 
+    @override
     def check(self, key: str) -> bool:
         with self._world.lock:
             return key in self._world.store
 
+    @override
     def add(self, key: str, amount: int) -> int:
         with self._world.lock:
             value = int(self._world.store.get(key, "0")) + amount

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, Work
 
@@ -26,10 +27,12 @@ class TorchCollective(Collective):
         self.group = group
 
     @property
+    @override
     def rank(self) -> int:
         return self.group.rank()
 
     @property
+    @override
     def world_size(self) -> int:
         return self.group.size()
 
@@ -43,30 +46,36 @@ class TorchCollective(Collective):
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         # The group's own method: dist.all_reduce adds 10 us of Python to a call that is made at every step.
         group = self._group_of(tensor)
         if op == "sum":
             return group.allreduce([tensor])
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = _OPS[op]  # pyright: ignore[reportAttributeAccessIssue]
         return group.allreduce([tensor], options)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
         return self._group_of(tensor).broadcast([tensor], options)
 
+    @override
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
+    @override
     def get(self, key: str) -> str:
         return self._store.get(key).decode()
 
+    @override
     def check(self, key: str) -> bool:
         return self._store.check([key])
 
+    @override
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
 

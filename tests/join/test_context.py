@@ -247,7 +247,7 @@ def test_post_hook_that_raises_leaves_the_group_in_step() -> None:
     def rank_main(collective: ThreadCollective) -> None:
         counter, other = Counter(collective), Counter(collective)
         join = Join([counter, other])
-        with pytest.raises(KeyError), join:  # noqa: PT012
+        with pytest.raises(KeyError), join:
             counter.join_hook = None  # type: ignore[assignment]
             if collective.rank == 0:
                 counter()

@@ -152,7 +152,7 @@ def refused(rank: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(build("mlp"))
-    with pytest.raises(TypeError, match="divide_by_initial_world_sze=False.*divide_by_initial_world_size"):
+    with pytest.raises(TypeError, match=r"divide_by_initial_world_sze=False.*divide_by_initial_world_size"):
         Join([ddp], divide_by_initial_world_sze=False)
     with pytest.raises(ValueError, match=r"joinables\[0\] and joinables\[1\] are the same"):
         Join([ddp, torch.compile(ddp, backend="eager")])

@@ -1,4 +1,4 @@
-"""DDP, ZeRO and optimizers on uneven inputs equal one process on the same global batches, and each other bit for bit."""
+"""On uneven inputs, DDP, ZeRO and optimizers equal one process on the same batches, and each other bit for bit."""
 
 from __future__ import annotations
 

@@ -133,7 +133,9 @@ PROGRAMS = {
     "eval forward with grad, on one rank": Program(((eval_with_grad, "a"),)),
     "skipped backward": Program(((skip_by_all, "a"),)),
     # The leader does not leave between a skipped backward and the next: that forward would not sync buffers again.
-    "skipped backward, batch norm": Program(((skip_by_all, "a"),), {"a": Norm}, counts=((0, 3, 1), (3, 0, 5), (3, 1, 0))),
+    "skipped backward, batch norm": Program(
+        ((skip_by_all, "a"),), {"a": Norm}, counts=((0, 3, 1), (3, 0, 5), (3, 1, 0))
+    ),
     "two forwards": Program(((forwards(2), "a"),)),
     "three forwards, batch norm": Program(((forwards(3), "a"),), {"a": Norm}),
     "buffers of one's own": Program(nets={"a": Norm}, ddp={"forward_sync_buffers": False}),

@@ -10,7 +10,7 @@ the median over ``--repeats`` rounds and, in brackets, the quartiles. Entering a
 
     step    wall time of a step, mean of the ranks: the only figure that shows waiting; noise on a shared machine
     CPU     processor time of a step, all threads of all ranks together: does not depend on who else computes
-    added   the median ratio of CPU time, expressed in microseconds a step and rank
+    added   what the median ratio of CPU time comes to in microseconds a step and rank
 
 Collectives and their bytes are counted with ``torch.profiler``, in a block of its own, on rank 0: gloo records one
 ``gloo:*`` event for each operation, with shape and type. Bytes are those of the tensors, not of the wire.
@@ -280,7 +280,7 @@ def row(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-HEAD = ["", "step", "ratio", "CPU", "CPU ratio", "added", "collectives", "added", "bytes", "added"]
+HEAD = ["", "step", "ratio", "CPU", "CPU ratio", "added CPU", "collectives", "added", "bytes", "added bytes"]
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ each other) and threads, which exchange nothing but Python objects and show what
     shadowed    wall time of a header while all but rank 0 have joined
     bytes       size of a header, from ``join.report``; must not grow with the ranks
 
-**Model size.** Two processes train a DDP module of four linear layers with SGD and momentum; then rank 0 trains alone and
-rank 1, without a single batch, shadows it.
+**Model size.** Two processes train a DDP module of four linear layers with SGD and momentum; then rank 0 trains alone
+and rank 1, without a single batch, shadows it.
 
     even step   wall time of a step while both train
     step        wall time of a step of rank 0 while rank 1 has joined
@@ -203,8 +203,11 @@ def time_model(parameters: int, steps: int, repeats: int) -> list[Measurement]:
     return results
 
 
-def measure_size(parameters: int, steps: int, repeats: int) -> dict[str, Any]:
-    active, joined = map(medians, run_processes(2, time_model, parameters, steps, repeats))
+def time_models(steps: int, repeats: int) -> list[list[Measurement]]:
+    return [time_model(parameters, steps, repeats) for parameters in PARAMETERS]
+
+
+def size_entry(parameters: int, active: Measurement, joined: Measurement) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "even": active["even"],
@@ -246,7 +249,7 @@ SIZE_HEAD = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block; ten times as many headers")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a block; ten times as many headers")
     parser.add_argument("--repeats", type=int, default=5, help="blocks of each kind")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
@@ -259,7 +262,9 @@ def main() -> None:
     print(f"Headers: {repeats} blocks of {headers}, torch {torch.__version__}\n")
     print(table(RANK_HEAD, process_rows + thread_rows))
 
-    sizes = [measure_size(parameters, options.steps, repeats) for parameters in PARAMETERS]
+    by_rank = run_processes(2, time_models, options.steps, repeats)
+    active, joined = (map(medians, models) for models in by_rank)
+    sizes = [size_entry(*each) for each in zip(PARAMETERS, active, joined, strict=True)]
     print(f"\nModel size: 2 gloo processes, {repeats} blocks of {options.steps} steps\n")
     print(table(SIZE_HEAD, [size_row(entry) for entry in sizes]))
     save(options.json, steps=options.steps, repeats=repeats, processes=processes, threads=threads, sizes=sizes)

@@ -159,8 +159,8 @@ class Join:
         self._attached: list[Joinable] = []
         try:
             for joinable in self._joinables:
-                self._attached.append(joinable)
                 joinable.attach(self)
+                self._attached.append(joinable)
         except BaseException:
             self._leave()
             raise

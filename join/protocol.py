@@ -316,7 +316,7 @@ class Channel:
             pass  # the block was over for everybody before: nobody listens
         except Exception as secondary:
             # The user's exception is under way and must not be replaced by ours.
-            logger.warning("could not tell the peers about the exception: %s", secondary)
+            logger.info("could not tell the peers about the exception: %s", secondary)
         finally:
             self.closed = self.closed or f"this rank raised {type(error).__name__}"
 

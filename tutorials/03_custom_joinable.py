@@ -4,8 +4,6 @@ Whatever communicates in the training loop must be shadowed by the ranks that ha
 counter: each rank reports the size of its batch, an all-reduce adds them up, and every rank knows the total.
 """
 
-import logging
-
 import torch
 
 from join import Join, Joinable, JoinHook
@@ -70,7 +68,6 @@ if __name__ == "__main__":
     assert results == [(0, 60), (30, 60), (50, 60), (60, 60)]
 
     print("\nThe same with a main_hook that forgets its all-reduce. Processes would hang; threads say what is wrong:\n")
-    logging.disable()  # each rank would log, too, that nobody can hear it any more
     try:
         run_threads(4, lambda collective: count_on_rank(ForgetfulCounter(collective)))
         raise AssertionError("a joinable that does not shadow its collectives must not pass")

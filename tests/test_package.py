@@ -1,0 +1,94 @@
+"""The shape of the packages: public names, who imports whom, what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import join
+import join.collectives
+import joinables
+
+ROOT = Path(join.__file__).parent.parent
+
+
+def test_public_names() -> None:
+    assert join.__all__ == [
+        "Burst",
+        "EarlyTerminationError",
+        "Join",
+        "JoinConfig",
+        "JoinError",
+        "JoinHook",
+        "JoinReport",
+        "JoinTimeoutError",
+        "Joinable",
+        "PeerError",
+        "ProtocolError",
+        "register_joinable",
+    ]
+    assert joinables.__all__ == ["BucketRebuild", "BufferSync", "GradientSync", "State", "TorchJoinable", "ZeroStep"]
+    for package in (join, joinables, join.collectives):
+        for name in package.__all__:
+            assert name == "ReduceOp" or getattr(package, name).__doc__, name
+
+
+def test_errors_form_one_family() -> None:
+    assert issubclass(join.JoinError, RuntimeError)
+    for name in ("EarlyTerminationError", "PeerError", "ProtocolError", "JoinTimeoutError"):
+        assert issubclass(getattr(join, name), join.JoinError)
+
+
+def imports_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    for path in (ROOT / "join").rglob("*.py"):
+        assert not any(name.split(".")[0] == "joinables" for name in imports_of(path)), path
+    for path in (ROOT / "join" / "collectives").rglob("*.py"):
+        ours = {name for name in imports_of(path) if name.split(".")[0] == "join"}
+        assert all(name.startswith("join.collectives") for name in ours), path
+
+
+def test_nothing_but_torch_and_typing_extensions_is_imported() -> None:
+    allowed = {"torch", "typing_extensions", "join", "joinables", "__future__"} | set(sys.stdlib_module_names)
+    for package in ("join", "joinables"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert {name.split(".")[0] for name in imports_of(path)} <= allowed, path
+
+
+def test_private_torch_names_live_in_one_module() -> None:
+    for path in (ROOT / "joinables").rglob("*.py"):
+        if path.name != "_torch_reducer.py":
+            assert not any(name.startswith("torch") and "._" in name for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize("statement", ["import join", "import joinables"])
+def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
+    probe = (
+        f"import sys; {statement};"
+        " print([m for m in ('torch.distributed.optim', 'matplotlib', 'sklearn') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_unsupported_torch_is_one_error() -> None:
+    probe = "import torch.distributed as d; del d.Reducer._rebuild_buckets; import joinables"
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "ImportError: joinables needs" in result.stderr.splitlines()[-1]
+    assert "_rebuild_buckets" in result.stderr.splitlines()[-1]

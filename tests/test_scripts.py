@@ -1,0 +1,60 @@
+"""The demo and the tutorials run, say what they claim, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Torch itself warns of torch.jit.script when its ZeRO is imported; here literal, unlike in pyproject.toml.
+STRICT = [
+    "-W",
+    "error",
+    *[
+        part
+        for name in ("script", "interface")
+        for part in ("-W", f"ignore:`torch.jit.{name}` is deprecated:DeprecationWarning")
+    ],
+]
+
+
+def run(*args: str, timeout: float = 110) -> str:
+    result = subprocess.run(
+        [sys.executable, *STRICT, *args], capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tutorials").glob("[0-9]*.py")), ids=lambda path: path.stem)
+def test_tutorial(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
+    assert run(str(path)).strip()
+
+
+@pytest.mark.timeout(200)
+def test_demo(tmp_path: Path) -> None:
+    printed = run("-m", "demo", "--epochs", "2", "--out", str(tmp_path), timeout=190)
+    assert "DDP + Adam" in printed
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["result.json", "timeline.png"]
+    result = json.loads((tmp_path / "result.json").read_text())
+    for run_of in result["runs"].values():
+        assert run_of["joinables"]["parameter_difference"] < 2e-6
+        assert run_of["joinables"]["accuracy"] > 0.95
+        assert run_of["torch"]["status"] != "finished" or run_of["torch"]["parameter_difference"] > 1e-3
+    assert (tmp_path / "timeline.png").stat().st_size > 20_000
+
+
+def test_demo_without_its_extra_says_what_to_install() -> None:
+    forget = "import sys, runpy; sys.modules['sklearn'] = None; sys.argv = ['demo']"
+    probe = f"{forget}; runpy.run_module('demo', run_name='__main__')"
+    result = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert result.returncode != 0
+    assert "pip install 'joinables[demo]'" in result.stderr
+    assert "Traceback" not in result.stderr

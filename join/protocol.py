@@ -34,7 +34,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -44,11 +43,9 @@ from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, Peer
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderBuffer
 from join.joinable import Burst, Joinable
 from join.members import Member, Scope
+from join.patience import Patience
 
 logger = logging.getLogger("join")
-
-_SLICE_SECONDS = 0.5  # how often a rank that waits under `timeout=` looks whether another has given up
-_GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the others' accounts
 
 
 @dataclass
@@ -221,13 +218,21 @@ class Channel:
             if self._timeout is None:
                 self._work.wait()
             else:
-                self._wait_for(self._work, self._timeout)
+                self._wait_patiently(self._work, self._timeout)
             self._header = self._buffer.unpack()
             for index in self._header.announcements:
                 burst = self._members[index].burst
                 if burst is not None:
                     self._received[id(burst)] = self._header.payload(index, burst.payload_width)
         return self._header
+
+    def _wait_patiently(self, work: Work, timeout: float) -> None:
+        doing = "has run out of inputs" if self._sent_by is None else f"announced {self._sent_by.joinable.join_name}"
+        patience = Patience(self.collective, self._key, timeout)
+        try:
+            patience.wait(work, f"{doing} (header {self.tally.headers})", away=self._away)
+        except JoinTimeoutError as error:
+            self._close_with(error)
 
     def received(self, burst: Burst) -> Sequence[float]:
         """The summed payload of ``burst`` in the last header that announced it; waits for that header."""
@@ -237,12 +242,12 @@ class Channel:
 
     def fulfil(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run what is announced and owed, and, if ``complete``, the followers that go with it."""
-        for member in self._members:
-            burst = member.burst
-            if burst is not None and burst is not but and burst.owes:
-                burst.fulfil()
-                if complete:
-                    self._complete_followers()
+        bursts = [member.burst for member in self._members if member.burst is not None]
+        owed = [burst for burst in bursts if burst is not but and burst.owes]
+        for burst in owed:
+            burst.fulfil()
+        if owed and complete:
+            self._complete_followers()
 
     def _complete_followers(self) -> None:
         outstanding, self._outstanding = self._outstanding, []
@@ -388,43 +393,3 @@ class Channel:
         error = JoinError(why)
         self.fail(error)
         self._close_with(error)
-
-    # -- timeouts -----------------------------------------------------------------------------------------------------
-
-    def _wait_for(self, work: Work, timeout: float) -> None:
-        """Wait for a header; when nobody completes it in time, find out who did not announce.
-
-        A rank that gives up publishes where it is, and so does every rank that waits at that moment; whoever has not
-        published is missing. The store is not touched before a wait has lasted half a second.
-        """
-        started = time.monotonic()
-        gave_up = f"{self._key}/gave-up"
-        while not work.is_completed():
-            waited = time.monotonic() - started
-            if waited >= timeout or (waited >= _SLICE_SECONDS and self.collective.check(gave_up)):
-                self.collective.set(gave_up, str(self.collective.rank))
-                self._close_with(JoinTimeoutError(self._account(timeout)))
-            try:
-                work.wait(timedelta(seconds=min(_SLICE_SECONDS, max(timeout - waited, 0.001))))
-            except RuntimeError:
-                if work.is_completed():
-                    raise  # not a timeout: the collective itself failed
-        work.wait()
-        if self._away >= timeout / 2 and self.collective.check(gave_up):
-            by = self.collective.get(gave_up)
-            self._close_with(JoinTimeoutError(f"rank {by} gave up waiting for this rank {self.collective.rank}"))
-
-    def _account(self, timeout: float) -> str:
-        rank, world_size = self.collective.rank, self.collective.world_size
-        doing = "has run out of inputs" if self._sent_by is None else f"announced {self._sent_by.joinable.join_name}"
-        self.collective.set(f"{self._key}/account/{rank}", f"rank {rank} {doing} (header {self.tally.headers})")
-        deadline = time.monotonic() + _GRACE_SECONDS
-        keys = [f"{self._key}/account/{each}" for each in range(world_size)]
-        while time.monotonic() < deadline and not all(map(self.collective.check, keys)):
-            time.sleep(0.02)
-        here = [self.collective.get(key) for key in keys if self.collective.check(key)]
-        missing = [each for each, key in enumerate(keys) if not self.collective.check(key)]
-        return (
-            f"waited {timeout:g} s for ranks {missing}, which announced nothing. {'; '.join(here)}."
-            " The process group has a collective pending and cannot be used any more"
-        )

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
 from joinables._torch_reducer import compiled_from
-from joinables.ddp import BucketRebuild, BufferSync, GradientSync, joinables_of_ddp
+from joinables.bursts import BucketRebuild, BufferSync
+from joinables.ddp import joinables_of_ddp
+from joinables.gradients import GradientSync
 from joinables.stateful import State
 from joinables.third_party import TorchJoinable
 

@@ -128,6 +128,27 @@ def test_hooks_on_leaf_outputs_are_removed(pool: Pool) -> None:
     pool.run(leaf_output, ranks=2)
 
 
+def backward_too_late(rank: int, initial: bool) -> dict[str, torch.Tensor]:
+    """A backward after the block is an ordinary DDP backward: reduced if the forward was the module's last."""
+    ddp = DistributedDataParallel(build("mlp"))
+    with Join([ddp], divide_by_initial_world_size=initial):
+        for step in range(2):
+            output = ddp(batch(rank, 0, step)[0])
+            if step == 0:
+                output.sum().backward()
+    ddp.zero_grad()
+    output.sum().backward()
+    ddp.zero_grad()
+    ddp(batch(rank, 0, 2)[0]).sum().backward()
+    return flat_state([parameter.grad for parameter in ddp.parameters()])
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_backward_after_the_block(pool: Pool, initial: bool) -> None:
+    first, second = pool.run(backward_too_late, initial, ranks=2)
+    assert_same(first, second)
+
+
 def unused_stays_untouched(rank: int, views: bool) -> None:
     ddp = DistributedDataParallel(build("branches"), find_unused_parameters=True, gradient_as_bucket_view=views)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1, weight_decay=0.5)

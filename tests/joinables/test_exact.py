@@ -62,6 +62,8 @@ CASES = {
     "tuple": Case(model="tuple"),
     "dict": Case(model="dict"),
     "dataclass": Case(model="dataclass"),
+    "an object of one's own": Case(model="opaque"),
+    "an object of one's own, initial": Case(model="opaque", initial=True),
     "batch norm": Case(model="norm"),
     "batch norm, zero, initial": Case(model="norm", zero=True, initial=True),
     "batch norm, leaders leave in turn": Case(model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))),

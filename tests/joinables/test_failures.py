@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from join import EarlyTerminationError, Join, JoinTimeoutError, PeerError, ProtocolError
+from tests.joinables.test_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
 
@@ -101,6 +103,31 @@ def test_a_rank_that_raises(pool: Pool, where: str, model: str, zero: bool) -> N
         told = f"peer: rank 1 failed: Trouble: in {where}"
         assert outcomes == [told, f"own: in {where}", told]
         assert max(times) - times[1] < 10
+
+
+def raising_before_late_buffers(rank: int, initial: bool) -> str:
+    """The buffers are announced for after a forward that does not come to its end."""
+    ddp = DistributedDataParallel(Fragile("norm"))
+    state = {"group": ddp.process_group, "calls": 0}
+    ddp._register_buffer_comm_hook(state, buffer_hook, _BufferCommHookLocation.POST_FORWARD)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    try:
+        with Join([ddp, optimizer], divide_by_initial_world_size=initial):
+            for step in range([0, 3, 6][rank]):
+                ddp.module.broken = rank == 1 and step == 2
+                if step != 1 or not initial:
+                    optimizer.zero_grad()  # where gradients are kept, buffers have a header of their own
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+    except (Trouble, PeerError) as error:
+        group_works()
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_a_rank_that_raises_while_buffers_are_due(pool: Pool, initial: bool) -> None:
+    peer = "rank 1 failed: Trouble: in forward"
+    assert pool.run(raising_before_late_buffers, initial, ranks=RANKS) == [peer, "in forward", peer]
 
 
 def two_fail(rank: int) -> str:

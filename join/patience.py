@@ -1,0 +1,71 @@
+"""Waiting with a limit, and finding out who is missing: :class:`Patience`, behind ``Join(..., timeout=)``."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from join.collectives import Collective, Work
+from join.errors import JoinTimeoutError
+
+_SLICE_SECONDS = 0.5  # how often a rank that waits looks whether another has given up
+_GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the others' accounts
+
+
+class Patience:
+    """Waits for headers. The store is not touched before a wait has lasted half a second.
+
+    A rank that gives up publishes what it is doing, and so does every rank that waits at that moment; whoever has not
+    published is missing.
+
+    Args:
+        collective: the group.
+        key: prefix of the block's keys in the store.
+        timeout: seconds to wait.
+    """
+
+    def __init__(self, collective: Collective, key: str, timeout: float) -> None:
+        self._collective, self._key, self._timeout = collective, key, timeout
+
+    def wait(self, work: Work, doing: str, *, away: float) -> None:
+        """Wait for ``work``.
+
+        Args:
+            work: the header's all-reduce.
+            doing: what this rank has announced, for the others to read.
+            away: seconds since this rank's previous header; one that was away for long may have been given up.
+
+        Raises:
+            JoinTimeoutError: if a rank does not come, or if the others have given up on this one.
+        """
+        started = time.monotonic()
+        gave_up = f"{self._key}/gave-up"
+        while not work.is_completed():
+            waited = time.monotonic() - started
+            if waited >= self._timeout or (waited >= _SLICE_SECONDS and self._collective.check(gave_up)):
+                self._collective.set(gave_up, str(self._collective.rank))
+                raise JoinTimeoutError(self._account(doing))
+            try:
+                work.wait(timedelta(seconds=min(_SLICE_SECONDS, max(self._timeout - waited, 0.001))))
+            except RuntimeError:
+                if work.is_completed():
+                    raise  # not a timeout: the collective itself failed
+        work.wait()
+        if away >= self._timeout / 2 and self._collective.check(gave_up):
+            by = self._collective.get(gave_up)
+            raise JoinTimeoutError(f"rank {by} gave up waiting for this rank {self._collective.rank}")
+
+    def _account(self, doing: str) -> str:
+        collective = self._collective
+        collective.set(f"{self._key}/account/{collective.rank}", f"rank {collective.rank} {doing}")
+        keys = [f"{self._key}/account/{rank}" for rank in range(collective.world_size)]
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and not all(map(collective.check, keys)):
+            time.sleep(0.02)
+        published = [collective.check(key) for key in keys]
+        here = [collective.get(key) for key, there in zip(keys, published, strict=True) if there]
+        missing = [rank for rank, there in enumerate(published) if not there]
+        return (
+            f"waited {self._timeout:g} s for ranks {missing}, which announced nothing. {'; '.join(here)}."
+            " The process group has a collective pending and cannot be used any more"
+        )

@@ -1,0 +1,135 @@
+"""The small bursts of a DDP module: :class:`BufferSync` and :class:`BucketRebuild`, on :class:`DDPBurst`.
+
+When each of them comes, and the order of collectives, is told in ``joinables.ddp``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from join import Burst, Join, JoinHook
+from join.transfer import broadcast_tensors
+from joinables import _torch_reducer as reducer
+
+
+class DDPBurst(Burst, JoinHook):
+    """What the bursts of a DDP module have in common: the module they stand for."""
+
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+    what: ClassVar[str]
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__()
+        self._ddp = ddp
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return cast("torch.device", self._ddp.join_device)
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return cast("Any", self._ddp.join_process_group)
+
+    @property
+    @override
+    def join_name(self) -> str:
+        module = cast("torch.nn.Module", self._ddp.module)
+        return f"{self.what} of DistributedDataParallel({type(module).__name__})"
+
+    @property
+    @override
+    def join_target(self) -> Any:
+        return self._ddp
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._channel, self._collective = join.channel, join.collective
+
+
+class BufferSync(DDPBurst):
+    """The broadcast of buffers (BatchNorm's statistics) in a synchronised forward.
+
+    They come from the leader, the lowest active rank. When it has run out of inputs, it still broadcasts what it had
+    after its last forward; the rank that leads from then on was active in that step.
+    """
+
+    what = "the buffer broadcast"
+    tracks_leader = True
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__(ddp)
+        self._due = self._after_forward = False
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._due = False
+        self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
+
+    @override
+    def main_hook(self) -> None:
+        self._due = False
+        reducer.sync_buffers(self._ddp, self._channel.leader)
+
+    @property
+    @override
+    def owes(self) -> bool:
+        return self._due
+
+    @override
+    def fulfil(self) -> None:
+        self.main_hook()
+
+    def announced(self) -> None:
+        """A header that covers the buffers was sent; with a comm hook for after the forward they can wait."""
+        self._due = True
+        if not self._after_forward:
+            self.main_hook()
+
+    def forward_ended(self) -> None:
+        """The forward is over, so buffers that waited for it are due."""
+        if self._due:
+            self.main_hook()
+
+    @override
+    def synchronise(self, source: int) -> None:
+        broadcast_tensors(self._collective, list(reducer.named_buffers(self._ddp).values()), source)
+
+
+class BucketRebuild(DDPBurst):
+    """The one rebuild of DDP's buckets in the order in which gradients arrive: two broadcasts from rank 0."""
+
+    what = "the bucket rebuild"
+    interjects = True
+    due = False
+    """On a joined rank: whether a backward has been shadowed after which the active ranks announce a rebuild."""
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self.main_hook()  # pending from a backward before the block; the same on all ranks
+
+    @override
+    def main_hook(self) -> None:
+        self.due = False
+        reducer.rebuild_buckets(self._ddp)
+
+    def expect(self) -> None:
+        """A backward has been shadowed."""
+        self.due = reducer.will_rebuild_buckets(self._ddp)
+
+    def run_if_due(self) -> None:
+        """An active rank's backward is over: announce and do the rebuild, if this was the one that allows it."""
+        if reducer.will_rebuild_buckets(self._ddp):
+            self._channel.announce(self)
+            self.main_hook()

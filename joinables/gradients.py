@@ -1,0 +1,277 @@
+"""The gradient reduction of a DDP module: :class:`GradientSync`.
+
+When it comes, how it scales, and the order of collectives, is told in ``joinables.ddp``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from join import Join, JoinHook
+from join.collectives import Work
+from join.transfer import broadcast_tensors, broadcast_tree
+from joinables import _torch_reducer as reducer
+from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
+from joinables.hooks import ModuleHook
+from joinables.static_graph import StaticGraph
+from joinables.tensors import tensors_with_grad
+
+
+class GradientSync(DDPBurst):
+    """The gradient all-reduce of a synchronised backward.
+
+    Args:
+        ddp: the module.
+        buffers: its buffer synchronisation, which shares this burst's header where it can; ``None`` if it has none.
+        rebuild: its bucket rebuild, which comes after the first backward.
+    """
+
+    what = "the backward"
+    runs_ahead = True
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
+    # [with buffers, active ranks still hold the last result, ranks that contribute]
+    payload_width = 3
+
+    def __init__(self, ddp: DistributedDataParallel, buffers: BufferSync | None, rebuild: BucketRebuild) -> None:
+        super().__init__(ddp)
+        self._buffers, self._rebuild = buffers, rebuild
+        self._parameters = reducer.reduced_parameters(ddp)
+        self._static_graph = StaticGraph(ddp, self._parameters)
+        self._divide_by_initial_world_size = True
+        self._credit = False  # announced, and the backward has not begun
+        self._with_buffers = False  # this burst's header covers the buffers too
+        self._armed = False  # the reducer will reduce in the next backward
+        self._in_backward = False
+        self._unsynced = False  # gradients were accumulated since the last reduction
+        self._may_hold_result = True  # grad may still hold the last reduction's result
+        self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._handles: list[Any] = []
+
+    @override
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+        return self
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._static_graph.check()
+        ddp = self._ddp
+        self._param_sync = ddp.require_forward_param_sync
+        before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
+        self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
+
+    @override
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        self._ddp.require_forward_param_sync = self._param_sync
+        self._credit = self._armed = self._in_backward = False
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Parameters come from the last joiner; so do gradients, but for what is still to be reduced."""
+        broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
+        mine = None if self._unsynced else [parameter.grad for parameter in self._parameters]
+        received = broadcast_tree(self._collective, mine, source)
+        if self._collective.rank == source or self._unsynced:
+            return
+        for parameter, gradient in zip(self._parameters, received or [None] * len(self._parameters), strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.copy_(gradient)  # it may be a view of a bucket
+            else:
+                parameter.grad = gradient
+
+    # -- the header ---------------------------------------------------------------------------------------------------
+
+    @override
+    def payload(self, active: bool) -> Sequence[float]:
+        if active:
+            return (float(self._with_buffers), float(self._holds_result()), 1.0)
+        return (0.0, 0.0, float(self._unsynced))
+
+    @property
+    @override
+    def owes(self) -> bool:
+        return self._credit
+
+    @override
+    def fulfil(self) -> None:
+        """The backward was skipped: take part in the reduction without touching the gradients."""
+        kept = [parameter.grad for parameter in self._parameters]
+        self._credit = False
+        try:
+            self._drop_gradients()
+            self._count_contributors(0.0)
+            reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+        finally:
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
+            self._armed = False
+        self._rebuild.run_if_due()
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    @override
+    def main_hook(self) -> None:
+        with_buffers, holding, _ = self._channel.received(self)
+        self._with_buffers = with_buffers > 0
+        if self._with_buffers and self._buffers is not None:
+            self._buffers.main_hook()
+        if not (self._unsynced or holding):
+            self._drop_gradients()
+        self._count_contributors(float(self._unsynced))
+        reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+        self._unsynced = False
+        self._scale()
+        self._rebuild.expect()
+
+    @property
+    @override
+    def holds_followers(self) -> bool:
+        return self._rebuild.due
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, ddp: Any, args: Any) -> None:
+        reducer.suppress_buffer_sync(self._ddp)
+        if torch.is_grad_enabled():
+            self._in_backward = False  # a backward that raised did not come to its end
+            if self._synchronises:
+                self._announce_forward()
+
+    @property
+    def _synchronises(self) -> bool:
+        return bool(self._ddp.require_backward_grad_sync)
+
+    def _announce_forward(self) -> None:
+        if self._credit:
+            return
+        self._see_zeroed()
+        header_may_count = self._divide_by_initial_world_size or self._buffers is not None
+        early = header_may_count and not self._may_hold_result and self._channel.may_announce_early(self)
+        self._with_buffers = early and self._buffers is not None
+        if early:
+            self._channel.announce(self)
+            self._credit = True
+        elif self._buffers is not None:
+            self._channel.announce(self._buffers)
+        if self._buffers is not None:
+            self._buffers.announced()
+
+    def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._buffers is not None:
+            self._buffers.forward_ended()
+        synchronises = self._synchronises
+        self._armed |= synchronises
+        outputs = list(tensors_with_grad(output))
+        if synchronises and self._ddp.find_unused_parameters:
+            self._outputs = [weakref.ref(tensor) for tensor in outputs]
+        hook = self._on_synchronised_gradient if synchronises else self._on_local_gradient
+        for tensor in outputs:
+            handle = cast("Any", tensor).register_hook(hook)
+            if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
+                self._handles.append(handle)
+        if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
+            watch = torch.autograd.graph.register_multi_grad_hook
+            self._handles.append(watch(self._parameters, cast("Any", hook), mode="any"))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _on_synchronised_gradient(self, gradient: torch.Tensor) -> None:
+        self._begin_backward(synchronised=True)
+
+    def _on_local_gradient(self, gradient: torch.Tensor) -> None:
+        self._begin_backward(synchronised=False)
+
+    def _begin_backward(self, *, synchronised: bool) -> None:
+        """A gradient enters the module: the first one of a backward begins it."""
+        if self._in_backward or not self._handles:
+            return
+        self._in_backward = True
+        self._see_zeroed()
+        # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
+        if self._armed or synchronised:
+            self._begin_reduction()
+        else:
+            self._unsynced = True
+            reducer.after_backward(self._end_backward)
+
+    def _begin_reduction(self) -> None:
+        if not self._armed:  # a second backward, of which DDP itself would not reduce the gradients
+            outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
+            reducer.expect_backward(self._ddp, outputs)
+        if not self._credit:
+            self._with_buffers = False
+            self._channel.announce(self)
+        self._credit = False
+        self._count_contributors(1.0)
+        self._static_graph.watch(self._collective)
+        # Queued now, it runs before the reducer's own callback, and what it queues runs after it.
+        reducer.after_backward(lambda: reducer.after_backward(self._end_reduction))
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def _end_reduction(self) -> None:
+        self._in_backward = self._armed = self._unsynced = False
+        self._may_hold_result = True
+        self._scale()
+        self._rebuild.run_if_due()
+
+    # -- scaling ------------------------------------------------------------------------------------------------------
+
+    def _count_contributors(self, mine: float) -> None:
+        """Sum the contributors in this burst, if its header was sent too early to know them."""
+        self._contributors = None
+        if self._with_buffers and not self._divide_by_initial_world_size:
+            count = torch.tensor(mine, dtype=torch.float64)
+            self._contributors = count, self._collective.all_reduce(count)
+
+    @torch.no_grad()
+    def _scale(self) -> None:
+        """Turn the sum over ranks, divided by the world size, into the mean over contributors."""
+        if self._divide_by_initial_world_size:
+            return
+        if self._contributors is None:
+            contributors = self._channel.received(self)[2]
+        else:
+            count, work = self._contributors
+            work.wait()
+            contributors = count.item()
+        if contributors in (0, self._collective.world_size):
+            return
+        for parameter, used in zip(self._parameters, reducer.used_anywhere(self._ddp), strict=True):
+            if used and parameter.grad is not None:
+                parameter.grad.mul_(self._collective.world_size / contributors)
+
+    # -- what the gradients hold --------------------------------------------------------------------------------------
+
+    def _see_zeroed(self) -> None:
+        """Note that the last result is gone; by far the most often because ``zero_grad`` set the gradients to None."""
+        if self._may_hold_result and all(parameter.grad is None for parameter in self._parameters):
+            self._may_hold_result = False
+
+    def _holds_result(self) -> bool:
+        """Whether joined ranks must contribute the last result, because the active ones will add to it.
+
+        Not where the mean is over contributors: there, all of these have it and the others need not.
+        """
+        if not self._may_hold_result or not self._divide_by_initial_world_size:
+            return False
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return any(bool(gradient.any()) for gradient in gradients)

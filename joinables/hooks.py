@@ -1,0 +1,31 @@
+"""A forward hook that is not copied along with its module: :class:`ModuleHook`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ModuleHook:
+    """A module hook that copies and pickles as one that does nothing: a copy of the module is in no block.
+
+    Args:
+        call: what the hook does; ``torch.compile`` leaves it alone.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> Any:
+        """Do it."""
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    return None

@@ -2,7 +2,7 @@
 
 Two gloo processes train the same models in several ways: plain ``DistributedDataParallel``, inside torch's own
 ``torch.distributed.algorithms.join.Join``, inside ours, and inside ours with ``divide_by_initial_world_size=False``,
-which has to read each header in the very backward it announces. Every way has its own modules and optimizers.
+which needs to know in each step how many ranks contribute. Every way has its own modules and optimizers.
 
 The ways take turns in blocks of ``--steps`` training steps, in an order that rotates, so that whatever else the machine
 does hits all of them alike. A block's ratio is its time over that of plain DDP in the same round; the table gives
@@ -286,7 +286,7 @@ HEAD = ["", "step", "ratio", "CPU", "CPU ratio", "added CPU", "collectives", "ad
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps in a block")
-    parser.add_argument("--repeats", type=int, default=32, help="rounds of blocks")
+    parser.add_argument("--repeats", type=int, default=24, help="rounds of blocks")
     parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()

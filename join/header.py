@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -23,6 +24,7 @@ from join.joinable import Burst
 
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
+_CACHED = 64  # packed headers to keep
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,15 @@ class Header:
         """How many ranks had just run out of inputs."""
         return round(self.values[FRESH])
 
-    def announced(self, index: int) -> int:
-        """How many ranks announced burst ``index``."""
-        return round(self.values[self.offsets[index]])
-
     def payload(self, index: int, width: int) -> Sequence[float]:
         """The summed payload of burst ``index``."""
         start = self.offsets[index] + 1
         return self.values[start : start + width]
 
-    @property
+    @cached_property
     def announcements(self) -> dict[int, int]:
         """The bursts that were announced, by index, and by how many ranks each."""
-        return {index: self.announced(index) for index in range(len(self.offsets)) if self.announced(index)}
+        return {index: round(self.values[at]) for index, at in enumerate(self.offsets) if self.values[at]}
 
     @property
     def diverged(self) -> bool:
@@ -99,6 +97,7 @@ class HeaderBuffer:
                 size += burst.payload_width
             size += 1
         self._zeros = [0.0] * size
+        self._packed: dict[tuple[float, ...], torch.Tensor] = {}
         self.tensor = torch.zeros(size, dtype=torch.float64)
 
     @property
@@ -120,7 +119,14 @@ class HeaderBuffer:
             values[self.offsets[announcing]] = 1.0
         for index, start, burst in self._payloads:
             values[start : start + burst.payload_width] = burst.payload(index == announcing)
-        return self.tensor.copy_(torch.tensor(values, dtype=torch.float64))
+        # Headers repeat, and a copy costs a fifth of making a tensor from a list.
+        key = tuple(values)
+        packed = self._packed.get(key)
+        if packed is None:
+            if len(self._packed) >= _CACHED:
+                self._packed.clear()
+            packed = self._packed[key] = torch.tensor(values, dtype=torch.float64)
+        return self.tensor.copy_(packed)
 
     def unpack(self) -> Header:
         """Read the tensor, after the all-reduce is done."""

@@ -365,7 +365,7 @@ class Channel:
             return
         ahead = self._ahead
         others_ran_ahead = ahead is not None and ahead is not self._sent_by and not self._awaits_all
-        if ahead is not None and others_ran_ahead and header.announced(self._members.index(ahead)):
+        if ahead is not None and others_ran_ahead and self._members.index(ahead) in header.announcements:
             self._shadow_member(ahead)
         names = [f"{n} x {self._members[index].joinable.join_name}" for index, n in header.announcements.items()]
         mine = "none" if self._sent_by is None else self._sent_by.joinable.join_name

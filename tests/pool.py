@@ -61,7 +61,8 @@ class Pool:
                     try:
                         results[rank] = pipe.recv()
                     except EOFError:
-                        results[rank] = (False, f"rank {rank} died")
+                        workers[rank].process.join(5)
+                        results[rank] = (False, f"rank {rank} died with exit code {workers[rank].process.exitcode}")
                         deadline = min(deadline, time.monotonic() + 5)
                 if any(not ok for ok, _ in results.values()):
                     deadline = min(deadline, time.monotonic() + 10)  # the others may hang now; the cause is known
@@ -96,6 +97,7 @@ class Pool:
 
 
 def _serve(pipe: Any) -> None:
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     import torch
     import torch.distributed as dist

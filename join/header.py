@@ -1,14 +1,17 @@
-"""The one message of the protocol: a small float64 vector that all ranks sum.
+"""The one message of the protocol: a few counters in as few 64-bit words as they fit in, summed over all ranks.
 
-Every rank, active or joined, contributes to every header; the sum is all that anyone needs to know. Its size depends
-on the number of bursts in the list and not on the number of ranks. Layout::
+Every rank, active or joined, contributes 0 or 1 to every counter; the sums are all that anyone needs to know. The
+number of counters depends on the bursts in the list and not on the number of ranks::
 
-    [ACTIVE, LEADER, FAILED, STOPPING, FRESH]  then, for each burst,  [announced, *payload]
+    ACTIVE, LEADER, FAILED, STOPPING, FRESH,  then, for each burst,  announced, *flags
 
 ``ACTIVE`` counts the ranks that announce. ``LEADER`` is 1 while the rank that leads is among them. ``FAILED`` counts
 the ranks that leave with an exception, ``STOPPING`` the exhausted ones under ``throw_on_early_termination``, ``FRESH``
 the ranks for which this is the first header after their last input. A burst's ``announced`` counts the ranks that
 announce it: anything but 0 or ``ACTIVE`` means that the ranks have diverged.
+
+A counter has as many bits as the world size, so sums never run over: a DDP module takes one word up to 63 ranks. That
+matters: on gloo, the cost of a small all-reduce grows with its elements.
 """
 
 from __future__ import annotations
@@ -20,11 +23,9 @@ from typing import cast
 
 import torch
 
-from join.joinable import Burst
-
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
-_CACHED = 64  # packed headers to keep
+_WORD_BITS = 63  # the sign stays free
 
 
 @dataclass(frozen=True)
@@ -32,102 +33,96 @@ class Header:
     """One summed header, read by name.
 
     Attributes:
-        values: the summed vector.
+        counts: the counters.
         offsets: where each burst's section starts.
     """
 
-    values: Sequence[float]
+    counts: Sequence[int]
     offsets: Sequence[int]
 
     @property
     def active(self) -> int:
         """How many ranks announced."""
-        return round(self.values[ACTIVE])
+        return self.counts[ACTIVE]
 
     @property
     def leader_alive(self) -> bool:
         """Whether the leading rank announced."""
-        return self.values[LEADER] > 0
+        return self.counts[LEADER] > 0
 
     @property
     def failed(self) -> int:
         """How many ranks left with an exception."""
-        return round(self.values[FAILED])
+        return self.counts[FAILED]
 
     @property
     def stopping(self) -> bool:
         """Whether an exhausted rank ends the block for all."""
-        return self.values[STOPPING] > 0
+        return self.counts[STOPPING] > 0
 
     @property
     def fresh(self) -> int:
         """How many ranks had just run out of inputs."""
-        return round(self.values[FRESH])
+        return self.counts[FRESH]
 
-    def payload(self, index: int, width: int) -> Sequence[float]:
-        """The summed payload of burst ``index``."""
-        start = self.offsets[index] + 1
-        return self.values[start : start + width]
+    def flags(self, index: int) -> Sequence[int]:
+        """How many ranks set each flag of burst ``index``."""
+        ends = (*self.offsets[1:], len(self.counts))
+        return self.counts[self.offsets[index] + 1 : ends[index]]
 
     @cached_property
     def announcements(self) -> dict[int, int]:
         """The bursts that were announced, by index, and by how many ranks each."""
-        return {index: round(self.values[at]) for index, at in enumerate(self.offsets) if self.values[at]}
+        return {index: self.counts[at] for index, at in enumerate(self.offsets) if self.counts[at]}
 
-    @property
+    @cached_property
     def diverged(self) -> bool:
         """Whether active ranks announced different bursts."""
         return any(count != self.active for count in self.announcements.values())
 
 
 class HeaderBuffer:
-    """Packs and unpacks headers for a fixed list of bursts, always through the same tensor.
+    """Packs and unpacks headers, always through the same tensor.
 
-    A joinable that announces only because it comes first has no payload; it is ``None`` in the list.
+    Args:
+        flag_counts: for each burst that can be announced, how many flags it has.
+        world_size: the number of ranks.
     """
 
-    def __init__(self, bursts: Sequence[Burst | None]) -> None:
+    def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
         self.offsets: list[int] = []
-        self._payloads: list[tuple[int, int, Burst]] = []
-        size = _FIXED
-        for index, burst in enumerate(bursts):
-            self.offsets.append(size)
-            if burst is not None and burst.payload_width:
-                self._payloads.append((index, size + 1, burst))
-                size += burst.payload_width
-            size += 1
-        self._zeros = [0.0] * size
-        self._packed: dict[tuple[float, ...], torch.Tensor] = {}
-        self.tensor = torch.zeros(size, dtype=torch.float64)
+        fields = _FIXED
+        for flag_count in flag_counts:
+            self.offsets.append(fields)
+            fields += 1 + flag_count
+        self._bits = world_size.bit_length()
+        per_word = _WORD_BITS // self._bits
+        self._places = [divmod(field, per_word) for field in range(fields)]
+        self._units = [1 << (self._bits * place) for _, place in self._places]
+        self._words = self._places[-1][0] + 1
+        self._unpacked: dict[tuple[int, ...], Header] = {}  # headers repeat
+        self.tensor = torch.zeros(self._words, dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
         """Size of one header in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
-    def pack(self, flags: Sequence[int], announcing: int | None) -> torch.Tensor:
-        """Fill the tensor with this rank's contribution.
-
-        Args:
-            flags: which of the fixed fields this rank sets to 1.
-            announcing: index of the burst this rank announces, if any.
-        """
-        values = self._zeros.copy()
-        for field in flags:
-            values[field] = 1.0
-        if announcing is not None:
-            values[self.offsets[announcing]] = 1.0
-        for index, start, burst in self._payloads:
-            values[start : start + burst.payload_width] = burst.payload(index == announcing)
-        # Headers repeat, and a copy costs a fifth of making a tensor from a list.
-        key = tuple(values)
-        packed = self._packed.get(key)
-        if packed is None:
-            if len(self._packed) >= _CACHED:
-                self._packed.clear()
-            packed = self._packed[key] = torch.tensor(values, dtype=torch.float64)
-        return self.tensor.copy_(packed)
+    def pack(self, fields: Sequence[int]) -> torch.Tensor:
+        """Fill the tensor with this rank's contribution: the fields that it sets to 1."""
+        if self._words == 1:
+            return self.tensor.fill_(sum(self._units[field] for field in fields))
+        words = [0] * self._words
+        for field in fields:
+            words[self._places[field][0]] += self._units[field]
+        return self.tensor.copy_(torch.tensor(words))
 
     def unpack(self) -> Header:
         """Read the tensor, after the all-reduce is done."""
-        return Header(cast("list[float]", self.tensor.tolist()), self.offsets)
+        words = tuple(cast("list[int]", self.tensor.tolist()))
+        header = self._unpacked.get(words)
+        if header is None:
+            mask = (1 << self._bits) - 1
+            counts = [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
+            header = self._unpacked[words] = Header(counts, self.offsets)
+        return header

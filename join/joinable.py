@@ -122,8 +122,8 @@ class Burst(Joinable):
     runs_ahead: ClassVar[bool] = False
     """Whether the burst cannot wait for its header's verdict, because foreign code starts it (autograd)."""
 
-    payload_width: int = 0
-    """How many numbers this burst adds to every header; the same on all ranks."""
+    flag_count: ClassVar[int] = 0
+    """How many flags this burst adds to every header."""
 
     interjects: ClassVar[bool] = False
     """Whether the burst comes between another one and its followers, at the moment it chooses."""
@@ -131,13 +131,13 @@ class Burst(Joinable):
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
-    def payload(self, active: bool) -> Sequence[float]:
-        """The numbers this rank adds to a header; summed over ranks, readable with ``Channel.received``.
+    def flags(self, active: bool) -> Sequence[bool]:
+        """What this rank tells in a header; ``Channel.flags`` has how many ranks set each.
 
         Args:
             active: whether this rank announces this very burst; else it announces another, or has joined.
         """
-        return (0.0,) * self.payload_width
+        return (False,) * self.flag_count
 
     @property
     def holds_followers(self) -> bool:

@@ -22,6 +22,8 @@ class Member:
         followers: the members that act after each of its bursts, if it announces; they have none themselves.
         steps: how many bursts this rank announced.
         shadowed: how many it shadowed.
+        burst: the joinable, if it announces by nature and not only because it comes first.
+        interjects: whether its bursts come between another one and its followers.
     """
 
     joinable: Joinable
@@ -29,16 +31,12 @@ class Member:
     followers: list[Member] = field(default_factory=list["Member"])
     steps: int = 0
     shadowed: int = 0
+    burst: Burst | None = field(init=False)
+    interjects: bool = field(init=False)
 
-    @property
-    def burst(self) -> Burst | None:
-        """The joinable, if it announces by nature and not only because it comes first."""
-        return self.joinable if isinstance(self.joinable, Burst) else None
-
-    @property
-    def interjects(self) -> bool:
-        """Whether its bursts come between another one and its followers."""
-        return self.burst is not None and self.burst.interjects
+    def __post_init__(self) -> None:
+        self.burst = self.joinable if isinstance(self.joinable, Burst) else None
+        self.interjects = self.burst is not None and self.burst.interjects
 
 
 @dataclass(eq=False)

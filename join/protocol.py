@@ -79,6 +79,7 @@ class Channel:
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
+        self._rank = collective.rank
         self.scopes: list[Scope] = []
         self.tally = Tally()
         self.leader = 0
@@ -90,7 +91,7 @@ class Channel:
         self._arrange()
         self._work: Work | None = None
         self._header: Header | None = None  # the last header sent, once it was read
-        self._received: dict[int, Sequence[float]] = {}  # by burst: the payload of the last header that announced it
+        self._last_of: dict[int, Header] = {}  # by joinable: the last header that announced it
         self._unsettled = False
         self._was_active = False
         self._sent_by: Member | None = None
@@ -114,12 +115,13 @@ class Channel:
 
     def _arrange(self) -> None:
         self._members = [member for scope in self.scopes for member in scope.announcing]
-        bursts = [member.burst for member in self._members]
-        self._buffer = HeaderBuffer(bursts)
         self._index = {id(member.joinable): index for index, member in enumerate(self._members)}
-        running_ahead = [member for member in self._members if member.burst is not None and member.burst.runs_ahead]
+        self._bursts = [(index, member.burst) for index, member in enumerate(self._members) if member.burst is not None]
+        flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self._members]
+        self._buffer = HeaderBuffer(flag_counts, self.collective.world_size)
+        running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
-        self._tracks_leader = any(burst is not None and burst.tracks_leader for burst in bursts)
+        self._tracks_leader = any(burst.tracks_leader for _, burst in self._bursts)
         self._outstanding = []
 
     @property
@@ -172,7 +174,7 @@ class Channel:
                 " once after each of its bursts; one that keeps its own time derives from join.Burst"
             )
         self.settle()
-        work = self._send([ACTIVE, *([LEADER] if self.leader == self.collective.rank else [])], index)
+        work = self._send([ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE], index)
         self._sent_by = member
         if not member.interjects:
             self._outstanding = list(member.followers)
@@ -221,9 +223,7 @@ class Channel:
                 self._wait_patiently(self._work, self._timeout)
             self._header = self._buffer.unpack()
             for index in self._header.announcements:
-                burst = self._members[index].burst
-                if burst is not None:
-                    self._received[id(burst)] = self._header.payload(index, burst.payload_width)
+                self._last_of[id(self._members[index].joinable)] = self._header
         return self._header
 
     def _wait_patiently(self, work: Work, timeout: float) -> None:
@@ -234,16 +234,15 @@ class Channel:
         except JoinTimeoutError as error:
             self._close_with(error)
 
-    def received(self, burst: Burst) -> Sequence[float]:
-        """The summed payload of ``burst`` in the last header that announced it; waits for that header."""
+    def flags(self, burst: Burst) -> Sequence[int]:
+        """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
         if self._unsettled:
             self.read()
-        return self._received[id(burst)]
+        return self._last_of[id(burst)].flags(self._index[id(burst)])
 
     def fulfil(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run what is announced and owed, and, if ``complete``, the followers that go with it."""
-        bursts = [member.burst for member in self._members if member.burst is not None]
-        owed = [burst for burst in bursts if burst is not but and burst.owes]
+        owed = [burst for _, burst in self._bursts if burst.owes and burst is not but]
         for burst in owed:
             burst.fulfil()
         if owed and complete:
@@ -287,8 +286,8 @@ class Channel:
         self.settle()
         fresh = True
         while True:
-            flags = [FRESH] if fresh else []
-            header = self._exchange([*flags, STOPPING] if self._throw else flags)
+            fields = [FRESH] if fresh else []
+            header = self._exchange([*fields, STOPPING] if self._throw else fields)
             if header.active == 0:
                 self._unsettled = False
                 if header.failed:
@@ -334,13 +333,20 @@ class Channel:
     def _shadow_member(self, member: Member) -> None:
         member.hook.main_hook()
         self._outstanding += member.followers
-        if not any(each.burst is not None and each.burst.holds_followers for each in self._members):
+        if not any(burst.holds_followers for _, burst in self._bursts):
             self._complete_followers()
 
     # -- headers ------------------------------------------------------------------------------------------------------
 
-    def _send(self, flags: Sequence[int], announcing: int | None) -> Work:
-        tensor = self._buffer.pack(flags, announcing)
+    def _send(self, fields: Sequence[int], announcing: int | None) -> Work:
+        fields = list(fields)
+        if announcing is not None:
+            fields.append(self._buffer.offsets[announcing])
+        for index, burst in self._bursts:
+            if burst.flag_count:
+                first = self._buffer.offsets[index] + 1
+                fields += [first + i for i, flag in enumerate(burst.flags(index == announcing)) if flag]
+        tensor = self._buffer.pack(fields)
         self._was_active = announcing is not None
         self._header, self._unsettled = None, True
         now = time.monotonic()
@@ -350,10 +356,10 @@ class Channel:
         self._work = self.collective.all_reduce(tensor)
         return self._work
 
-    def _exchange(self, flags: Sequence[int]) -> Header:
+    def _exchange(self, fields: Sequence[int]) -> Header:
         started = time.monotonic()
         self._sent_by = None
-        self._send(flags, None)
+        self._send(fields, None)
         try:
             return self.read()
         finally:

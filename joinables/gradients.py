@@ -35,8 +35,8 @@ class GradientSync(DDPBurst):
     what = "the backward"
     runs_ahead = True
     join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
-    # [with buffers, active ranks still hold the last result, ranks that contribute]
-    payload_width = 3
+    # [the header covers the buffers too, joined ranks must contribute the last result, this rank contributes]
+    flag_count = 3
 
     def __init__(self, ddp: DistributedDataParallel, buffers: BufferSync | None, rebuild: BucketRebuild) -> None:
         super().__init__(ddp)
@@ -93,10 +93,10 @@ class GradientSync(DDPBurst):
     # -- the header ---------------------------------------------------------------------------------------------------
 
     @override
-    def payload(self, active: bool) -> Sequence[float]:
+    def flags(self, active: bool) -> Sequence[bool]:
         if active:
-            return (float(self._with_buffers), float(self._holds_result()), 1.0)
-        return (0.0, 0.0, float(self._unsynced))
+            return (self._with_buffers, self._holds_result(), True)
+        return (False, False, self._unsynced)
 
     @property
     @override
@@ -122,7 +122,7 @@ class GradientSync(DDPBurst):
 
     @override
     def main_hook(self) -> None:
-        with_buffers, holding, _ = self._channel.received(self)
+        with_buffers, holding, _ = self._channel.flags(self)
         self._with_buffers = with_buffers > 0
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
@@ -248,7 +248,7 @@ class GradientSync(DDPBurst):
         if self._divide_by_initial_world_size:
             return
         if self._contributors is None:
-            contributors = self._channel.received(self)[2]
+            contributors = self._channel.flags(self)[2]
         else:
             count, work = self._contributors
             work.wait()

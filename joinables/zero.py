@@ -6,12 +6,14 @@ own, on the true gradients, or the shard stands still. The order of collectives 
     active rank                              joined rank
     -----------                              -----------
     header   (before the local step)         header
-    local step on the own shard              take over the active ranks' hyperparameters (from the header)
-    header is read                           change gradients as the user does, local step on the own shard
+    local step on the own shard              .
+    header is read                           .
+    sum of the active ranks' numbers (*)     sum of the active ranks' numbers
+    .                                        take these over; change gradients as the user does; step on the own shard
     broadcast of each rank's shard           broadcast of each rank's shard
 
-Hyperparameters (learning rate, momentum, ...) may change while a rank is joined, because schedulers run on active
-ranks only. They travel in the header as numbers, summed over active ranks.
+(*) only if a rank is joined, and not awaited. The numbers are the hyperparameters: learning rate, momentum and the like
+may change while a rank is joined, because schedulers run on active ranks only.
 
 What the loop does to gradients between ``backward`` and ``step`` is unknown to a joined rank. Say it once::
 
@@ -82,8 +84,6 @@ class ZeroStep(Burst, JoinHook):
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        self._numbers = _Number.all_in(self._groups)
-        self.payload_width = 1 + len(self._numbers)
         return self
 
     @property
@@ -108,7 +108,8 @@ class ZeroStep(Burst, JoinHook):
 
     @override
     def attach(self, join: Join) -> None:
-        self._join = join
+        self._channel, self._collective = join.channel, join.collective
+        self._numbers = _Number.all_in(self._groups)
         self._owes = self._announced = self._shadowing = False
         inner = cast("torch.optim.Optimizer", cast("Any", self._optimizer).optim)
         self._handles = [
@@ -126,7 +127,7 @@ class ZeroStep(Burst, JoinHook):
     def synchronise(self, source: int) -> None:
         # Every rank kept its own shard up to date; what schedulers changed is not in the shards.
         own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
-        received = broadcast_tree(self._join.collective, own, source)
+        received = broadcast_tree(self._collective, own, source)
         for group, values in zip(self._groups, received, strict=True):
             group.update(values)
 
@@ -136,21 +137,21 @@ class ZeroStep(Burst, JoinHook):
         # A closure runs bursts of its own inside the local step; then the announcement comes after it.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         if not self._shadowing and not has_closure:
-            self._announce(confirm=False)
+            self._announce()
 
     def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._shadowing:
             return
         if not self._announced:
-            self._announce(confirm=True)
-        elif self._join.channel.has_several_bursts:
-            self._join.channel.confirm()
+            self._announce()
+        self._channel.confirm()
+        self._share_numbers(active=True)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._owes = self._announced = False
 
-    def _announce(self, *, confirm: bool) -> None:
-        self._join.channel.announce(self, confirm=confirm)
+    def _announce(self) -> None:
+        self._channel.announce(self, confirm=False)
         self._owes = self._announced = True
 
     @property
@@ -161,13 +162,14 @@ class ZeroStep(Burst, JoinHook):
     @override
     def fulfil(self) -> None:
         self._owes = self._announced = False
+        self._share_numbers(active=True)
         broadcast_shards(self._optimizer)
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
-        self._take_numbers()
+        self._share_numbers(active=False)
         if self._transform_gradients is not None:
             self._transform_gradients()
         self._shadowing = True
@@ -178,16 +180,18 @@ class ZeroStep(Burst, JoinHook):
 
     # -- hyperparameters ----------------------------------------------------------------------------------------------
 
-    @override
-    def payload(self, active: bool) -> Sequence[float]:
+    def _share_numbers(self, *, active: bool) -> None:
+        """Let joined ranks, if there are any, have the active ones' hyperparameters: their mean."""
+        header = self._channel.read()
+        if header.active == self._collective.world_size:
+            return
+        mine = [number.read() if active else 0.0 for number in self._numbers]
+        self._sums = torch.tensor(mine, dtype=torch.float64)
+        work = self._collective.all_reduce(self._sums)
         if not active:
-            return (0.0,) * self.payload_width
-        return (1.0, *(number.read() for number in self._numbers))
-
-    def _take_numbers(self) -> None:
-        count, *sums = self._join.channel.received(self)
-        for number, total in zip(self._numbers, sums, strict=True):
-            number.write(total / count)
+            work.wait()
+            for number, total in zip(self._numbers, cast("list[float]", self._sums.tolist()), strict=True):
+                number.write(total / header.active)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -13,11 +13,12 @@ from join.collectives.torch import TorchCollective
 
 __all__ = ["Collective", "ReduceOp", "ThreadCollective", "TorchCollective", "Work", "collective_of", "run_threads"]
 
-_of_group: WeakKeyDictionary[dist.ProcessGroup, TorchCollective] = WeakKeyDictionary()
+# A process group must not outlive its user's last reference to it, so collectives are held weakly.
+_of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
 
 
 def collective_of(group: Any) -> Collective:
-    """Return the collective of ``group``, always the same one for the same group.
+    """Return the collective of ``group``, the same one for the same group as long as anybody holds it.
 
     Args:
         group: a ``ProcessGroup``, ``None`` for the default group, or a :class:`Collective`, which is returned as it is.

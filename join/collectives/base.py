@@ -35,9 +35,6 @@ class Work(Protocol):
 class Collective(ABC):
     """The ranks of one group, and what they can do together. Tensors may live on any device the group can carry."""
 
-    def __init__(self) -> None:
-        self._blocks = 0
-
     @property
     @abstractmethod
     def rank(self) -> int:
@@ -94,7 +91,6 @@ class Collective(ABC):
             raise RuntimeError(f"rank {source} cannot pickle what it should broadcast: {data.decode()}")
         return value if self.rank == source else pickle.loads(data)
 
+    @abstractmethod
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
-        self._blocks += 1
-        return self._blocks

@@ -68,8 +68,7 @@ class ThreadCollective(Collective):
     """One rank of a world of threads."""
 
     def __init__(self, world: _World, rank: int) -> None:
-        super().__init__()
-        self._world, self._rank, self._count = world, rank, 0
+        self._world, self._rank, self._count, self._blocks = world, rank, 0, 0
 
     @property
     @override
@@ -140,6 +139,11 @@ class ThreadCollective(Collective):
             value = int(self._world.store.get(key, "0")) + amount
             self._world.store[key] = str(value)
             return value
+
+    @override
+    def next_block(self) -> int:
+        self._blocks += 1
+        return self._blocks
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -6,8 +6,10 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,23 @@ from join.collectives.base import Collective, ReduceOp, Work
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
+@dataclass
+class _Shared:
+    """What all collectives of one group have in common, over time."""
+
+    blocks: int = 0
+    cpu_group: dist.ProcessGroup | None = None
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+
+
 class TorchCollective(Collective):
     """The ranks of a process group; get one with :func:`join.collectives.collective_of`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
         self.group = group
+        self._shared = _shared.setdefault(group, _Shared())
 
     @property
     @override
@@ -40,8 +53,11 @@ class TorchCollective(Collective):
     def _cpu_group(self) -> dist.ProcessGroup:
         if "cpu:" in dist.get_backend_config(self.group):
             return self.group
-        ranks = distributed_c10d.get_process_group_ranks(self.group)
-        return cast("dist.ProcessGroup", dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        if self._shared.cpu_group is None:
+            ranks = distributed_c10d.get_process_group_ranks(self.group)
+            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._shared.cpu_group = cast("dist.ProcessGroup", made)
+        return self._shared.cpu_group
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group
@@ -78,6 +94,11 @@ class TorchCollective(Collective):
     @override
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
+
+    @override
+    def next_block(self) -> int:
+        self._shared.blocks += 1
+        return self._shared.blocks
 
     @property
     def _store(self) -> dist.Store:

@@ -141,3 +141,29 @@ def test_threads_release_those_who_wait_for_a_rank_that_raised() -> None:
         run_threads(3, rank_main)
     with pytest.raises(ValueError, match="world_size=0"):
         run_threads(0, rank_main)
+
+
+def released(rank: int) -> None:
+    import gc
+    import weakref
+
+    import join.collectives
+    from join import Join
+    from tests.join.counter import Counter
+
+    group = dist.new_group()
+    for expected in (1, 2):
+        with Join([Counter(collective_of(group))]):
+            pass
+        assert collective_of(group).next_block() == 2 * expected  # counted on, though the collective was made anew
+        gc.collect()
+        assert len(join.collectives._of_group) == 0
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_group_is_not_kept_alive(pool: Pool) -> None:
+    pool.run(released, ranks=2)

@@ -56,7 +56,7 @@ def conforms(rank: int, name: str) -> list[tuple[str, bool, bool]]:
         if joinable.communicates:
             assert collective_of(joinable.join_process_group).world_size == 2
         if isinstance(joinable, Burst):
-            assert len(joinable.payload(False)) == joinable.payload_width
+            assert len(joinable.flags(False)) == joinable.flag_count
             assert not joinable.owes
         described.append((type(joinable).__name__, joinable.communicates, isinstance(joinable, Burst)))
     for _ in range(2):  # attach and detach leave it ready for the next block

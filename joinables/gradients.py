@@ -242,7 +242,6 @@ class GradientSync(DDPBurst):
             count = torch.tensor(mine, dtype=torch.float64)
             self._contributors = count, self._collective.all_reduce(count)
 
-    @torch.no_grad()
     def _scale(self) -> None:
         """Turn the sum over ranks, divided by the world size, into the mean over contributors."""
         if self._divide_by_initial_world_size:
@@ -255,9 +254,11 @@ class GradientSync(DDPBurst):
             contributors = count.item()
         if contributors in (0, self._collective.world_size):
             return
-        for parameter, used in zip(self._parameters, reducer.used_anywhere(self._ddp), strict=True):
-            if used and parameter.grad is not None:
-                parameter.grad.mul_(self._collective.world_size / contributors)
+        factor = self._collective.world_size / contributors
+        with torch.no_grad():
+            for parameter, used in zip(self._parameters, reducer.used_anywhere(self._ddp), strict=True):
+                if used and parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     # -- what the gradients hold --------------------------------------------------------------------------------------
 

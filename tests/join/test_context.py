@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.collectives import ThreadCollective, run_threads
+from join.collectives import ThreadCollective, collective_of, run_threads
 from tests.join.counter import Counter, Leading
+from tests.pool import Pool
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 64])
@@ -258,3 +259,28 @@ def test_post_hook_that_raises_leaves_the_group_in_step() -> None:
         assert other.reduce(1) == 2
 
     run_threads(2, rank_main)
+
+
+def in_processes(rank: int) -> tuple[Any, ...]:
+    counters = [Counter(collective_of(None)) for _ in range(3)]
+    with Join(counters, sync_max_count=True) as join:
+        for _ in range([2, 0, 5][rank]):
+            for counter in counters:
+                counter()
+    return (
+        [counter.total for counter in counters],
+        [[work is not None for work in counter.works] for counter in counters],
+        [counter.keywords for counter in counters],
+        [counter.last_joiner for counter in counters],
+        [row.shadowed for row in join.report.ranks],
+    )
+
+
+def test_joinables_of_ones_own_in_processes(pool: Pool) -> None:
+    for rank, (totals, works, keywords, last, shadowed) in enumerate(pool.run(in_processes, ranks=3)):
+        steps = [2, 0, 5][rank]
+        assert totals == [7, 7, 7]
+        assert works == [[True] * steps, [False] * steps, [False] * steps]
+        assert keywords == [{"sync_max_count": True}] * 3
+        assert last == [rank == 2] * 3
+        assert shadowed == [3, 5, 0]

@@ -14,16 +14,17 @@ from typing_extensions import override
 from join import Burst, Join, JoinHook
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
+from joinables.stand_in import StandIn
 
 
-class DDPBurst(Burst, JoinHook):
+class DDPBurst(StandIn, Burst, JoinHook):
     """What the bursts of a DDP module have in common: the module they stand for."""
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
     what: ClassVar[str]
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        super().__init__()
+        super().__init__(ddp)
         self._ddp = ddp
 
     @override
@@ -32,24 +33,9 @@ class DDPBurst(Burst, JoinHook):
 
     @property
     @override
-    def join_device(self) -> torch.device:
-        return cast("torch.device", self._ddp.join_device)
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return cast("Any", self._ddp.join_process_group)
-
-    @property
-    @override
     def join_name(self) -> str:
         module = cast("torch.nn.Module", self._ddp.module)
         return f"{self.what} of DistributedDataParallel({type(module).__name__})"
-
-    @property
-    @override
-    def join_target(self) -> Any:
-        return self._ddp
 
     @override
     def attach(self, join: Join) -> None:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from typing_extensions import override
 
-from join import Join, Joinable, JoinHook
+from join import Join, JoinHook
 from join.transfer import broadcast_tree
+from joinables.stand_in import StandIn
 
 
 class Stateful(Protocol):
@@ -26,7 +27,7 @@ class Stateful(Protocol):
         """Take over a state."""
 
 
-class State(Joinable):
+class State(StandIn):
     """Brings a stateful object up to date on exit.
 
     Args:
@@ -37,7 +38,7 @@ class State(Joinable):
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
 
     def __init__(self, stateful: Stateful) -> None:
-        super().__init__()
+        super().__init__(stateful)
         self._stateful = stateful
 
     @override
@@ -53,16 +54,6 @@ class State(Joinable):
     @override
     def join_process_group(self) -> None:
         return None
-
-    @property
-    @override
-    def join_name(self) -> str:
-        return type(self._stateful).__name__
-
-    @property
-    @override
-    def join_target(self) -> Any:
-        return self._stateful
 
     @override
     def attach(self, join: Join) -> None:

@@ -9,47 +9,26 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, cast
 
-import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from typing_extensions import override
 
-from join import Join, Joinable, JoinHook
+from join import Join, JoinHook
 from joinables._torch_reducer import routed_notifications
+from joinables.stand_in import StandIn
 
 
-class TorchJoinable(Joinable):
+class TorchJoinable(StandIn):
     """Stands for one torch ``Joinable`` object."""
 
     def __init__(self, target: TorchJoinableBase) -> None:
-        super().__init__()
+        super().__init__(target)
         if not hasattr(target, "_join_config"):
             raise TypeError(f"check that the constructor of {type(target).__name__} calls Joinable.__init__(self)")
-        self._target = target
         self._routes = ExitStack()
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return cast("JoinHook", cast("Any", self._target).join_hook(**kwargs))
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return self._target.join_device
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return self._target.join_process_group
-
-    @property
-    @override
-    def join_name(self) -> str:
-        return type(self._target).__name__
-
-    @property
-    @override
-    def join_target(self) -> Any:
-        return self._target
+        return cast("JoinHook", self._target.join_hook(**kwargs))
 
     @override
     def attach(self, join: Join) -> None:

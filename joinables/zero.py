@@ -42,6 +42,7 @@ from typing_extensions import override
 from join import Burst, Join, JoinHook
 from join.transfer import broadcast_tree
 from joinables._torch_reducer import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
+from joinables.stand_in import StandIn
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -49,7 +50,7 @@ else:
     ZeroRedundancyOptimizer = zero_redundancy_optimizer()
 
 
-class ZeroStep(Burst, JoinHook):
+class ZeroStep(StandIn, Burst, JoinHook):
     """Shadows the steps of a ``ZeroRedundancyOptimizer``; ``Join`` makes one for a stock optimizer by itself.
 
     Args:
@@ -68,7 +69,7 @@ class ZeroStep(Burst, JoinHook):
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, transform_gradients: Callable[[], object] | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer)
         if overlaps_with_ddp(optimizer):
             raise ValueError(
                 "optimizer has overlap_with_ddp=True: its step runs inside DDP's communication hook and cannot be"
@@ -88,23 +89,8 @@ class ZeroStep(Burst, JoinHook):
 
     @property
     @override
-    def join_device(self) -> torch.device:
-        return self._optimizer.join_device
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return self._optimizer.join_process_group
-
-    @property
-    @override
     def join_name(self) -> str:
         return f"the step of {type(self._optimizer).__name__}"
-
-    @property
-    @override
-    def join_target(self) -> Any:
-        return self._optimizer
 
     @override
     def attach(self, join: Join) -> None:

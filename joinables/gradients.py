@@ -78,24 +78,33 @@ class GradientSync(DDPBurst):
 
     @override
     def synchronise(self, source: int) -> None:
-        """Parameters come from the last joiner; so do gradients, but for what is still to be reduced."""
+        """Parameters come from the last joiner; so do gradients, but for what is still to be reduced.
+
+        Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
+        """
         broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
-        mine = None if self._unsynced else [parameter.grad for parameter in self._parameters]
-        received = broadcast_tree(self._collective, mine, source)
+        gradients = [parameter.grad for parameter in self._parameters]
+        mine = [gradient is not None for gradient in gradients], [] if self._unsynced else gradients
+        present, values = broadcast_tree(self._collective, mine, source)
         if self._collective.rank == source or self._unsynced:
             return
-        for parameter, gradient in zip(self._parameters, received or [None] * len(self._parameters), strict=True):
-            if gradient is not None and parameter.grad is not None:
-                parameter.grad.copy_(gradient)  # it may be a view of a bucket
+        for index, parameter in enumerate(self._parameters):
+            if not present[index]:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if values:
+                parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
             else:
-                parameter.grad = gradient
+                parameter.grad.zero_()
 
     # -- the header ---------------------------------------------------------------------------------------------------
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         if active:
-            return (self._with_buffers, self._holds_result(), True)
+            return (self._with_buffers, self._may_hold_result and self._divide_by_initial_world_size, True)
         return (False, False, self._unsynced)
 
     @property
@@ -159,9 +168,12 @@ class GradientSync(DDPBurst):
     def _announce_forward(self) -> None:
         if self._credit:
             return
-        self._see_zeroed()
-        header_may_count = self._divide_by_initial_world_size or self._buffers is not None
-        early = header_may_count and not self._may_hold_result and self._channel.may_announce_early(self)
+        self._see_zeroed(values=False)
+        # Not in the forward: whether the last result is still there (zero_grad may follow), and, for nothing, the number
+        # of contributors. With buffers a header is due in the forward anyway.
+        initial = self._divide_by_initial_world_size
+        worth_it = not self._may_hold_result if initial else self._buffers is not None
+        early = worth_it and self._channel.may_announce_early(self)
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
@@ -203,7 +215,7 @@ class GradientSync(DDPBurst):
         if self._in_backward or not self._handles:
             return
         self._in_backward = True
-        self._see_zeroed()
+        self._see_zeroed(values=True)
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
@@ -262,17 +274,15 @@ class GradientSync(DDPBurst):
 
     # -- what the gradients hold --------------------------------------------------------------------------------------
 
-    def _see_zeroed(self) -> None:
-        """Note that the last result is gone; by far the most often because ``zero_grad`` set the gradients to None."""
-        if self._may_hold_result and all(parameter.grad is None for parameter in self._parameters):
-            self._may_hold_result = False
+    def _see_zeroed(self, *, values: bool) -> None:
+        """Note that the last result is gone: ``zero_grad`` has set the gradients to None, or, if asked to look, to 0.
 
-    def _holds_result(self) -> bool:
-        """Whether joined ranks must contribute the last result, because the active ones will add to it.
-
-        Not where the mean is over contributors: there, all of these have it and the others need not.
+        Whether a reduction adds to the last one's result matters to joined ranks: they then contribute what they
+        received. Not where the mean is over contributors: all of these have it, and the others need not.
         """
-        if not self._may_hold_result or not self._divide_by_initial_world_size:
-            return False
+        if not self._may_hold_result:
+            return
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return any(bool(gradient.any()) for gradient in gradients)
+        look = values and self._divide_by_initial_world_size
+        if not gradients or (look and not any(bool(gradient.any()) for gradient in gradients)):
+            self._may_hold_result = False

@@ -78,6 +78,14 @@ CASES = {
     ),
     "zero_grad keeps tensors": Case(to_none=False),
     "zero_grad keeps tensors, zero": Case(to_none=False, zero=True),
+    "zero_grad keeps tensors, initial": Case(to_none=False, initial=True, optimizer="sgd"),
+    "zero_grad keeps tensors, accumulation": Case(
+        accumulate=2, to_none=False, initial=True, optimizer="sgd", counts=((2, 4, 4), (2, 2, 4), (0, 2, 4))
+    ),
+    "zero_grad keeps tensors, accumulation, batch norm": Case(
+        model="norm", accumulate=3, to_none=False, optimizer="sgd", counts=((3, 2, 5), (6, 0, 0), (6, 0, 3))
+    ),
+    "zero_grad keeps tensors, batch norm, initial": Case(model="norm", to_none=False, initial=True),
     "even": Case(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
     "nothing at all": Case(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
 }

@@ -31,6 +31,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
         "_delay_all_reduce",
         "_get_local_used_map",
         "_rebuild_buckets",
+        "_reset_state",
         "prepare_for_backward",
         "prepare_for_forward",
     ),
@@ -178,6 +179,17 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         raise AssertionError("this graph is not meant to be run backward")
+
+
+def forget_use(ddp: DistributedDataParallel) -> None:
+    """Forget which parameters earlier backwards under ``no_sync`` used, because their gradients are gone.
+
+    Stands in for ``zero_grad`` telling the reducer: with ``find_unused_parameters`` it remembers the use until the next
+    reduction, and takes a missing gradient of a used parameter for a fault of its own. The reset also makes it forget
+    that buckets were rebuilt, which they never are where it matters.
+    """
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        ddp.reducer._reset_state()
 
 
 def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int]:

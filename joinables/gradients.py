@@ -151,6 +151,7 @@ class GradientSync(DDPBurst):
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+        reducer.forget_use(self._ddp)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -158,6 +159,8 @@ class GradientSync(DDPBurst):
         reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
             self._in_backward = False  # a backward that raised did not come to its end
+            if not self._armed and all(parameter.grad is None for parameter in self._parameters):
+                reducer.forget_use(self._ddp)
             if self._synchronises:
                 self._announce_forward()
 
@@ -169,8 +172,8 @@ class GradientSync(DDPBurst):
         if self._credit:
             return
         self._see_zeroed(values=False)
-        # Not in the forward: whether the last result is still there (zero_grad may follow), and, for nothing, the number
-        # of contributors. With buffers a header is due in the forward anyway.
+        # A forward cannot know whether the last result will be there (zero_grad may follow), nor count contributors for
+        # nothing. With buffers it needs a header anyway.
         initial = self._divide_by_initial_world_size
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         early = worth_it and self._channel.may_announce_early(self)

@@ -57,6 +57,20 @@ CASES = {
     "find_unused_parameters, views": Case(
         model="branches", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
     ),
+    "find_unused_parameters, accumulation": Case(
+        model="branches",
+        accumulate=3,
+        initial=True,
+        optimizer="sgd",
+        ddp={"find_unused_parameters": True, "bucket_cap_mb": 1e-5},
+        counts=((1, 5, 0), (2, 0, 1), (5, 0, 3)),
+    ),
+    "find_unused_parameters, accumulation, mean over contributors": Case(
+        model="branches",
+        accumulate=2,
+        ddp={"find_unused_parameters": True},
+        counts=((2, 4, 5), (0, 5, 2), (3, 0, 5)),
+    ),
     "allreduce hook": Case(hook="allreduce"),
     "compiled": Case(compiled=True),
     "tuple": Case(model="tuple"),

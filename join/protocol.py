@@ -299,7 +299,11 @@ class Channel:
             if self._throw:
                 self._close_with(EarlyTerminationError(f"Rank {self.collective.rank} exhausted all inputs."))
             fresh = False
-            self._shadow(header)
+            try:
+                self._shadow(header)
+            except Exception as error:  # of a hook; if it came behind the burst's collectives, the others can be told
+                self.fail(error)
+                raise
             self.settle()
 
     def fail(self, error: BaseException) -> None:

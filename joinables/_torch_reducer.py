@@ -114,8 +114,13 @@ def named_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters in the reducer's order."""
-    return list(ddp._module_parameters)
+    """The parameters in the reducer's order: without those that were frozen when the module was wrapped."""
+    parameters = cast("list[torch.nn.Parameter]", list(ddp._module_parameters))
+    if all(parameter.requires_grad for parameter in parameters):
+        return parameters
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+    return [parameter for parameter in parameters if id(parameter) in reduced]
 
 
 def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor]) -> None:
@@ -198,7 +203,7 @@ def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int]:
     Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards.
     """
     if not (ddp.find_unused_parameters or ddp.static_graph):
-        return [1] * len(ddp._module_parameters)
+        return [1] * len(reduced_parameters(ddp))
     return cast("list[int]", ddp.reducer._get_local_used_map().tolist())
 
 

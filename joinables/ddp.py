@@ -10,6 +10,7 @@ joined rank never comes. One training step::
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
     backward  number of contributors (see Scaling)     number of contributors
+              which gradients are kept, if any are     which gradients are kept
               the first static one: arrivals (max)     arrivals (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map

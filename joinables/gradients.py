@@ -51,6 +51,7 @@ class GradientSync(DDPBurst):
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._may_hold_result = True  # grad may still hold the last reduction's result
         self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
+        self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._handles: list[Any] = []
 
@@ -135,9 +136,11 @@ class GradientSync(DDPBurst):
         self._with_buffers = with_buffers > 0
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
+        self._count_contributors(float(self._unsynced))
         if not (self._unsynced or holding):
             self._drop_gradients()
-        self._count_contributors(float(self._unsynced))
+        elif holding:
+            self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         self._unsynced = False
         self._scale()
@@ -147,6 +150,21 @@ class GradientSync(DDPBurst):
     @override
     def holds_followers(self) -> bool:
         return self._rebuild.due
+
+    def _keep_only_held(self) -> None:
+        """Contribute the last result only of the parameters of which active ranks still have it."""
+        held = self._exchange_held([False] * len(self._parameters))
+        held[1].wait()
+        if self._unsynced:
+            return
+        for parameter, keep in zip(self._parameters, cast("list[int]", held[0].tolist()), strict=True):
+            if not keep:
+                parameter.grad = None
+
+    def _exchange_held(self, mine: list[bool]) -> tuple[torch.Tensor, Work]:
+        """Which parameters an active rank still has the last result of: one may ``zero_grad`` a few of them only."""
+        held = torch.tensor(mine, dtype=torch.int64)
+        return held, self._collective.all_reduce(held, "max")
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -235,6 +253,9 @@ class GradientSync(DDPBurst):
             self._channel.announce(self)
         self._credit = False
         self._count_contributors(1.0)
+        if self._may_hold_result and self._divide_by_initial_world_size:
+            mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
+            self._held = self._exchange_held(mine)
         self._static_graph.watch(self._collective)
         # Queued now, it runs before the reducer's own callback, and what it queues runs after it.
         reducer.after_backward(lambda: reducer.after_backward(self._end_reduction))

@@ -66,7 +66,14 @@ class State(StandIn):
     @override
     def synchronise(self, source: int) -> None:
         collective = self._collective
-        state = self._stateful.state_dict() if collective.rank == source else None
-        state = broadcast_tree(collective, state, source)
+        state, error = None, ""
+        if collective.rank == source:
+            try:
+                state = self._stateful.state_dict()
+            except Exception as failure:
+                error = f"rank {source} has no state of {self.join_name}: {type(failure).__name__}: {failure}"
+        state, error = broadcast_tree(collective, (state, error), source)
+        if error:
+            raise RuntimeError(error)
         if collective.rank != source:
             self._stateful.load_state_dict(state)

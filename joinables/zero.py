@@ -156,13 +156,20 @@ class ZeroStep(StandIn, Burst, JoinHook):
     @override
     def main_hook(self) -> None:
         self._share_numbers(active=False)
-        if self._transform_gradients is not None:
-            self._transform_gradients()
         self._shadowing = True
         try:
-            self._optimizer.step()
+            self._step_shard()
         finally:
             self._shadowing = False
+
+    def _step_shard(self) -> None:
+        try:
+            if self._transform_gradients is not None:
+                self._transform_gradients()
+        except BaseException:
+            broadcast_shards(self._optimizer)  # the others are in their broadcasts
+            raise
+        self._optimizer.step()
 
     # -- hyperparameters ----------------------------------------------------------------------------------------------
 
@@ -212,11 +219,15 @@ class _Number:
 
     def write(self, value: float) -> None:
         old = self.group[self.name]
-        if self.position is None:
-            self.group[self.name] = type(old)(value)
+        if isinstance(old, torch.Tensor):
+            old.fill_(value)
+        elif self.position is None:
+            self.group[self.name] = value
         else:
             self.group[self.name] = (*old[: self.position], value, *old[self.position + 1 :])
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.requires_grad
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -30,6 +30,15 @@ class Norm(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, TARGETS))
 
 
+class Frozen(nn.Sequential):
+    """Its first and third layers do not train."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, TARGETS))
+        for index in (0, 2):
+            self[index].requires_grad_(False)
+
+
 class Branches(nn.Module):
     """Uses another branch on every rank, and one parameter nowhere."""
 
@@ -85,7 +94,7 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in ("tuple", "dict", "dataclass", "opaque"):
         return Wrapped(name)
-    return {"mlp": MLP, "norm": Norm, "branches": Branches}[name]()
+    return {"mlp": MLP, "norm": Norm, "branches": Branches, "frozen": Frozen}[name]()
 
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -34,6 +34,7 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
     to_none: bool = True
+    rate: float | None = None
 
 
 CASES = {
@@ -78,6 +79,10 @@ CASES = {
     "dataclass": Case(model="dataclass"),
     "an object of one's own": Case(model="opaque"),
     "an object of one's own, initial": Case(model="opaque", initial=True),
+    "frozen parameters": Case(model="frozen"),
+    "frozen parameters, zero, views": Case(model="frozen", zero=True, ddp={"gradient_as_bucket_view": True}),
+    "frozen parameters, static_graph, initial": Case(model="frozen", initial=True, ddp={"static_graph": True}),
+    "integer learning rate, zero": Case(optimizer="sgd", zero=True, rate=1, counts=((0, 2, 1), (1, 0, 1), (0, 1, 0))),
     "batch norm": Case(model="norm"),
     "batch norm, zero, initial": Case(model="norm", zero=True, initial=True),
     "batch norm, leaders leave in turn": Case(model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))),
@@ -129,6 +134,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         ddp.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
     model = torch.compile(ddp, backend="eager") if case.compiled else ddp
     cls, options = OPTIMIZERS[case.optimizer]
+    options = options if case.rate is None else {**options, "lr": case.rate}
     if case.zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -163,6 +169,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
     """One process: the gradients of all ranks that have data, averaged; buffers of the lowest of them."""
     model = build(case.model)
     cls, options = OPTIMIZERS[case.optimizer]
+    options = options if case.rate is None else {**options, "lr": case.rate}
     optimizer = cls(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     k = case.accumulate

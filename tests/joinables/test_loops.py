@@ -120,6 +120,7 @@ class Program:
     zero_first: bool = True
     nested: bool = False
     initial: bool = False
+    subset: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
     counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
 
@@ -147,6 +148,8 @@ PROGRAMS = {
         ((two_passes, "a"),), initial=True, ddp={"gradient_as_bucket_view": True}
     ),
     "zero_grad after step": Program(zero_first=False),
+    "an optimizer for some parameters": Program(subset=True),
+    "an optimizer for some parameters, initial": Program(subset=True, initial=True),
     "encoder and decoder": Program(((chain, "ab"),), {"a": MLP, "b": narrow}),
     "encoder and decoder, initial, tiny buckets": Program(
         ((chain, "ab"),), {"a": MLP, "b": narrow}, initial=True, ddp={"bucket_cap_mb": 1e-5}
@@ -165,7 +168,8 @@ PROGRAMS = {
 def build(program: Program) -> tuple[Nets, dict[str, torch.optim.Optimizer]]:
     torch.manual_seed(0)
     nets: Nets = {name: make() for name, make in program.nets.items()}
-    return nets, {name: torch.optim.Adam(net.parameters(), lr=0.01) for name, net in nets.items()}
+    trained = {name: list(net.parameters())[2 if program.subset else 0 :] for name, net in nets.items()}
+    return nets, {name: torch.optim.Adam(parameters, lr=0.01) for name, parameters in trained.items()}
 
 
 def run_phase(program: Program, compute: Callable[[], None], which: str, optimizers: dict[str, Any]) -> None:

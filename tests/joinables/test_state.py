@@ -12,7 +12,8 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, PeerError
+from joinables import ZeroStep
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
 
@@ -73,6 +74,55 @@ def cannot_travel(rank: int) -> str:
 def test_state_that_cannot_be_pickled_is_an_error_on_all_ranks(pool: Pool) -> None:
     for text in pool.run(cannot_travel, ranks=2):
         assert "rank 1 cannot pickle" in text
+
+
+class Broken:
+    """State that cannot be had."""
+
+    def state_dict(self) -> Any:
+        raise ValueError("no state")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError("never received")
+
+
+def has_no_state(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    with pytest.raises(RuntimeError) as caught, Join([ddp, Broken()]):
+        for step in range(rank + 1):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return str(caught.value)
+
+
+def test_state_that_cannot_be_had_is_an_error_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(has_no_state, ranks=2) == ["rank 1 has no state of Broken: ValueError: no state"] * 2
+
+
+def bad_transform(rank: int) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def transform() -> None:
+        raise ValueError("not on a joined rank")
+
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    try:
+        with Join([ddp, ZeroStep(optimizer, transform_gradients=transform)]):
+            for step in range(COUNTS[rank]):
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+                optimizer.step()
+    except (PeerError, ValueError) as error:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return str(error)
+    return "fine"
+
+
+def test_transform_that_raises_on_a_joined_rank(pool: Pool) -> None:
+    peer = "rank 0 failed: ValueError: not on a joined rank"
+    assert pool.run(bad_transform, ranks=3) == ["not on a joined rank", peer, peer]
 
 
 def closures(rank: int) -> dict[str, torch.Tensor]:

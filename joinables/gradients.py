@@ -22,6 +22,9 @@ from joinables.hooks import ModuleHook
 from joinables.static_graph import StaticGraph
 from joinables.tensors import tensors_with_grad
 
+# From one block of a module to the next: gradients that a rank has not yet reduced are not the last result.
+_may_hold_result: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
+
 
 class GradientSync(DDPBurst):
     """The gradient all-reduce of a synchronised backward.
@@ -65,6 +68,7 @@ class GradientSync(DDPBurst):
         super().attach(join)
         self._static_graph.check()
         ddp = self._ddp
+        self._may_hold_result = _may_hold_result.get(ddp, True)
         self._param_sync = ddp.require_forward_param_sync
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
         self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
@@ -75,6 +79,7 @@ class GradientSync(DDPBurst):
             handle.remove()
         self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._ddp.require_forward_param_sync = self._param_sync
+        _may_hold_result[self._ddp] = self._may_hold_result
         self._credit = self._armed = self._in_backward = False
 
     @override
@@ -85,10 +90,12 @@ class GradientSync(DDPBurst):
         """
         broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
         gradients = [parameter.grad for parameter in self._parameters]
-        mine = [gradient is not None for gradient in gradients], [] if self._unsynced else gradients
-        present, values = broadcast_tree(self._collective, mine, source)
+        present = [gradient is not None for gradient in gradients]
+        mine = present, [] if self._unsynced else gradients, self._may_hold_result
+        present, values, may_hold_result = broadcast_tree(self._collective, mine, source)
         if self._collective.rank == source or self._unsynced:
             return
+        self._may_hold_result = may_hold_result
         for index, parameter in enumerate(self._parameters):
             if not present[index]:
                 parameter.grad = None

@@ -98,6 +98,30 @@ def test_buffer_comm_hook(pool: Pool, location: str) -> None:
         assert_same(state, padded[1][0], TOLERANCE)
 
 
+def accumulate(rank: int, model: str, initial: bool) -> dict[str, torch.Tensor]:
+    """The common loop, with zero_grad after the step and epochs that are no multiple of the accumulation."""
+    ddp = DistributedDataParallel(build(model))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for epoch, counts in enumerate([(3, 0, 2), (4, 4, 0), (1, 1, 2)]):
+        with Join([ddp, optimizer], divide_by_initial_world_size=initial):
+            for step in range(counts[rank]):
+                x, y = batch(rank, epoch, step)
+                with nullcontext() if step % 2 else ddp.no_sync():
+                    ((ddp(x) - y) ** 2).mean().backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("model", ["mlp", "norm"])
+def test_gradients_left_over_from_one_epoch_to_the_next(pool: Pool, model: str, initial: bool) -> None:
+    states = pool.run(accumulate, model, initial, ranks=RANKS)
+    for state in states[1:]:
+        assert_same(state, states[0])
+
+
 def train_in_groups(rank: int) -> dict[str, torch.Tensor]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]

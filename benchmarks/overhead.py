@@ -143,7 +143,7 @@ WAYS: dict[str, Way] = {
     "plain": plain,
     "torch's Join": torch_join,
     "Join": our_join,
-    "Join, by active": our_join_by_active,
+    "Join, mean over contributors": our_join_by_active,
 }
 CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),

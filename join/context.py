@@ -3,7 +3,8 @@
 It checks its arguments, turns objects into joinables, attaches and detaches them, and synchronises state at the end.
 The order of collectives inside the block is the business of ``join.protocol``; around it stand, on all ranks alike::
 
-    enter    joinables attach (a pending bucket rebuild of DDP is done now)
+    enter    one all-reduce: do all ranks list the same? (``join.arguments``)
+             joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active
              uneven only: an election of the last joiner, then each joinable's ``synchronise``
              each hook's ``post_hook``
@@ -12,10 +13,8 @@ The order of collectives inside the block is the business of ``join.protocol``; 
 
 from __future__ import annotations
 
-import inspect
-import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -23,12 +22,20 @@ from typing import Any
 
 from typing_extensions import Self
 
-from join.collectives import Collective, Work, collective_of
+from join.arguments import (
+    check_agreement,
+    check_initialised,
+    check_keywords,
+    checked_timeout,
+    checked_weight,
+    common_collective,
+    expand,
+)
+from join.collectives import Collective, Work
 from join.errors import JoinError
 from join.joinable import Joinable, JoinConfig
 from join.members import Member, Scope
 from join.protocol import Channel
-from join.registry import joinables_of
 from join.report import JoinReport, RankReport
 
 # By identity, not on the objects: a joinable must stay picklable inside its block.
@@ -65,6 +72,7 @@ class Join:
         ValueError: no joinable, none that communicates, one given twice, or two process groups.
         TypeError: an object that cannot join, a ``Joinable`` whose constructor did not call ``Joinable.__init__``, or a
             keyword that no hook takes.
+        ProtocolError: on entering, on all ranks, if they list different objects or give different arguments.
 
     Source: PyTorch PR 61555 (generic join) for the interface; the protocol is this package's own.
     """
@@ -78,18 +86,14 @@ class Join:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
-        objects = list(joinables)
-        if not objects:
-            raise ValueError("joinables=[] is empty: Join requires at least one joinable")
-        if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
-            raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever")
-        self._joinables = _expand(objects)
-        self._collective = _common_collective(self._joinables)
-        _check_keywords(self._joinables, kwargs)
+        self._timeout = checked_timeout(timeout)
+        self._joinables = expand(joinables)
+        self._collective = common_collective(self._joinables)
+        check_keywords(self._joinables, kwargs, own=("enable", "throw_on_early_termination", "timeout"))
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._timeout = timeout
         self._kwargs = kwargs
+        self._weight: float | None = None
         self._entered = False
         self._report: JoinReport | None = None
 
@@ -118,12 +122,34 @@ class Join:
         """
         block = _blocks.get(id(joinable))
         if block is None:
-            _check_initialised(joinable)
+            check_initialised(joinable)
+            name = type(joinable).__name__
+            if _blocks:
+                raise JoinError(f"{name} called notify_join_context inside a Join block that does not list it; list it")
             raise JoinError(
-                f"{type(joinable).__name__} called notify_join_context outside a Join block; wrap the loop in"
-                " `with Join([...])`, with enable=False where inputs are even"
+                f"{name} called notify_join_context outside a Join block; wrap the loop in `with Join([...])`, with"
+                " enable=False where inputs are even"
             )
         return block._notify(joinable)
+
+    @property
+    def weight(self) -> float | None:
+        """How much this rank's next backwards weigh: the number of samples or tokens in its batch.
+
+        Gradients become the mean over all ranks, weighted by it, and under accumulation over the micro-batches too, so
+        do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then. Set it before the
+        forward, on all ranks or on none, to a number that is not negative; it stays until it is set again. ``None``,
+        the default: every rank weighs the same.
+
+        Raises:
+            ValueError: on setting, if it is negative, infinite or NaN; in the backward, if it is 0 on all ranks.
+            TypeError: on setting, if it is no number.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self._weight = checked_weight(weight)
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 
@@ -154,10 +180,12 @@ class Join:
         self._scope = Scope(members, self._throw, self._timeout)
         self._channel = _channels.get(id(self._collective)) or Channel(self._collective)
         _channels[id(self._collective)] = self._channel
-        self._channel.open(self._scope)
-        self._configure()
         self._attached: list[Joinable] = []
+        self._channel.open(self._scope)
         try:
+            settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+            check_agreement(self._collective, self._channel.key, self._joinables, settings, self._channel.wait)
+            self._configure()
             for joinable in self._joinables:
                 joinable.attach(self)
                 self._attached.append(joinable)
@@ -241,63 +269,3 @@ class Join:
 
 def _set_config(joinable: Joinable, config: JoinConfig) -> None:
     object.__setattr__(joinable, "_join_config", config)
-
-
-def _expand(objects: Sequence[Any]) -> list[Joinable]:
-    """Turn objects into joinables, each object once."""
-    expanded: list[Joinable] = []
-    seen: dict[int, int] = {}
-    for position, obj in enumerate(objects):
-        found = joinables_of(obj)
-        for joinable in found:
-            _check_initialised(joinable)
-        for target in {id(joinable.join_target) for joinable in found}:
-            if target in seen:
-                raise ValueError(
-                    f"joinables[{seen[target]}] and joinables[{position}] are the same {type(obj).__name__};"
-                    " list it once"
-                )
-            seen[target] = position
-        expanded += found
-    if not any(joinable.communicates for joinable in expanded):
-        names = ", ".join(joinable.join_name for joinable in expanded)
-        raise ValueError(
-            f"joinables=[{names}] has no object that communicates; list the DDP module (or another Joinable) too"
-        )
-    return expanded
-
-
-def _common_collective(joinables: Sequence[Joinable]) -> Collective:
-    first, *others = [joinable for joinable in joinables if joinable.communicates]
-    collective = collective_of(first.join_process_group)
-    for other in others:
-        if collective_of(other.join_process_group) is not collective:
-            raise ValueError(
-                f"{first.join_name} and {other.join_name} use different process groups; Join needs one: use a block for"
-                " each group"
-            )
-    return collective
-
-
-def _check_initialised(joinable: Any) -> None:
-    if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
-        raise TypeError(f"check that the constructor of {type(joinable).__name__} calls Joinable.__init__(self)")
-
-
-def _check_keywords(joinables: Sequence[Joinable], kwargs: dict[str, Any]) -> None:
-    """A keyword that no hook takes is a mistake, most likely a typo."""
-    taken: set[str] = set()
-    for joinable in joinables:
-        keywords = joinable.join_keywords
-        if keywords is None:
-            parameters = inspect.signature(joinable.join_hook).parameters.values()
-            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-                return
-            keywords = frozenset(parameter.name for parameter in parameters)
-        taken |= keywords
-    for name in kwargs:
-        if name not in taken:
-            known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
-            raise TypeError(
-                f"{name}={kwargs[name]!r}: no join_hook of the listed joinables takes this keyword; {known}"
-            )

@@ -86,7 +86,8 @@ class Channel:
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
         self.closed = ""
         """Why nothing can be announced any more, if so."""
-        self._key = f"join/{collective.next_block()}"
+        self.key = f"join/{collective.next_block()}"
+        """Prefix of this channel's keys in the store."""
         self._members: list[Member] = []
         self._arrange()
         self._work: Work | None = None
@@ -217,20 +218,21 @@ class Channel:
         """Wait for the last header, without passing judgement on it."""
         if self._header is None:
             assert self._work is not None
-            if self._timeout is None:
-                self._work.wait()
-            else:
-                self._wait_patiently(self._work, self._timeout)
+            sender = self._sent_by
+            doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
+            self.wait(self._work, f"{doing} (header {self.tally.headers})")
             self._header = self._buffer.unpack()
             for index in self._header.announcements:
                 self._last_of[id(self._members[index].joinable)] = self._header
         return self._header
 
-    def _wait_patiently(self, work: Work, timeout: float) -> None:
-        doing = "has run out of inputs" if self._sent_by is None else f"announced {self._sent_by.joinable.join_name}"
-        patience = Patience(self.collective, self._key, timeout)
+    def wait(self, work: Work, doing: str) -> None:
+        """Wait for ``work``, under ``timeout`` with a limit; ``doing`` tells the others what this rank has done."""
+        if self._timeout is None:
+            work.wait()
+            return
         try:
-            patience.wait(work, f"{doing} (header {self.tally.headers})", away=self._away)
+            Patience(self.collective, self.key, self._timeout).wait(work, doing, away=self._away)
         except JoinTimeoutError as error:
             self._close_with(error)
 
@@ -314,9 +316,9 @@ class Channel:
             self.fulfil()
             self._complete_followers()
             self.settle()
-            number = self.collective.add(f"{self._key}/failures", 1)
+            number = self.collective.add(f"{self.key}/failures", 1)
             text = f"rank {self.collective.rank} failed: {type(error).__name__}: {error}"
-            self.collective.set(f"{self._key}/failure/{number}", text)
+            self.collective.set(f"{self.key}/failure/{number}", text)
             header = self._exchange([FAILED])
             if header.active and not header.stopping:
                 self._shadow(header)
@@ -388,7 +390,7 @@ class Channel:
         )
 
     def _failures(self, count: int) -> str:
-        return "; ".join(self.collective.get(f"{self._key}/failure/{number}") for number in range(1, count + 1))
+        return "; ".join(self.collective.get(f"{self.key}/failure/{number}") for number in range(1, count + 1))
 
     def _check_open(self) -> None:
         if self.closed:

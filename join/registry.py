@@ -64,4 +64,10 @@ def joinables_of(obj: Any) -> list[Joinable]:
             " adapter)"
         )
     found = adapter(obj)
-    return [found] if isinstance(found, Joinable) else list(found)
+    listed = [found] if isinstance(found, Joinable) else found
+    if not (isinstance(listed, Sequence) and listed and all(isinstance(item, Joinable) for item in listed)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"the adapter registered for {type(obj).__qualname__} returned {found!r}; it must return a Joinable, or a"
+            " list of them"
+        )
+    return list(listed)

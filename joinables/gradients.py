@@ -38,8 +38,9 @@ class GradientSync(DDPBurst):
     what = "the backward"
     runs_ahead = True
     join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
-    # [the header covers the buffers too, joined ranks must contribute the last result, this rank contributes]
-    flag_count = 3
+    # [the header covers the buffers too, joined ranks must contribute the last result, this rank contributes, weights
+    # are summed]
+    flag_count = 4
 
     def __init__(self, ddp: DistributedDataParallel, buffers: BufferSync | None, rebuild: BucketRebuild) -> None:
         super().__init__(ddp)
@@ -49,6 +50,10 @@ class GradientSync(DDPBurst):
         self._divide_by_initial_world_size = True
         self._credit = False  # announced, and the backward has not begun
         self._with_buffers = False  # this burst's header covers the buffers too
+        self._weighted = False  # in this burst, weights are summed
+        self._weights_agreed = False  # that all active ranks set a weight was made sure of
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the last result, while weights apply
+        self._window = 0.0  # weights of the backwards since the last reduction
         self._armed = False  # the reducer will reduce in the next backward
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
@@ -57,6 +62,7 @@ class GradientSync(DDPBurst):
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._handles: list[Any] = []
+        self._weighing: list[Any] = []  # hooks of the parameters, once a weight was set
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -66,6 +72,7 @@ class GradientSync(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self._join = join
         self._static_graph.check()
         ddp = self._ddp
         self._may_hold_result = _may_hold_result.get(ddp, True)
@@ -77,10 +84,16 @@ class GradientSync(DDPBurst):
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        for handle in self._weighing:
+            handle.remove()
+        self._handles, self._weighing = (
+            [],
+            [],
+        )  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
         self._credit = self._armed = self._in_backward = False
+        del self._join
 
     @override
     def synchronise(self, source: int) -> None:
@@ -112,8 +125,9 @@ class GradientSync(DDPBurst):
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         if active:
-            return (self._with_buffers, self._may_hold_result and self._divide_by_initial_world_size, True)
-        return (False, False, self._unsynced)
+            holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
+            return (self._with_buffers, holding, True, self._weighted)
+        return (False, False, self._unsynced, False)
 
     @property
     @override
@@ -139,17 +153,18 @@ class GradientSync(DDPBurst):
 
     @override
     def main_hook(self) -> None:
-        with_buffers, holding, _ = self._channel.flags(self)
-        self._with_buffers = with_buffers > 0
+        with_buffers, holding, _, weighted = self._channel.flags(self)
+        self._with_buffers, self._weighted = with_buffers > 0, weighted == self._channel.read().active
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
-        self._count_contributors(float(self._unsynced))
+        self._take_back()
+        self._count_contributors(self._window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
             self._drop_gradients()
         elif holding:
             self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
-        self._unsynced = False
+        self._unsynced, self._window = False, 0.0
         self._scale()
         self._rebuild.expect()
 
@@ -184,10 +199,18 @@ class GradientSync(DDPBurst):
         reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
             self._in_backward = False  # a backward that raised did not come to its end
-            if not self._armed and all(parameter.grad is None for parameter in self._parameters):
-                reducer.forget_use(self._ddp)
+            if self._ddp.find_unused_parameters and not self._armed:
+                self._forget_use_of_zeroed()
+            if self._join.weight is not None and not self._weighing:
+                self._weighing = [
+                    parameter.register_hook(self._weigh) for parameter in self._parameters if parameter.requires_grad
+                ]
             if self._synchronises:
                 self._announce_forward()
+
+    def _forget_use_of_zeroed(self) -> None:
+        if all(parameter.grad is None for parameter in self._parameters):
+            reducer.forget_use(self._ddp)
 
     @property
     def _synchronises(self) -> bool:
@@ -202,6 +225,7 @@ class GradientSync(DDPBurst):
         initial = self._divide_by_initial_world_size
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         early = worth_it and self._channel.may_announce_early(self)
+        self._weighted = self._join.weight is not None
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
@@ -244,6 +268,10 @@ class GradientSync(DDPBurst):
             return
         self._in_backward = True
         self._see_zeroed(values=True)
+        if self._join.weight is not None:
+            if not self._window:
+                self._set_aside()
+            self._window += self._join.weight
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
@@ -256,11 +284,13 @@ class GradientSync(DDPBurst):
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
         if not self._credit:
-            self._with_buffers = False
+            self._with_buffers, self._weighted = False, self._join.weight is not None
             self._channel.announce(self)
+        self._check_weights()
+        self._take_back()
         self._credit = False
-        self._count_contributors(1.0)
-        if self._may_hold_result and self._divide_by_initial_world_size:
+        self._count_contributors(self._window if self._weighted else 1.0)
+        if self._may_hold_result and self._divide_by_initial_world_size and not self._weighted:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
         self._static_graph.watch(self._collective)
@@ -272,29 +302,78 @@ class GradientSync(DDPBurst):
 
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
-        self._may_hold_result = True
+        self._may_hold_result, self._window = True, 0.0
         self._scale()
         self._rebuild.run_if_due()
 
     # -- scaling ------------------------------------------------------------------------------------------------------
 
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Multiply what a backward adds to a parameter's gradient by the weight of its batch.
+
+        At the parameters, not at the module's outputs: these may be computed from one another.
+        """
+        weight = self._join.weight
+        return None if weight is None or weight == 1.0 else gradient * weight
+
+    def _check_weights(self) -> None:
+        """Make sure, once a block, that all active ranks sum weights in this burst.
+
+        A rank that finds itself alone with its weight gives it up, so that its collectives match, and then raises.
+        """
+        if self._weighted != (self._join.weight is not None):
+            raise ValueError("join.weight was set or unset between forward and backward; set it before the forward")
+        if not self._weighted:
+            return
+        if not self._weights_agreed:
+            header = self._channel.read()
+            if self._channel.flags(self)[3] != header.active:
+                self._weighted = False
+                raise ValueError(
+                    "join.weight is set on this rank and not on all others; set it on all ranks or on none"
+                )
+            self._weights_agreed = True
+
+    def _set_aside(self) -> None:
+        """Keep the last result, if the loop did not zero it, apart from what the weights apply to."""
+        if self._may_hold_result:
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    if parameter.grad is not None:
+                        self._aside.append((parameter, parameter.grad.clone()))
+                        parameter.grad.zero_()
+
+    def _take_back(self) -> None:
+        """Add the last result with this rank's weight: the weighted mean then has it once."""
+        with torch.no_grad():
+            for parameter, result in self._aside:
+                if parameter.grad is not None:
+                    parameter.grad.add_(result, alpha=self._window)
+        self._aside.clear()
+
     def _count_contributors(self, mine: float) -> None:
-        """Sum the contributors in this burst, if its header was sent too early to know them."""
+        """Sum the contributors, or their weights, in this burst, if its header could not know them."""
         self._contributors = None
-        if self._with_buffers and not self._divide_by_initial_world_size:
+        if self._weighted or (self._with_buffers and not self._divide_by_initial_world_size):
             count = torch.tensor(mine, dtype=torch.float64)
             self._contributors = count, self._collective.all_reduce(count)
 
     def _scale(self) -> None:
-        """Turn the sum over ranks, divided by the world size, into the mean over contributors."""
-        if self._divide_by_initial_world_size:
+        """Turn the sum over ranks, divided by the world size, into the mean over contributors, or the weighted one.
+
+        Raises:
+            ValueError: on all ranks, if their weights are all 0.
+        """
+        if self._divide_by_initial_world_size and not self._weighted:
             return
         if self._contributors is None:
-            contributors = self._channel.flags(self)[2]
+            contributors = float(self._channel.flags(self)[2])
         else:
             count, work = self._contributors
             work.wait()
             contributors = count.item()
+        if self._weighted and contributors == 0:
+            raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
         if contributors in (0, self._collective.world_size):
             return
         factor = self._collective.world_size / contributors

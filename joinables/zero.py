@@ -60,6 +60,7 @@ class ZeroStep(StandIn, Burst, JoinHook):
             parameters.
 
     Raises:
+        TypeError: for an optimizer of another class.
         ValueError: for an optimizer with ``overlap_with_ddp=True``: its step happens inside DDP's communication hook,
             where it cannot be shadowed.
     """
@@ -69,6 +70,11 @@ class ZeroStep(StandIn, Burst, JoinHook):
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, transform_gradients: Callable[[], object] | None = None
     ) -> None:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}; ZeroStep is for ZeroRedundancyOptimizer, list others as"
+                " they are"
+            )
         super().__init__(optimizer)
         if overlaps_with_ddp(optimizer):
             raise ValueError(

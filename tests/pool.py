@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ def _serve(pipe: Any) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used by torch.distributed.optim itself
         import torch.distributed.optim
     warnings.simplefilter("error")
+    # A group must not be freed by one of its own threads, which may still be clearing a comm hook's callback.
+    recent: deque[Any] = deque(maxlen=3)
     while True:
         try:
             fn, rank, ranks, path, args = pipe.recv()
@@ -118,5 +121,6 @@ def _serve(pipe: Any) -> None:
         except BaseException:
             result = (False, traceback.format_exc())
         if dist.is_initialized():
+            recent.append(dist.group.WORLD)
             dist.destroy_process_group()
         pipe.send(result)

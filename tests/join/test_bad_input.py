@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from join import Join, Joinable, JoinError, JoinHook, register_joinable
+from join import (
+    Join,
+    Joinable,
+    JoinError,
+    JoinHook,
+    JoinTimeoutError,
+    ProtocolError,
+    register_joinable,
+)
 from join.collectives import ThreadCollective, collective_of, run_threads
 from tests.join.counter import Counter
 
@@ -168,3 +176,80 @@ def test_joinable_needs_no_cooperation_from_module() -> None:
         net = Net(collective)
         with Join([net]):
             assert Join.notify_join_context(net) is not None
+
+
+@pytest.mark.parametrize("joinables", [torch.nn.Sequential(torch.nn.Linear(1, 1)), "model", 3])
+def test_what_is_no_list(joinables: Any) -> None:
+    with pytest.raises(TypeError, match=r"not a list; write Join\(\[...\]\)"):
+        Join(joinables)
+
+
+@pytest.mark.parametrize("timeout", ["60", True])
+def test_timeout_that_is_no_number(timeout: Any) -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(TypeError, match=f"timeout={timeout!r} must be a number of seconds"):
+            Join([Counter(collective)], timeout=timeout)
+
+
+def test_typo_of_a_keyword_of_join() -> None:
+    class Strict(Counter):
+        def join_hook(self) -> JoinHook:  # type: ignore[override]
+            return super().join_hook()
+
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(TypeError, match=r"they take none\. Did you mean timeout"):
+            Join([Strict(collective)], time_out=2)
+
+
+def test_notify_of_one_that_the_block_does_not_list() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        listed, other = Counter(collective), Counter(collective)
+        with pytest.raises(JoinError, match="inside a Join block that does not list it"), Join([listed]):
+            other()
+
+
+def test_adapter_that_returns_something_else() -> None:
+    class Thing:
+        pass
+
+    for wrong in (None, [], [Thing()], "Thing"):
+        register_joinable(Thing, lambda thing, wrong=wrong: wrong)  # type: ignore[misc]
+        with pytest.raises(TypeError, match=r"adapter registered for .*Thing returned"):
+            Join([Thing()])
+
+
+def test_ranks_that_list_different_things() -> None:
+    class Other(Counter):
+        pass
+
+    def enter(collective: ThreadCollective) -> str:
+        kind = Other if collective.rank == 1 else Counter
+        with pytest.raises(ProtocolError) as caught, Join([kind(collective)]):
+            raise AssertionError("not reached")
+        with Join([Counter(collective)]):  # the group is in step
+            pass
+        return str(caught.value)
+
+    for text in run_threads(3, enter):
+        assert "ranks [0, 2]: Join([Counter]" in text
+        assert "ranks [1]: Join([Other]" in text
+
+
+def test_ranks_with_different_arguments() -> None:
+    def enter(collective: ThreadCollective) -> None:
+        with pytest.raises(ProtocolError, match="timeout=None"):
+            Join([Counter(collective)], timeout=5 if collective.rank else None).__enter__()
+
+    run_threads(2, enter)
+
+
+def test_rank_that_does_not_enter() -> None:
+    def enter(collective: ThreadCollective) -> None:
+        if collective.rank == 0:
+            with pytest.raises(JoinTimeoutError, match=r"ranks \[1\].*rank 0 entered Join\(\[Counter\]"):
+                Join([Counter(collective)], timeout=0.2).__enter__()
+
+    run_threads(2, enter)

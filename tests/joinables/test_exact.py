@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from joinables import ZeroStep
-from tests.models import OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state, value_of
+from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
 
 EPOCHS = 3
@@ -35,6 +35,7 @@ class Case:
     counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
     to_none: bool = True
     rate: float | None = None
+    weighted: bool = False
 
 
 CASES = {
@@ -105,15 +106,40 @@ CASES = {
         model="norm", accumulate=3, to_none=False, optimizer="sgd", counts=((3, 2, 5), (6, 0, 0), (6, 0, 3))
     ),
     "zero_grad keeps tensors, batch norm, initial": Case(model="norm", to_none=False, initial=True),
+    "weights": Case(weighted=True),
+    "weights, zero, initial": Case(weighted=True, zero=True, initial=True),
+    "weights, batch norm": Case(weighted=True, model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))),
+    "weights, batch norm, initial": Case(weighted=True, model="norm", initial=True),
+    "weights, accumulation, zero": Case(
+        weighted=True, accumulate=3, zero=True, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    ),
+    "weights, accumulation, initial": Case(
+        weighted=True, accumulate=2, initial=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+    ),
+    "weights, find_unused_parameters": Case(
+        weighted=True, model="branches", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    ),
+    "weights, static_graph, tiny buckets": Case(weighted=True, ddp={"static_graph": True, "bucket_cap_mb": 1e-5}),
+    "weights, an object of one's own": Case(weighted=True, model="opaque"),
+    "weights, tuple, compiled": Case(weighted=True, model="tuple", compiled=True),
+    "weights, frozen parameters, clipping": Case(weighted=True, model="frozen", clip=True),
+    "weights, allreduce hook": Case(weighted=True, hook="allreduce"),
     "even": Case(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
     "nothing at all": Case(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
 }
 
 
+def weight_of(case: Case, rank: int, epoch: int, step: int) -> int:
+    """The number of samples in a batch; all the same, and no reason to weigh, unless the case has weights."""
+    return 2 + (rank + epoch + 2 * step) % 4 if case.weighted else BATCH
+
+
 def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
     x, y = batch(rank, epoch, step)
+    x, y = x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
     output = model(x, (rank + step) % 2) if case.model == "branches" else model(x)
-    return ((value_of(output) - y) ** 2).mean() / case.accumulate
+    loss = ((value_of(output) - y) ** 2).mean()
+    return loss if case.weighted else loss / case.accumulate  # weights make a mean of the micro-batches too
 
 
 def full_state(optimizer: Any) -> Any:
@@ -148,9 +174,10 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.zero and case.clip else optimizer
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for epoch in range(EPOCHS):
-        with Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial):
+        with Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial) as join:
             for step in range(case.counts[epoch][rank]):
                 sync = (step + 1) % case.accumulate == 0
+                join.weight = weight_of(case, rank, epoch, step) if case.weighted else None
                 if step % case.accumulate == 0:
                     optimizer.zero_grad(set_to_none=case.to_none)
                 if sync:
@@ -178,14 +205,18 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
         for window in range(max(counts) // k):
             optimizer.zero_grad(set_to_none=case.to_none)
             ranks = [rank for rank in range(RANKS) if counts[rank] > window * k]
+            windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
+            total = sum(weight_of(case, rank, epoch, step) for rank, steps in windows.items() for step in steps)
             divisor = RANKS if case.initial else len(ranks)
             shared = [b.clone() for b in model.buffers()]
             kept = None
             for rank in ranks:
                 for buffer, value in zip(model.buffers(), shared, strict=True):
                     buffer.copy_(value)
-                for step in range(window * k, min((window + 1) * k, counts[rank])):
-                    (forward(model, case, rank, epoch, step) / divisor).backward()
+                for step in windows[rank]:
+                    loss = forward(model, case, rank, epoch, step)
+                    share = weight_of(case, rank, epoch, step) / total if case.weighted else 1 / divisor
+                    (loss * share).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
                 if kept is None and counts[rank] >= (window + 1) * k:
                     kept = [b.clone() for b in model.buffers()]

@@ -1,0 +1,178 @@
+"""What is checked of ``Join``'s arguments: on building it, without communication, and on entering, between the ranks.
+
+On entering stands one all-reduce of two words, the smallest and the largest digest of what each rank lists. Ranks that
+list different things would meet with collectives of different bursts; instead all of them raise::
+
+    active rank                              (nobody is joined yet)
+    all-reduce (min) of [digest, -digest]
+    if they differ: each rank's list through the store
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from join.collectives import Collective, Work, collective_of
+from join.errors import ProtocolError
+from join.joinable import Joinable
+from join.registry import joinables_of
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Return ``timeout`` if it is one.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is not positive and finite.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout={timeout!r} must be a number of seconds, or None to wait for ever")
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever")
+    return timeout
+
+
+def checked_weight(weight: Any) -> float | None:
+    """Return ``weight`` if it is one.
+
+    Raises:
+        TypeError: if it is no number.
+        ValueError: if it is negative or not finite.
+    """
+    if weight is None:
+        return None
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"weight={weight!r} must be a number of samples or tokens, or None")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight={weight!r} must be finite and not negative: a number of samples or tokens")
+    return float(weight)
+
+
+def expand(objects: Any) -> list[Joinable]:
+    """Turn the objects given to ``Join`` into joinables, each object once.
+
+    Raises:
+        TypeError: if ``objects`` is no list of objects that can join.
+        ValueError: if it is empty, has an object twice, or none that communicates.
+    """
+    # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
+    if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
+        raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...])")
+    listed = list(cast("Iterable[Any]", objects))
+    if not listed:
+        raise ValueError("joinables=[] is empty: Join requires at least one joinable")
+    expanded: list[Joinable] = []
+    seen: dict[int, int] = {}
+    for position, obj in enumerate(listed):
+        found = joinables_of(obj)
+        for joinable in found:
+            check_initialised(joinable)
+        for target in {id(joinable.join_target): joinable.join_target for joinable in found}.values():
+            if id(target) in seen:
+                raise ValueError(
+                    f"joinables[{seen[id(target)]}] and joinables[{position}] are the same {type(target).__name__};"
+                    " list it once"
+                )
+            seen[id(target)] = position
+        expanded += found
+    if not any(joinable.communicates for joinable in expanded):
+        names = ", ".join(joinable.join_name for joinable in expanded)
+        raise ValueError(
+            f"joinables=[{names}] has no object that communicates; list the DDP module (or another Joinable) too"
+        )
+    return expanded
+
+
+def common_collective(joinables: Sequence[Joinable]) -> Collective:
+    """Return the collective of the joinables' group.
+
+    Raises:
+        ValueError: if they have several.
+    """
+    first, *others = [joinable for joinable in joinables if joinable.communicates]
+    collective = collective_of(first.join_process_group)
+    for other in others:
+        if collective_of(other.join_process_group) is not collective:
+            raise ValueError(
+                f"{first.join_name} and {other.join_name} use different process groups; Join needs one: use a block for"
+                " each group"
+            )
+    return collective
+
+
+def check_initialised(joinable: Any) -> None:
+    """Raise a ``TypeError`` for a ``Joinable`` whose constructor did not call ``Joinable.__init__``."""
+    if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
+        raise TypeError(f"check that the constructor of {type(joinable).__name__} calls Joinable.__init__(self)")
+
+
+def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
+    """Raise a ``TypeError`` for a keyword that no hook takes: a mistake, most likely a typo.
+
+    Args:
+        joinables: those listed.
+        kwargs: what ``Join`` was given beyond its own arguments.
+        own: the names of these, which may have been meant.
+    """
+    taken: set[str] = set()
+    for joinable in joinables:
+        keywords = joinable.join_keywords
+        if keywords is None:
+            parameters = inspect.signature(joinable.join_hook).parameters.values()
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                return
+            keywords = frozenset(parameter.name for parameter in parameters)
+        taken |= keywords
+    for name, value in kwargs.items():
+        if name in taken:
+            continue
+        known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
+        meant = difflib.get_close_matches(name, [*taken, *own], n=1)
+        hint = f". Did you mean {meant[0]}?" if meant else ""
+        raise TypeError(f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint}")
+
+
+def check_agreement(
+    collective: Collective,
+    key: str,
+    joinables: Sequence[Joinable],
+    settings: Mapping[str, Any],
+    wait: Callable[[Work, str], None],
+) -> None:
+    """Make sure that all ranks entered the same block: the same objects in the same order, with the same settings.
+
+    Args:
+        collective: the group.
+        key: prefix of the block's keys in the store.
+        joinables: those listed.
+        settings: the arguments of ``Join``; only plain values are compared.
+        wait: waits for the all-reduce; gets a text that says what this rank is doing.
+
+    Raises:
+        ProtocolError: on every rank, if they do not agree.
+    """
+    names = ", ".join(joinable.join_name for joinable in joinables)
+    plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
+    mine = f"Join([{names}], {', '.join(plain)})"
+    digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest])
+    wait(collective.all_reduce(extremes, "min"), f"entered {mine}")
+    if int(extremes[0]) == -int(extremes[1]):
+        return
+    collective.set(f"{key}/entered/{collective.rank}", mine)
+    entered: dict[str, list[int]] = {}
+    for rank in range(collective.world_size):
+        entered.setdefault(collective.get(f"{key}/entered/{rank}"), []).append(rank)
+    told = "; ".join(f"ranks {ranks}: {text}" for text, ranks in entered.items())
+    raise ProtocolError(f"all ranks must enter the same block, but they entered different ones. {told}")

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-horovod check bench clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -13,12 +13,17 @@ help:
 	@echo 'make bench   run the benchmarks'
 	@echo 'make clean   remove caches, build output and demo-out (keeps .venv)'
 	@echo 'The first four create .venv when it is missing; PYTHON=... picks the interpreter.'
+	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m demo
 
 test: .venv/.test-installed
 	$(BIN)/python -m pytest
+
+test-horovod: .venv-horovod/.installed
+	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run
+	.venv-horovod/bin/horovodrun --gloo -np 4 .venv-horovod/bin/python -m tests.horovod.run
 
 check: .venv/.dev-installed
 	$(BIN)/ruff check .
@@ -35,6 +40,10 @@ clean:
 
 .venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	@touch $@
+
+.venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt
+	tests/horovod/build.sh $(PYTHON) .venv-horovod
 	@touch $@
 
 $(BIN)/pip:

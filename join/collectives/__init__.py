@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
 from join.collectives.base import Collective, ReduceOp, Work
+from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
+from join.collectives.torch import of_group as _of_group
 
-__all__ = ["Collective", "ReduceOp", "ThreadCollective", "TorchCollective", "Work", "collective_of", "run_threads"]
-
-# A process group must not outlive its user's last reference to it, so collectives are held weakly.
-_of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
+__all__ = [
+    "Collective",
+    "ReduceOp",
+    "SingleCollective",
+    "ThreadCollective",
+    "TorchCollective",
+    "Work",
+    "collective_of",
+    "run_threads",
+]
 
 
 def collective_of(group: Any) -> Collective:
     """Return the collective of ``group``, the same one for the same group as long as anybody holds it.
 
     Args:
-        group: a ``ProcessGroup``, ``None`` for the default group, or a :class:`Collective`, which is returned as it is.
+        group: a ``ProcessGroup``, ``None`` for the default group, or a :class:`Collective`, which is returned as it is
+            (a :class:`TorchCollective` only if it is the first of its group).
 
     Raises:
         ValueError: if ``group`` is ``None`` and ``torch.distributed`` is not initialised.
         TypeError: if ``group`` is something else.
     """
+    if isinstance(group, TorchCollective):
+        return _of_group.setdefault(group.group, group)
     if isinstance(group, Collective):
         return group
     if group is None:

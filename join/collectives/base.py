@@ -1,19 +1,25 @@
 """The seam between the protocol and whatever carries it: :class:`Collective`.
 
 A collective connects the ranks of one group. Operations are matched by their order: the n-th operation of one rank
-meets the n-th of every other. Next to them is a small key-value store, for texts that need no meeting.
+meets the n-th of every other. What returns a :class:`Work` has only been started, what returns a value is done. Next to
+them is a small key-value store, for texts that need no meeting.
+
+A backend implements the abstract methods; what is made of them is final.
 """
 
 from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
+from typing_extensions import final
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
+ResultOp: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
 class Work(Protocol):
@@ -32,8 +38,45 @@ class Work(Protocol):
         ...
 
 
+class Done:
+    """The :class:`Work` of a backend that does everything at once."""
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
 class Collective(ABC):
-    """The ranks of one group, and what they can do together. Tensors may live on any device the group can carry."""
+    """The ranks of one group, and what they can do together. Tensors may live on any device the group can carry.
+
+    Once it is set up, a collective has a rank and operations; each raises RuntimeError when it is not.
+    """
+
+    @property
+    @abstractmethod
+    def is_set_up(self) -> bool:
+        """Whether the ranks are connected."""
+
+    @abstractmethod
+    def setup(self, rank: int, world_size: int) -> None:
+        """Connect this rank with the others; all ranks call it.
+
+        Args:
+            rank: this rank, from 0.
+            world_size: the number of ranks.
+
+        Raises:
+            RuntimeError: if it is set up already, or the backend knows a different rank or world size.
+            ValueError: if there is no such rank.
+        """
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Disconnect, after the last operation; all ranks call it. Nothing happens if it is not set up."""
 
     @property
     @abstractmethod
@@ -47,11 +90,31 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Start reducing ``tensor`` over all ranks, in place."""
+        """Start reducing ``tensor`` over all ranks, in place.
+
+        Raises:
+            ValueError: if there is no such ``op``, before anything is sent.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Start copying ``tensor`` of rank ``source`` into that of every other rank, in place."""
+        """Start copying ``tensor`` of rank ``source`` into that of every other rank, in place.
+
+        Raises:
+            ValueError: if there is no such rank, before anything is sent.
+        """
+
+    @abstractmethod
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        """Start copying ``tensor`` of every rank into ``outputs``, which are in rank order.
+
+        Args:
+            tensor: of the same shape and dtype on all ranks.
+            outputs: one for each rank, contiguous, of the shape, dtype and device of ``tensor``.
+
+        Raises:
+            ValueError: if ``outputs`` are not, before anything is sent.
+        """
 
     @abstractmethod
     def set(self, key: str, value: str) -> None:
@@ -69,20 +132,21 @@ class Collective(ABC):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter in the store and return its new value."""
 
+    @abstractmethod
+    def next_block(self) -> int:
+        """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
+
+    @final
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Return rank ``source``'s ``value`` on every rank; it is pickled.
 
         Raises:
             RuntimeError: on every rank, if ``source`` cannot pickle it.
+            ValueError: if there is no such rank.
         """
-        data, error = bytearray(), ""
-        if self.rank == source:
-            try:
-                data = bytearray(pickle.dumps(value))
-            except Exception as unpicklable:
-                error = f"{type(unpicklable).__name__}: {unpicklable}"
-                data = bytearray(error.encode())
-        head = torch.tensor([len(data), not error], dtype=torch.int64)
+        self._check_source(source)
+        data, ok = _pickled(value) if self.rank == source else (bytearray(), True)
+        head = torch.tensor([len(data), ok], dtype=torch.int64)
         self.broadcast(head, source).wait()
         size, ok = int(head[0]), bool(head[1])
         data = data or bytearray(size)
@@ -91,6 +155,174 @@ class Collective(ABC):
             raise RuntimeError(f"rank {source} cannot pickle what it should broadcast: {data.decode()}")
         return value if self.rank == source else pickle.loads(data)
 
-    @abstractmethod
-    def next_block(self) -> int:
-        """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
+    @final
+    @torch.no_grad()
+    def all_gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Return ``tensor`` of every rank, in rank order.
+
+        Args:
+            tensor: of the same shape and dtype on all ranks.
+            outputs: what to fill and return, one for each rank and like ``tensor``; new tensors if not given.
+
+        Raises:
+            ValueError: if ``outputs`` are of another number, shape, dtype or device, before anything is sent.
+        """
+        filled = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        if outputs is None:
+            self.all_gather_into(tensor, filled).wait()
+            return filled
+        self._check_outputs(tensor, outputs, contiguous=False)
+        scattered = not all(output.is_contiguous() for output in outputs)
+        self.all_gather_into(tensor, filled if scattered else outputs).wait()
+        if scattered:
+            for output, received in zip(outputs, filled, strict=True):
+                output.copy_(received)
+        return list(outputs)
+
+    @final
+    @torch.no_grad()
+    def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``tensor`` of every rank, in rank order; the sizes may differ in every dimension.
+
+        All ranks send as much as the largest one has.
+
+        Raises:
+            ValueError: on every rank, if dtypes or numbers of dimensions differ.
+        """
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = self.all_gather_object((tensor.dtype, tuple(tensor.shape)))
+        if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
+            given = ", ".join(f"rank {rank} {describe(*each)}" for rank, each in enumerate(shapes))
+            raise ValueError(f"ranks must gather tensors of one dtype and number of dimensions, not {given}")
+        sizes = [torch.Size(shape).numel() for _, shape in shapes]
+        padded = tensor.new_zeros(max(sizes))
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        received = self.all_gather(padded) if max(sizes) else [padded] * self.world_size
+        # Cloned, since the padding would otherwise live as long as what was received.
+        return [flat[:size].clone().view(shape) for flat, size, (_, shape) in zip(received, sizes, shapes, strict=True)]
+
+    @final
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return ``value`` of every rank, in rank order; it is pickled.
+
+        Raises:
+            RuntimeError: on every rank, if one of them cannot pickle it.
+        """
+        data, ok = _pickled(value)
+        heads = self.all_gather(torch.tensor([len(data), ok], dtype=torch.int64))
+        sizes = [int(head[0]) for head in heads]
+        data.extend(bytes(max(sizes) - len(data)))
+        received = [bytearray(max(sizes)) for _ in sizes]
+        outputs = [torch.frombuffer(each, dtype=torch.uint8) for each in received]
+        self.all_gather(torch.frombuffer(data, dtype=torch.uint8), outputs)
+        texts = [each[:size] for each, size in zip(received, sizes, strict=True)]
+        failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
+        if failed:
+            raise RuntimeError(f"not every rank can pickle what it should send; {', '.join(failed)}")
+        return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
+
+    @final
+    @torch.no_grad()
+    def reduce(self, tensor: torch.Tensor, op: ResultOp = "mean") -> torch.Tensor:
+        """Return the elementwise ``op`` over all ranks, on every rank; ``tensor`` stays as it is.
+
+        Args:
+            tensor: of the same shape and dtype on all ranks. Booleans are counted by ``"sum"``, in int64.
+            op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+
+        Raises:
+            ValueError: if there is no such ``op``, before anything is sent.
+            TypeError: for the mean of integers or booleans, before anything is sent: convert them to the float type
+                that is wanted.
+        """
+        _check_op(op, get_args(ResultOp))
+        if op == "mean":
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise TypeError(f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum'")
+            result = tensor.clone(memory_format=torch.contiguous_format)
+            self.all_reduce(result, "sum").wait()
+            return result.div_(self.world_size)
+        # Not every backend reduces booleans, and where they are summed they are not counted.
+        counted = tensor.dtype == torch.bool
+        result = tensor.to(torch.int64) if counted else tensor.clone(memory_format=torch.contiguous_format)
+        self.all_reduce(result, op).wait()
+        return result.bool() if counted and op != "sum" else result
+
+    @final
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        self.all_reduce(torch.zeros(1)).wait()
+
+    @final
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks decided so, or with ``all=False`` any of them; the same on every rank."""
+        vote = torch.tensor([int(decision)])
+        self.all_reduce(vote, "min" if all else "max").wait()
+        return bool(vote.item())
+
+    # -- for backends -------------------------------------------------------------------------------------------------
+
+    @final
+    def _check_setup(self, rank: int, world_size: int) -> None:
+        if self.is_set_up:
+            raise RuntimeError(f"{type(self).__name__} is set up already: call teardown() before another setup()")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks, counted from 0")
+
+    @final
+    def _check_agrees(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
+        if (rank, world_size) != (own_rank, own_world_size):
+            raise RuntimeError(
+                f"setup(rank={rank}, world_size={world_size}) contradicts the backend of {type(self).__name__}, which"
+                f" says rank {own_rank} of {own_world_size}"
+            )
+
+    @final
+    def _check_source(self, source: int) -> None:
+        if not 0 <= source < self.world_size:
+            raise ValueError(f"source={source} is not a rank of this group: they are 0 to {self.world_size - 1}")
+
+    @final
+    def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], *, contiguous: bool = True) -> None:
+        if len(outputs) != self.world_size:
+            raise ValueError(f"{len(outputs)} outputs given: give one for each of {self.world_size} ranks")
+        wanted = (tensor.dtype, tensor.shape, tensor.device)
+        for rank, each in enumerate(outputs):
+            if (each.dtype, each.shape, each.device) != wanted:
+                raise ValueError(
+                    f"the output for rank {rank} is {describe(each.dtype, each.shape)} on {each.device}, but the"
+                    f" tensor {describe(tensor.dtype, tensor.shape)} on {tensor.device}"
+                )
+            if contiguous and not each.is_contiguous():
+                raise ValueError(f"the output for rank {rank} is not contiguous; all_gather() takes such outputs")
+
+
+def check_op(op: str) -> None:
+    """Refuse what no backend can reduce with.
+
+    Raises:
+        ValueError: if ``op`` is not a :data:`ReduceOp`.
+    """
+    _check_op(op, get_args(ReduceOp))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, flat: what is only copied can travel so, whatever dtypes a backend knows."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A tensor in short, like ``float32[2, 3]``."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _check_op(op: str, known: tuple[str, ...]) -> None:
+    if op not in known:
+        raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))}")
+
+
+def _pickled(value: Any) -> tuple[bytearray, bool]:
+    """``value`` pickled, or why that is impossible, and which of the two it is."""
+    try:
+        return bytearray(pickle.dumps(value)), True
+    except Exception as unpicklable:
+        return bytearray(f"{type(unpicklable).__name__}: {unpicklable}".encode()), False

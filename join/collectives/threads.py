@@ -8,14 +8,14 @@ Not for training: threads share one interpreter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from typing_extensions import override
 
-from join.collectives.base import Collective, ReduceOp, Work
+from join.collectives.base import Collective, ReduceOp, Work, check_op, describe
 
 T = TypeVar("T")
 _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -31,6 +31,7 @@ class _Meeting:
     def __init__(self, world: _World, what: str) -> None:
         self.world, self.what = world, what
         self.tensors: dict[int, torch.Tensor] = {}
+        self.receivers: list[Sequence[torch.Tensor]] = []
         self.done = threading.Event()
 
     def is_completed(self) -> bool:
@@ -69,31 +70,71 @@ class ThreadCollective(Collective):
 
     def __init__(self, world: _World, rank: int) -> None:
         self._world, self._rank, self._count, self._blocks = world, rank, 0, 0
+        self._is_set_up = True
 
     @property
     @override
     def rank(self) -> int:
+        self._check_is_set_up()
         return self._rank
 
     @property
     @override
     def world_size(self) -> int:
+        self._check_is_set_up()
         return self._world.size
+
+    @property
+    @override
+    def is_set_up(self) -> bool:
+        return self._is_set_up
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        self._check_setup(rank, world_size)
+        self._check_agrees(rank, world_size, self._rank, self._world.size)
+        self._is_set_up = True
+
+    @override
+    def teardown(self) -> None:
+        self._is_set_up = False
+
+    def _check_is_set_up(self) -> None:
+        if not self._is_set_up:
+            raise RuntimeError("ThreadCollective is not set up: call setup(rank, world_size) first")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        def combine(tensors: dict[int, torch.Tensor]) -> torch.Tensor:
-            return _REDUCTIONS[op](torch.stack([tensors[rank] for rank in sorted(tensors)]))
+        check_op(op)
 
-        return self._meet(f"all_reduce({op}) of {_describe(tensor)}", tensor, combine)
+        def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [_REDUCTIONS[op](torch.stack(tensors))]
+
+        return self._meet(f"all_reduce({op}) of {_describe(tensor)}", tensor, [tensor], combine)
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        return self._meet(f"broadcast from rank {source} of {_describe(tensor)}", tensor, lambda t: t[source].clone())
+        self._check_source(source)
+        what = f"broadcast from rank {source} of {_describe(tensor)}"
+        return self._meet(what, tensor, [tensor], lambda tensors: [tensors[source].clone()])
+
+    @override
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        self._check_outputs(tensor, outputs)
+        # Cloned, since a rank may gather into what it gives.
+        return self._meet(
+            f"all_gather of {_describe(tensor)}", tensor, outputs, lambda tensors: [each.clone() for each in tensors]
+        )
 
     def _meet(
-        self, what: str, tensor: torch.Tensor, combine: Callable[[dict[int, torch.Tensor]], torch.Tensor]
+        self,
+        what: str,
+        tensor: torch.Tensor,
+        receivers: Sequence[torch.Tensor],
+        combine: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> Work:
+        """The n-th operation: whoever comes last writes what ``combine`` makes of all tensors into all receivers."""
+        self._check_is_set_up()
         world = self._world
         with world.lock:
             if world.failed:
@@ -101,15 +142,17 @@ class ThreadCollective(Collective):
             meeting = world.meetings.setdefault(self._count, _Meeting(world, what))
             if meeting.what != what:
                 where = f"ranks disagree on collective {self._count}"
-                why = f"{where}: rank {self._rank} called {what}, another {meeting.what}"
+                why = f"{where}: rank {self._rank} called {what}, rank {min(meeting.tensors)} {meeting.what}"
                 world.fail(why)
                 raise RuntimeError(why)
             meeting.tensors[self._rank] = tensor
+            meeting.receivers.append(receivers)
             if len(meeting.tensors) == world.size:
                 with torch.no_grad():
-                    result = combine(meeting.tensors)
-                    for each in meeting.tensors.values():
-                        each.copy_(result)
+                    results = combine([meeting.tensors[rank] for rank in range(world.size)])
+                    for each in meeting.receivers:
+                        for receiver, result in zip(each, results, strict=True):
+                            receiver.copy_(result)
                 del world.meetings[self._count]
                 meeting.done.set()
         self._count += 1
@@ -117,12 +160,14 @@ class ThreadCollective(Collective):
 
     @override
     def set(self, key: str, value: str) -> None:
+        self._check_is_set_up()
         with self._world.lock:
             self._world.store[key] = value
             self._world.lock.notify_all()
 
     @override
     def get(self, key: str) -> str:
+        self._check_is_set_up()
         with self._world.lock:
             if not self._world.lock.wait_for(lambda: key in self._world.store, self._world.timeout):
                 raise RuntimeError(f"timed out waiting for key {key!r}")
@@ -130,11 +175,13 @@ class ThreadCollective(Collective):
 
     @override
     def check(self, key: str) -> bool:
+        self._check_is_set_up()
         with self._world.lock:
             return key in self._world.store
 
     @override
     def add(self, key: str, amount: int) -> int:
+        self._check_is_set_up()
         with self._world.lock:
             value = int(self._world.store.get(key, "0")) + amount
             self._world.store[key] = str(value)
@@ -147,7 +194,7 @@ class ThreadCollective(Collective):
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return describe(tensor.dtype, tensor.shape)
 
 
 def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: float = 30.0) -> list[T]:

@@ -6,17 +6,25 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from typing import cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import BackendConfig
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
-from join.collectives.base import Collective, ReduceOp, Work
+from join.collectives.base import ReduceOp, Work, as_bytes, check_op
+from join.collectives.store import StoreCollective
+
+_setups_by_environment = count()
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -31,13 +39,102 @@ class _Shared:
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
+of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
+"""The collective that stands for a group. A group must not outlive its user's last reference to it, so this is weak."""
 
-class TorchCollective(Collective):
-    """The ranks of a process group; get one with :func:`join.collectives.collective_of`."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+class TorchCollective(StoreCollective):
+    """The ranks of a process group.
+
+    Args:
+        group: a group that exists; :func:`join.collectives.collective_of` finds its collective. It is set up from the
+            start and belongs to whoever made it: ``teardown`` leaves it alone. Without, ``setup`` makes the default
+            group, or takes it as it is where there is one.
+        backend: for the default group, as for ``torch.distributed.init_process_group``.
+        store: for the default group; without, the environment says where the ranks meet (``MASTER_ADDR`` and
+            ``MASTER_PORT``).
+        timeout: for the default group.
+
+    Raises:
+        ValueError: if a group is given and how to make one is said, too.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        backend: str | None = None,
+        store: dist.Store | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if group is not None and not (backend is store is timeout is None):
+            raise ValueError("backend, store and timeout are for the default group that setup() makes: leave out group")
+        self._backend, self._given_store, self._timeout = backend, store, timeout
+        self._group: dist.ProcessGroup | None = None
+        self._last_group: dist.ProcessGroup | None = None
+        self._borrowed, self._made, self._setups = group is not None, False, 0
+        if group is not None:
+            self._connect(group)
+
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._shared = _shared.setdefault(group, _Shared())
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: if the collective is not set up.
+        """
+        if self._group is None:
+            raise RuntimeError("TorchCollective is not set up: call setup(rank, world_size) first, or give it a group")
+        return self._group
+
+    @property
+    @override
+    def is_set_up(self) -> bool:
+        return self._group is not None
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        self._check_setup(rank, world_size)
+        if not dist.is_initialized():
+            store = self._store_of_setup(rank, world_size)
+            dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+            self._made = True
+        default = dist.group.WORLD
+        assert default is not None
+        self._check_agrees(rank, world_size, default.rank(), default.size())
+        if self._backend is not None and not self._made:
+            wanted = str(BackendConfig(cast("dist.Backend", dist.Backend(self._backend))))
+            there = dist.get_backend_config(default)
+            if wanted != there:
+                raise RuntimeError(f"backend={self._backend!r} contradicts the default group, whose backend is {there}")
+        self._connect(default)
+
+    def _store_of_setup(self, rank: int, world_size: int) -> dist.Store:
+        # What an earlier setup left in the store must not be taken for this one's. torchrun's store outlives them all.
+        if self._given_store is not None:
+            self._setups += 1
+            return dist.PrefixStore(f"setup/{self._setups}", self._given_store)
+        timeout = {} if self._timeout is None else {"timeout": self._timeout}
+        found, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
+        return dist.PrefixStore(f"setup/{next(_setups_by_environment)}", found)
+
+    @override
+    def teardown(self) -> None:
+        if self._borrowed or self._group is None:
+            return
+        if of_group.get(self._group) is self:
+            del of_group[self._group]
+        # Kept until the next teardown: a thread of the group's own may still be clearing a comm hook's callback, and must
+        # not be the one that frees the group.
+        self._last_group, self._group = self._group, None
+        vars(self).pop("_cpu_group", None)  # the cached property
+        if self._made:
+            self._made = False
+            dist.destroy_process_group()
 
     @property
     @override
@@ -68,32 +165,26 @@ class TorchCollective(Collective):
         group = self._group_of(tensor)
         if op == "sum":
             return group.allreduce([tensor])
+        check_op(op)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # pyright: ignore[reportAttributeAccessIssue]
         return group.allreduce([tensor], options)
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        self._check_source(source)
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
         return self._group_of(tensor).broadcast([tensor], options)
 
     @override
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    @override
-    def get(self, key: str) -> str:
-        return self._store.get(key).decode()
-
-    @override
-    def check(self, key: str) -> bool:
-        return self._store.check([key])
-
-    @override
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        self._check_outputs(tensor, outputs)
+        # As bytes, since gloo does not know every dtype and copying needs none.
+        return self._group_of(tensor).allgather(
+            [[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())]
+        )
 
     @override
     def next_block(self) -> int:
@@ -101,5 +192,6 @@ class TorchCollective(Collective):
         return self._shared.blocks
 
     @property
+    @override
     def _store(self) -> dist.Store:
         return self.group.get_group_store()

@@ -1,89 +1,107 @@
-"""One suite over every Collective: threads, gloo, and a process group without a CPU backend of its own."""
+"""The suite over every Collective but the one of Horovod, which starts its own ranks: ``make test-horovod``."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from join.collectives import Collective, ThreadCollective, TorchCollective, collective_of, run_threads
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.collectives import SingleCollective, ThreadCollective, TorchCollective, collective_of, run_threads
+from tests.conformance.collective_suite import check_lifecycle, check_refuses_when_not_set_up, conforms
 from tests.pool import Pool
 
 RANKS = 3
 
 
-def conforms(collective: Collective) -> None:
-    rank, size = collective.rank, collective.world_size
-    assert size == RANKS
-    for op, expected in {"sum": [3.0, 6.0], "min": [0.0, 2.0], "max": [2.0, 2.0]}.items():
-        tensor = torch.tensor([float(rank), 2.0])
-        collective.all_reduce(tensor, op).wait()  # type: ignore[arg-type]
-        assert tensor.tolist() == expected
-    for source in range(size):
-        tensor = torch.full((2, 2), rank, dtype=torch.int64)
-        collective.broadcast(tensor, source).wait()
-        assert tensor.tolist() == [[source] * 2] * 2
-
-    # several under way at once are matched by their order
-    tensors = [torch.tensor([float(rank + step)]) for step in range(5)]
-    for work in [collective.all_reduce(tensor) for tensor in tensors]:
-        work.wait()
-        assert work.is_completed()
-    assert [tensor.item() for tensor in tensors] == [3.0 + 3 * step for step in range(5)]
-
-    # waiting can end early and be taken up again
-    tensor = torch.ones(1)
-    if rank == 0:
-        time.sleep(0.6)
-    work = collective.all_reduce(tensor)
-    if rank != 0:
-        with pytest.raises(RuntimeError):
-            work.wait(timedelta(seconds=0.1))
-    work.wait()
-    assert tensor.item() == size
-
-    collective.set(f"key/{rank}", f"text of {rank}")
-    assert [collective.get(f"key/{each}") for each in range(size)] == [f"text of {each}" for each in range(size)]
-    assert collective.check("key/0")
-    assert not collective.check("never set")
-    collective.add("counter", rank + 1)
-    collective.all_reduce(torch.zeros(1)).wait()
-    assert collective.add("counter", 0) == 6
-
-    value = {"list": [1, None, "two"], "rank": rank}
-    assert collective.broadcast_object(value, 1) == {"list": [1, None, "two"], "rank": 1}
-    assert collective.broadcast_object(None, 2) is None
-    with pytest.raises(RuntimeError, match="rank 0 cannot pickle"):
-        collective.broadcast_object(lambda: None, 0)
-
-    tree = {"a": torch.full((3,), rank), "b": [torch.tensor(float(rank)), (rank, "x")], 5: torch.zeros(0)}
-    received = broadcast_tree(collective, tree if rank == 2 else None, 2)
-    assert torch.equal(received["a"], torch.full((3,), 2))
-    assert received["b"][0].item() == 2.0
-    assert received["b"][1] == (2, "x")
-    assert received[5].shape == (0,)
-    assert broadcast_tree(collective, [], 0) == []
-
-    mixed = [torch.full((2, 3), rank).t(), torch.tensor(rank, dtype=torch.float64), torch.full((4,), float(rank))]
-    broadcast_tensors(collective, mixed, 1)
-    assert all(bool((tensor == 1).all()) for tensor in mixed)
-
-    first = collective.next_block()
-    assert collective.next_block() == first + 1
+def alone(rank: int) -> None:
+    conforms(TorchCollective(dist.group.WORLD))
 
 
-def test_threads() -> None:
-    run_threads(RANKS, conforms)
+def test_single() -> None:
+    collective = SingleCollective()
+    check_lifecycle(collective, 0, 1)
+    collective.barrier()  # there is nothing to connect
+    with pytest.raises(RuntimeError, match="'key' is not in the store"):
+        collective.get("key")
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS, 16])
+def test_threads(ranks: int) -> None:
+    run_threads(ranks, conforms)
+
+
+def test_threads_leave_and_come_back() -> None:
+    def rank_main(collective: ThreadCollective) -> None:
+        rank, size = collective.rank, collective.world_size
+        with pytest.raises(RuntimeError, match="set up already"):
+            collective.setup(rank, size)
+        collective.teardown()
+        check_refuses_when_not_set_up(collective)
+        check_lifecycle(collective, rank, size, again=False)
+
+    run_threads(RANKS, rank_main)
 
 
 def with_gloo(rank: int) -> None:
     assert collective_of(None) is collective_of(dist.group.WORLD)
     conforms(collective_of(None))
+
+
+def set_up(rank: int, folder: str) -> None:
+    """The whole life of a collective that makes the default group."""
+    dist.destroy_process_group()
+    collective = TorchCollective(backend="gloo", store=dist.FileStore(f"{folder}/store", RANKS), timeout=timedelta(60))
+    check_refuses_when_not_set_up(collective)
+    check_lifecycle(collective, rank, RANKS, contradicts=False)
+    check_refuses_when_not_set_up(collective)
+    assert not dist.is_initialized()
+
+
+def set_up_as_by_torchrun(rank: int, port: int) -> None:
+    """The launcher's store outlives every group, and what an earlier group left in it must not be met by the next."""
+    dist.destroy_process_group()
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with mock.patch.dict(os.environ, told):
+        for collective in (first := TorchCollective(backend="gloo"), first, TorchCollective(backend="gloo")):
+            time.sleep(0.3 * (rank == 0))  # while the others look for it
+            collective.setup(rank, RANKS)
+            assert collective.all_gather_object(rank) == list(range(RANKS))
+            collective.teardown()
+
+
+def takes_the_default_group(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"backend='nccl' contradicts the default group"):
+        TorchCollective(backend="nccl").setup(rank, RANKS)
+    collective = TorchCollective(backend="gloo")
+    check_lifecycle(collective, rank, RANKS, again=False)
+    check_refuses_when_not_set_up(collective)
+    assert dist.is_initialized()  # it was there before
+
+    # One group has one collective, whichever way it was reached.
+    collective.setup(rank, RANKS)
+    assert collective_of(collective) is collective is collective_of(None)
+    other = TorchCollective()
+    other.setup(rank, RANKS)
+    assert collective_of(other) is collective
+    collective.teardown()
+    assert collective_of(other) is other is collective_of(None)
+
+
+def leaves_a_group_that_it_was_given(rank: int) -> None:
+    collective = collective_of(None)
+    collective.teardown()
+    collective.barrier()
+    with pytest.raises(ValueError, match="leave out group"):
+        TorchCollective(dist.group.WORLD, backend="gloo")
 
 
 def without_cpu_backend(rank: int) -> None:
@@ -103,6 +121,27 @@ def in_sub_group(rank: int) -> None:
 
 def test_gloo(pool: Pool) -> None:
     pool.run(with_gloo, ranks=RANKS)
+
+
+def test_gloo_alone(pool: Pool) -> None:
+    pool.run(alone, ranks=1)
+
+
+def test_gloo_setup(pool: Pool, tmp_path: Path) -> None:
+    pool.run(set_up, str(tmp_path), ranks=RANKS)
+
+
+def test_gloo_setup_as_by_torchrun(pool: Pool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pool.run(set_up_as_by_torchrun, store.port, ranks=RANKS)
+
+
+def test_gloo_takes_the_default_group(pool: Pool) -> None:
+    pool.run(takes_the_default_group, ranks=RANKS)
+
+
+def test_gloo_leaves_a_group_that_it_was_given(pool: Pool) -> None:
+    pool.run(leaves_a_group_that_it_was_given, ranks=RANKS)
 
 
 def test_group_without_cpu_backend(pool: Pool) -> None:
@@ -167,3 +206,75 @@ def released(rank: int) -> None:
 
 def test_a_group_is_not_kept_alive(pool: Pool) -> None:
     pool.run(released, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "package"),
+    [("horovod", "HorovodCollective", "Horovod for PyTorch"), ("xla", "XlaCollective", "PyTorch/XLA")],
+)
+def test_missing_package_is_named(backend: str, name: str, package: str) -> None:
+    needed = {"horovod": "horovod.torch", "xla": "torch_xla"}[backend]
+    if importlib.util.find_spec(needed.split(".")[0]) is not None:
+        pytest.skip(f"{needed} is installed")
+    module = importlib.import_module(f"join.collectives.{backend}")  # needs it only when a collective is made
+    with pytest.raises(ImportError, match=f"^{name} needs {package}: .*pip install"):
+        getattr(module, name)()
+
+
+def test_xla_alone() -> None:
+    torch_xla = pytest.importorskip(
+        "torch_xla", reason="PyTorch/XLA is not installed; it has no release for this torch"
+    )
+    from join.collectives.xla import XlaCollective
+
+    collective = XlaCollective()
+    check_refuses_when_not_set_up(collective)
+    check_lifecycle(collective, 0, 1)
+    check_refuses_when_not_set_up(collective)
+    collective.setup(0, 1)
+    tensor = torch.tensor([1.0, 2.0], device=torch_xla.device())
+    for result in (collective.reduce(tensor), *collective.all_gather(tensor), *collective.all_gather_uneven(tensor)):
+        assert result.device == tensor.device and result.tolist() == [1.0, 2.0]
+
+
+class StandIn:
+    """What XlaCollective uses of torch_xla, torch_xla.core.xla_model and torch_xla.runtime, over thread ranks."""
+
+    REDUCE_SUM, REDUCE_MIN, REDUCE_MAX = "sum", "min", "max"
+
+    def __init__(self, collective: ThreadCollective) -> None:
+        self.collective = collective
+
+    def device(self) -> str:
+        return "cpu"
+
+    def sync(self) -> None:
+        pass
+
+    def global_ordinal(self) -> int:
+        return self.collective.rank
+
+    def world_size(self) -> int:
+        return self.collective.world_size
+
+    def all_reduce(self, reduce_type: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return self.collective.reduce(inputs, reduce_type)
+
+    def all_gather(self, value: torch.Tensor, dim: int = 0, pin_layout: bool = True) -> torch.Tensor:
+        return torch.cat(self.collective.all_gather(value), dim)
+
+
+def test_xla_on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no CPU can run, since XLA's ranks do not meet there: more than one rank."""
+    from join.collectives import xla
+
+    mine = threading.local()
+    monkeypatch.setattr(xla.importlib, "import_module", lambda name: mine.torch_xla)
+
+    def rank_main(collective: ThreadCollective) -> None:
+        mine.torch_xla = StandIn(collective)
+        over_xla = xla.XlaCollective()
+        check_refuses_when_not_set_up(over_xla)
+        check_lifecycle(over_xla, collective.rank, collective.world_size, asynchronous=False)
+
+    run_threads(RANKS, rank_main)

@@ -1,0 +1,182 @@
+"""A :class:`Collective` over Horovod: :class:`HorovodCollective`. Horovod is imported when one is made, not before.
+
+Horovod matches operations by their names, so the n-th of a collective is named after n. It does not reduce booleans,
+small integers and bfloat16: they are reduced in a wider type, and put back when the operation is waited for. There is
+no store in Horovod: ``setup`` opens one on rank 0, unless one is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from join.collectives.base import Done, ReduceOp, Work, as_bytes, check_op
+from join.collectives.store import StoreCollective
+
+_POLL_SECONDS = 0.0005
+
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bfloat16: torch.float32,
+}
+
+# Collectives of one process are told apart by their number: all ranks set them up in one order.
+_numbers = count()
+
+
+class _Handle:
+    """A handle of Horovod's as a :class:`Work`."""
+
+    def __init__(self, hvd: Any, handle: int, finish: Callable[[torch.Tensor], None]) -> None:
+        self._hvd, self._handle, self._finish = hvd, handle, finish
+        self._done = False
+
+    def is_completed(self) -> bool:
+        return self._done or self._hvd.poll(self._handle)
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        if self._done:
+            return True
+        if timeout is not None:
+            deadline = time.monotonic() + timeout.total_seconds()
+            while not self._hvd.poll(self._handle):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"timed out after {timeout.total_seconds():g} s waiting for Horovod")
+                time.sleep(_POLL_SECONDS)
+        received = self._hvd.synchronize(self._handle)
+        with torch.no_grad():
+            self._finish(received)
+        self._done = True
+        return True
+
+
+class HorovodCollective(StoreCollective):
+    """All ranks that Horovod started.
+
+    Args:
+        store: where texts are kept. Without, rank 0 opens a store on a free port, and the others reach it by the host
+            name of rank 0, or on this host if all have the same.
+
+    Raises:
+        ImportError: if Horovod is not installed.
+    """
+
+    def __init__(self, *, store: dist.Store | None = None) -> None:
+        try:
+            self._hvd: Any = importlib.import_module("horovod.torch")
+        except ImportError as missing:
+            raise ImportError(
+                "HorovodCollective needs Horovod for PyTorch: HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation"
+                " horovod"
+            ) from missing
+        self._given_store, self._opened = store, None
+        self._is_set_up, self._made = False, False
+        self._name, self._count, self._blocks = "", 0, 0
+
+    @property
+    @override
+    def rank(self) -> int:
+        return self._joint.rank()
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self._joint.size()
+
+    @property
+    @override
+    def is_set_up(self) -> bool:
+        return self._is_set_up
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        self._check_setup(rank, world_size)
+        if not self._hvd.is_initialized():
+            self._hvd.init()
+            self._made = True
+        self._check_agrees(rank, world_size, self._hvd.rank(), self._hvd.size())
+        self._is_set_up = True
+        self._name, self._count = f"join.{next(_numbers)}", 0
+        self._opened = (
+            self._open_store() if self._given_store is None else dist.PrefixStore(self._name, self._given_store)
+        )
+
+    @override
+    def teardown(self) -> None:
+        self._is_set_up, self._opened = False, None
+        if self._made:
+            self._made = False
+            self._hvd.shutdown()
+
+    @property
+    def _joint(self) -> Any:
+        if not self._is_set_up:
+            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first")
+        return self._hvd
+
+    @property
+    @override
+    def _store(self) -> dist.Store:
+        if self._opened is None:
+            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first")
+        return self._opened
+
+    def _next_name(self) -> str:
+        self._count += 1
+        return f"{self._name}.{self._count}"
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        check_op(op)
+        hvd = self._joint
+        if tensor.numel() == 0:
+            return Done()
+        carried = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
+        handle = hvd.allreduce_async_(
+            carried, name=self._next_name(), op={"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[op]
+        )
+        return _Handle(hvd, handle, lambda received: _put_back(received, tensor))
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        self._check_source(source)
+        hvd = self._joint
+        if tensor.numel() == 0:
+            return Done()
+        carried = tensor.detach().contiguous()
+        handle = hvd.broadcast_async_(as_bytes(carried), source, name=self._next_name())
+        return _Handle(hvd, handle, lambda _: _put_back(carried, tensor))
+
+    @override
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        self._check_outputs(tensor, outputs)
+        hvd = self._joint
+        if tensor.numel() == 0:
+            return Done()
+
+        def finish(received: torch.Tensor) -> None:
+            for output, each in zip(outputs, received.chunk(len(outputs)), strict=True):
+                as_bytes(output).copy_(each)
+
+        return _Handle(hvd, hvd.allgather_async(as_bytes(tensor.contiguous()), name=self._next_name()), finish)
+
+    @override
+    def next_block(self) -> int:
+        self._blocks += 1
+        return self._blocks
+
+
+def _put_back(carried: torch.Tensor, tensor: torch.Tensor) -> None:
+    if carried.data_ptr() != tensor.data_ptr():
+        tensor.copy_(carried)

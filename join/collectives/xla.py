@@ -1,0 +1,142 @@
+"""A :class:`Collective` over PyTorch/XLA: :class:`XlaCollective`. ``torch_xla`` is imported when one is made.
+
+Ranks are what ``torch_xla.launch`` or ``torch_xla.distributed.xla_multiprocessing.spawn`` started, one for each device.
+Tensors may live on the host or on the XLA device; those of the host travel through the device. XLA compiles what runs
+on a device, and ranks may only meet in equal programs: so everything before a collective is run first, and each
+operation is done when it returns. There is no store in XLA: ``setup`` opens one on rank 0, unless one is given.
+
+*What was run.* The conformance suite with torch_xla 2.9.0 and torch 2.9.0 on a CPU at world size 1, with and without
+``XLA_ALWAYS_ALLREDUCE=1`` (without, ``xm.all_reduce`` of one rank does nothing); and, with 3 ranks, over a stand-in
+with the signatures of torch_xla. *What was not:* several real ranks (two CPU devices never met in an all-reduce), and
+any device but a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from join.collectives.base import Done, ReduceOp, Work, check_op
+from join.collectives.store import StoreCollective
+
+_WIDER = {torch.bool: torch.int32, torch.bfloat16: torch.float32}
+
+
+class XlaCollective(StoreCollective):
+    """All ranks that PyTorch/XLA started.
+
+    Args:
+        store: where texts are kept. Without, rank 0 opens a store on a free port, and the others reach it by the host
+            name of rank 0, or on this host if all have the same.
+
+    Raises:
+        ImportError: if PyTorch/XLA is not installed.
+    """
+
+    def __init__(self, *, store: dist.Store | None = None) -> None:
+        try:
+            self._xla: Any = importlib.import_module("torch_xla")
+            self._model: Any = importlib.import_module("torch_xla.core.xla_model")
+            self._runtime: Any = importlib.import_module("torch_xla.runtime")
+        except ImportError as missing:
+            raise ImportError("XlaCollective needs PyTorch/XLA: pip install torch_xla") from missing
+        self._given_store, self._opened = store, None
+        self._is_set_up, self._setups, self._blocks = False, 0, 0
+
+    @property
+    @override
+    def rank(self) -> int:
+        self._check_is_set_up()
+        return self._runtime.global_ordinal()
+
+    @property
+    @override
+    def world_size(self) -> int:
+        self._check_is_set_up()
+        return self._runtime.world_size()
+
+    @property
+    @override
+    def is_set_up(self) -> bool:
+        return self._is_set_up
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        self._check_setup(rank, world_size)
+        self._check_agrees(rank, world_size, self._runtime.global_ordinal(), self._runtime.world_size())
+        self._is_set_up = True
+        if self._given_store is None:
+            self._opened = self._open_store()
+        else:
+            self._opened = dist.PrefixStore(f"setup/{self._setups}", self._given_store)
+            self._setups += 1
+
+    @override
+    def teardown(self) -> None:
+        self._is_set_up, self._opened = False, None
+
+    @property
+    @override
+    def _store(self) -> dist.Store:
+        self._check_is_set_up()
+        assert self._opened is not None
+        return self._opened
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        check_op(op)
+        self._check_is_set_up()
+        with torch.no_grad():
+            tensor.copy_(self._reduced(tensor, op))
+        return Done()
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        self._check_source(source)
+        # The sum with zeros. Not xm.collective_broadcast, which multiplies by zero: what a receiver has may be NaN.
+        with torch.no_grad():
+            received = self._reduced(tensor if self.rank == source else torch.zeros_like(tensor), "sum")
+            if self.rank != source:
+                tensor.copy_(received)
+        return Done()
+
+    @override
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
+        self._check_outputs(tensor, outputs)
+        if tensor.numel() == 0:
+            return Done()
+        with torch.no_grad():
+            # Its default, pin_layout=True, would all-reduce a tensor of the size of all of them.
+            gathered = self._model.all_gather(self._on_device(tensor.reshape(1, -1)), pin_layout=False)
+            self._xla.sync()
+            for output, each in zip(outputs, gathered.to(tensor.device), strict=True):
+                output.copy_(each.view(tensor.shape))
+        return Done()
+
+    @override
+    def next_block(self) -> int:
+        self._blocks += 1
+        return self._blocks
+
+    def _reduced(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor
+        ops = {"sum": self._model.REDUCE_SUM, "min": self._model.REDUCE_MIN, "max": self._model.REDUCE_MAX}
+        result = self._model.all_reduce(ops[op], self._on_device(tensor))
+        self._xla.sync()
+        return result.to(tensor.device)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the XLA device, of a type that every device can add, with everything before it done."""
+        carried = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True).to(self._xla.device())
+        self._xla.sync()
+        return carried
+
+    def _check_is_set_up(self) -> None:
+        if not self._is_set_up:
+            raise RuntimeError("XlaCollective is not set up: call setup(rank, world_size) first")

@@ -1,0 +1,322 @@
+"""What every Collective does, as plain functions: each backend's ranks run CHECKS in order, under pytest or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from join import Join
+from join.collectives import Collective
+from join.transfer import broadcast_tensors, broadcast_tree
+from tests.join.counter import Counter
+
+
+def conforms(collective: Collective, *, asynchronous: bool = True) -> None:
+    for check in CHECKS:
+        if asynchronous or check is not check_waiting_can_end_early:
+            check(collective)
+
+
+def check_all_reduce(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    total = float(sum(range(size)))
+    for op, expected in {"sum": [total, 2.0 * size], "min": [0.0, 2.0], "max": [size - 1.0, 2.0]}.items():
+        tensor = torch.tensor([float(rank), 2.0])
+        collective.all_reduce(tensor, op).wait()  # type: ignore[arg-type]
+        assert tensor.tolist() == expected
+    for dtype in (torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+        tensor = torch.tensor(rank, dtype=dtype)
+        collective.all_reduce(tensor).wait()
+        assert tensor.dtype == dtype and tensor.shape == () and tensor.item() == total
+    columns = torch.tensor([[float(rank), 1.0, 2.0], [3.0, 4.0, 5.0]]).t()
+    collective.all_reduce(columns).wait()
+    assert columns.t().tolist() == [[total, size, 2.0 * size], [3.0 * size, 4.0 * size, 5.0 * size]]
+    collective.all_reduce(torch.zeros(0)).wait()
+    for op in ("mean", "product", ""):
+        with pytest.raises(ValueError, match=f"unknown op '{op}': give one of 'sum', 'min', 'max'"):
+            collective.all_reduce(torch.zeros(1), op)  # type: ignore[arg-type]
+
+
+def check_broadcast(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    for source in range(size):
+        for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8):
+            tensor = torch.full((2, 2), rank).to(dtype)
+            collective.broadcast(tensor, source).wait()
+            assert torch.equal(tensor, torch.full((2, 2), source).to(dtype))
+        columns = torch.full((2, 3), float(rank)).t()
+        collective.broadcast(columns, source).wait()
+        assert columns.unique().tolist() == [source]
+        scalar = torch.tensor(float("nan") if rank != source else 5.0)
+        collective.broadcast(scalar, source).wait()
+        assert scalar.item() == 5.0
+    for source in (-1, size):
+        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
+            collective.broadcast(torch.zeros(1), source)
+        with pytest.raises(ValueError, match=f"source={source} is not a rank"):
+            collective.broadcast_object(None, source)
+
+
+def check_matched_by_order(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    tensors = [torch.tensor([float(rank + step)]) for step in range(5)]
+    works = [collective.all_reduce(tensor) for tensor in tensors]
+    everyone = [torch.zeros(1) for _ in range(size)]
+    works.append(collective.all_gather_into(torch.tensor([float(rank)]), everyone))
+    for work in reversed(works):
+        work.wait()
+        assert work.is_completed()
+        assert work.wait()
+    assert [tensor.item() for tensor in tensors] == [sum(range(size)) + size * step for step in range(5)]
+    assert [tensor.item() for tensor in everyone] == list(range(size))
+
+
+def check_waiting_can_end_early(collective: Collective) -> None:
+    tensor = torch.ones(1)
+    if collective.rank == 0:
+        time.sleep(0.6)
+    work = collective.all_reduce(tensor)
+    if collective.rank != 0:
+        assert not work.is_completed()
+        with pytest.raises(RuntimeError):
+            work.wait(timedelta(seconds=0.1))
+    work.wait()
+    assert tensor.item() == collective.world_size
+
+
+def check_all_gather(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float32, torch.complex64):
+        for shape in ((), (3,), (0,), (2, 3)):
+            mine = torch.full(shape, rank + 1).to(dtype)
+            expected = [torch.full(shape, each + 1).to(dtype) for each in range(size)]
+            gathered = collective.all_gather(mine)
+            assert len(gathered) == size
+            assert all(map(torch.equal, gathered, expected)), (dtype, shape, gathered)
+            outputs = [torch.zeros(shape, dtype=dtype) for _ in range(size)]
+            returned = collective.all_gather(mine, outputs)
+            assert all(given is filled for given, filled in zip(outputs, returned, strict=True))
+            assert all(map(torch.equal, outputs, expected))
+    columns = torch.full((3, 2), rank + 1.0, requires_grad=True).t()
+    outputs = [torch.zeros(3, 2).t() for _ in range(size)]
+    gathered = collective.all_gather(columns, outputs)
+    assert [tensor.unique().tolist() for tensor in gathered] == [[each + 1] for each in range(size)]
+    assert not any(tensor.requires_grad for tensor in collective.all_gather(columns))
+
+    tensor, like = torch.zeros(2), [torch.zeros(2) for _ in range(size)]
+    for method in (collective.all_gather, collective.all_gather_into):
+        with pytest.raises(ValueError, match=f"{size + 1} outputs given: give one for each of {size} ranks"):
+            method(tensor, [*like, torch.zeros(2)])
+        with pytest.raises(ValueError, match=r"output for rank 0 is float64\[2\] on cpu, but the tensor float32\[2\]"):
+            method(tensor, [each.double() for each in like])
+        with pytest.raises(ValueError, match=r"output for rank 0 is float32\[3\]"):
+            method(tensor, [torch.zeros(3) for _ in range(size)])
+    with pytest.raises(ValueError, match="output for rank 0 is not contiguous"):
+        collective.all_gather_into(torch.zeros(2, 3), [torch.zeros(3, 2).t() for _ in range(size)])
+
+
+def check_all_gather_uneven(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    for shape_of in (
+        lambda each: (each,),  # rank 0 has nothing
+        lambda each: (each + 1, 3),
+        lambda each: (2, each + 1, size - each),
+        lambda each: (0,),
+        lambda each: (),
+    ):
+        gathered = collective.all_gather_uneven(torch.full(shape_of(rank), float(rank)))
+        expected = [torch.full(shape_of(each), float(each)) for each in range(size)]
+        assert all(map(torch.equal, gathered, expected)), gathered
+    flags = collective.all_gather_uneven(torch.ones(rank, 2, dtype=torch.bool).t())
+    assert all(torch.equal(tensor, torch.ones(2, each, dtype=torch.bool)) for each, tensor in enumerate(flags))
+    if size > 1:
+        with pytest.raises(ValueError, match=r"rank 0 float32\[1\], rank 1 int64\[1\]"):
+            collective.all_gather_uneven(torch.zeros(1) if rank == 0 else torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(ValueError, match=rf"rank {size - 1} float32\[1, 1\]"):
+            collective.all_gather_uneven(torch.zeros(1) if rank != size - 1 else torch.zeros(1, 1))
+
+
+def check_reduce(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    tensor = torch.tensor([[float(rank), 1.0]]).t()
+    total = float(sum(range(size)))
+    for op, expected in {
+        "mean": [total / size, 1.0],
+        "sum": [total, size],
+        "min": [0, 1],
+        "max": [size - 1, 1],
+    }.items():
+        result = collective.reduce(tensor, op)  # type: ignore[arg-type]
+        assert result.shape == (2, 1)
+        assert result.flatten().tolist() == pytest.approx(expected)
+    assert torch.equal(collective.reduce(tensor), collective.reduce(tensor, "mean"))
+    assert tensor.flatten().tolist() == [rank, 1.0]
+    assert not collective.reduce(torch.ones(1, requires_grad=True)).requires_grad
+
+    first = torch.tensor([rank == 0, True, False])
+    for op, expected in {"sum": [1, size, 0], "min": [size == 1, True, False], "max": [True, True, False]}.items():
+        result = collective.reduce(first, op)  # type: ignore[arg-type]
+        assert result.tolist() == expected and result.dtype == (torch.int64 if op == "sum" else torch.bool)
+    assert collective.reduce(torch.tensor(rank), "sum").item() == total
+
+    for integers in (torch.tensor([1]), torch.tensor([True])):
+        with pytest.raises(TypeError, match=f"the mean of {integers.dtype} "):
+            collective.reduce(integers)
+    with pytest.raises(ValueError, match="unknown op 'median': give one of 'mean', 'sum', 'min', 'max'"):
+        collective.reduce(tensor, "median")  # type: ignore[arg-type]
+
+
+def check_boolean_decision(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    for decisions in ([True] * size, [False] * size, [each == 0 for each in range(size)]):
+        assert collective.reduce_boolean_decision(decisions[rank]) is all(decisions)
+        assert collective.reduce_boolean_decision(decisions[rank], all=False) is any(decisions)
+
+
+def check_barrier(collective: Collective) -> None:
+    if collective.rank == collective.world_size - 1:
+        time.sleep(0.1)
+    collective.set(f"came/{collective.rank}", "")
+    collective.barrier()
+    assert all(collective.check(f"came/{each}") for each in range(collective.world_size))
+
+
+def check_objects(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    last = size - 1
+    value = {"list": [1, None, "two"], "rank": rank}
+    assert collective.broadcast_object(value, last) == {"list": [1, None, "two"], "rank": last}
+    assert collective.broadcast_object(None, 0) is None
+    values = [None if each == 0 else {"rank": each, "text": "x" * 100 * each} for each in range(size)]
+    assert collective.all_gather_object(values[rank]) == values
+    # an error on every rank, and what follows still meets
+    with pytest.raises(RuntimeError, match="rank 0 cannot pickle"):
+        collective.broadcast_object(lambda: None, 0)
+    with pytest.raises(RuntimeError, match=f"not every rank can pickle what it should send; rank {last}: .*lambda"):
+        collective.all_gather_object((lambda: None) if rank == last else "fine")
+    assert collective.all_gather_object(rank) == list(range(size))
+
+
+def check_store(collective: Collective) -> None:
+    rank, size = collective.rank, collective.world_size
+    collective.set(f"key/{rank}", f"text of {rank}")
+    assert [collective.get(f"key/{each}") for each in range(size)] == [f"text of {each}" for each in range(size)]
+    assert collective.check("key/0")
+    assert not collective.check("never set")
+    collective.add("counter", rank + 1)
+    collective.barrier()
+    assert collective.add("counter", 0) == sum(range(size + 1))
+
+
+def check_transfer(collective: Collective) -> None:
+    rank, source = collective.rank, collective.world_size - 1
+    tree = {"a": torch.full((3,), rank), "b": [torch.tensor(float(rank)), (rank, "x")], 5: torch.zeros(0)}
+    received = broadcast_tree(collective, tree if rank == source else None, source)
+    assert torch.equal(received["a"], torch.full((3,), source))
+    assert received["b"][0].item() == float(source)
+    assert received["b"][1] == (source, "x")
+    assert received[5].shape == (0,)
+    assert broadcast_tree(collective, [], 0) == []
+
+    mixed = [torch.full((2, 3), rank).t(), torch.tensor(rank, dtype=torch.float64), torch.full((4,), float(rank))]
+    broadcast_tensors(collective, mixed, source)
+    assert all(bool((tensor == source).all()) for tensor in mixed)
+
+
+def check_next_block(collective: Collective) -> None:
+    first = collective.next_block()
+    assert collective.next_block() == first + 1
+
+
+def check_join(collective: Collective) -> None:
+    """Rank r has r steps, so rank 0 has none."""
+    rank, size = collective.rank, collective.world_size
+    for _ in range(2):
+        counter = Counter(collective)
+        with Join([counter]) as join:
+            for _ in range(rank):
+                counter()
+        assert counter.total == sum(range(size))
+        assert counter.last_joiner is (rank == size - 1)
+        assert [row["steps"] for row in join.report.to_dict()["ranks"]] == list(range(size))
+
+
+def check_setup_twice(collective: Collective) -> None:
+    assert collective.is_set_up
+    with pytest.raises(RuntimeError, match=f"{type(collective).__name__} is set up already"):
+        collective.setup(collective.rank, collective.world_size)
+
+
+CHECKS: list[Callable[[Collective], None]] = [
+    check_setup_twice,
+    check_all_reduce,
+    check_broadcast,
+    check_matched_by_order,
+    check_waiting_can_end_early,
+    check_all_gather,
+    check_all_gather_uneven,
+    check_reduce,
+    check_boolean_decision,
+    check_barrier,
+    check_objects,
+    check_store,
+    check_transfer,
+    check_next_block,
+    check_join,
+]
+
+
+def check_lifecycle(
+    collective: Collective,
+    rank: int,
+    size: int,
+    *,
+    contradicts: bool = True,
+    again: bool = True,
+    asynchronous: bool = True,
+) -> None:
+    """From a collective that is not set up to one that is not any more.
+
+    Args:
+        collective: one that is not set up yet.
+        rank: this rank.
+        size: the number of ranks.
+        contradicts: whether the backend knows its ranks, so that others are an error.
+        again: whether it can be set up once more.
+        asynchronous: whether an operation can be under way.
+    """
+    assert not collective.is_set_up
+    collective.teardown()
+    with pytest.raises(ValueError, match=f"rank={size} is not one of world_size={size} ranks"):
+        collective.setup(size, size)
+    if contradicts:
+        with pytest.raises(RuntimeError, match=rf"setup\(rank={rank}, world_size={size + 1}\) contradicts"):
+            collective.setup(rank, size + 1)
+    for _ in range(1 + again):
+        assert not collective.is_set_up
+        collective.setup(rank, size)
+        assert (collective.rank, collective.world_size) == (rank, size)
+        assert not collective.check("key/0")
+        conforms(collective, asynchronous=asynchronous)
+        collective.teardown()
+        collective.teardown()
+
+
+def check_refuses_when_not_set_up(collective: Collective) -> None:
+    tensor = torch.zeros(1)
+    operations: list[Callable[[], Any]] = [
+        lambda: collective.all_reduce(tensor),
+        lambda: collective.all_reduce(tensor, "max"),
+        lambda: collective.broadcast(tensor, 0),
+        lambda: collective.all_gather_into(tensor, [tensor]),
+        lambda: collective.check("key"),
+        lambda: collective.barrier(),
+    ]
+    for operation in operations:
+        with pytest.raises(RuntimeError, match="is not set up"):
+            operation()

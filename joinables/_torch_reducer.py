@@ -224,6 +224,19 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
         ddp._has_rebuilt_buckets = True
 
 
+# -- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def has_stepped(target: Any) -> bool:
+    """Whether an optimizer has made a step. Stands in for a question that schedulers ask before they warn."""
+    return bool(getattr(target, "_opt_called", False))
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that an optimizer is where others have stepped to. Stands in for the step itself."""
+    vars(optimizer).update(_opt_called=True)
+
+
 # -- ZeroRedundancyOptimizer ----------------------------------------------------------------------------------------
 
 

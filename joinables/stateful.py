@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from join import Join, JoinHook
 from join.transfer import broadcast_tree
+from joinables._torch_reducer import has_stepped, mark_stepped
 from joinables.stand_in import StandIn
 
 
@@ -66,14 +67,16 @@ class State(StandIn):
     @override
     def synchronise(self, source: int) -> None:
         collective = self._collective
-        state, error = None, ""
+        state, error, stepped = None, "", has_stepped(self._stateful)
         if collective.rank == source:
             try:
                 state = self._stateful.state_dict()
             except Exception as failure:
                 error = f"rank {source} has no state of {self.join_name}: {type(failure).__name__}: {failure}"
-        state, error = broadcast_tree(collective, (state, error), source)
+        state, error, stepped = broadcast_tree(collective, (state, error, stepped), source)
         if error:
             raise RuntimeError(error)
         if collective.rank != source:
             self._stateful.load_state_dict(state)
+            if stepped and isinstance(self._stateful, torch.optim.Optimizer):
+                mark_stepped(self._stateful)

@@ -128,8 +128,8 @@ class TorchCollective(StoreCollective):
             return
         if of_group.get(self._group) is self:
             del of_group[self._group]
-        # Kept until the next teardown: a thread of the group's own may still be clearing a comm hook's callback, and must
-        # not be the one that frees the group.
+        # Kept until the next teardown: a thread of the group's own may still be clearing a comm hook's callback, and
+        # must not be the one that frees the group.
         self._last_group, self._group = self._group, None
         vars(self).pop("_cpu_group", None)  # the cached property
         if self._made:

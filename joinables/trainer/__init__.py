@@ -1,0 +1,41 @@
+"""Trainer: uneven-data training in one call, on one process or many.
+
+``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` that says what a step is.
+"""
+
+from joinables.trainer.callback import Callback
+from joinables.trainer.data import UnevenDistributedSampler
+from joinables.trainer.early_stopping import EarlyStopping
+from joinables.trainer.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
+from joinables.trainer.launcher import Launcher
+from joinables.trainer.metric_files import CSVMetrics, TensorBoardMetrics
+from joinables.trainer.model_checkpoint import ModelCheckpoint
+from joinables.trainer.module import TrainModule
+from joinables.trainer.progress import ProgressBar
+from joinables.trainer.result import Result
+from joinables.trainer.strategy import DDPStrategy, SingleStrategy, Strategy, register_strategy, strategies
+from joinables.trainer.trainer import Trainer
+
+__all__ = [
+    "CSVMetrics",
+    "Callback",
+    "DDPStrategy",
+    "EarlyStopping",
+    "LaunchError",
+    "Launcher",
+    "ModelCheckpoint",
+    "NotPicklable",
+    "ProgressBar",
+    "RemoteTraceback",
+    "Result",
+    "SingleStrategy",
+    "Strategy",
+    "TensorBoardMetrics",
+    "TrainModule",
+    "Trainer",
+    "UnevenDistributedSampler",
+    "WorkerDied",
+    "WorkerRaised",
+    "register_strategy",
+    "strategies",
+]

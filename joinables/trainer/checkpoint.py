@@ -1,0 +1,66 @@
+"""Checkpoint files: :func:`write_checkpoint` and :func:`read_checkpoint`.
+
+A file is there whole or not at all: it is written under a temporary name beside its place, flushed to the disk, and
+renamed. Reading runs no code (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+
+def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write ``state`` to ``path``, so that whoever is killed at whatever moment leaves the old file or the new one.
+
+    Raises:
+        OSError: if it cannot be written; there is no temporary file left then.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    _sync_folder(path.parent)
+
+
+def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a file that :func:`write_checkpoint` wrote; tensors are mapped from it and not copied.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+        ValueError: if it is no checkpoint, or holds objects that are not plain data and tensors.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file")
+    try:
+        state = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"ckpt_path={str(path)!r} holds a {type(state).__name__} and not a checkpoint")
+    return cast("dict[str, Any]", state)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

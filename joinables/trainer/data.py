@@ -1,0 +1,204 @@
+"""Who gets which batch: :class:`UnevenDistributedSampler`, :func:`distribute`, and :class:`Plan`.
+
+The samples are dealt out in blocks of one batch, first block to rank 0, second to rank 1, and so on. So every sample is
+seen once, the batches are those of one process, and what they are has a place in the order of the data set. Nothing is
+repeated or dropped to make ranks even: that is what ``Join`` is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from typing_extensions import override
+
+from join.collectives import Collective
+
+
+class UnevenDistributedSampler(Sampler[int]):
+    """Deals out a data set to the ranks, every sample once, without padding and without dropping.
+
+    Args:
+        dataset: what is sampled; only its length is used.
+        num_replicas: the number of ranks; by default, that of the default process group.
+        rank: this rank; by default, that in the default process group.
+        shuffle: whether the order changes with the epoch.
+        seed: what the order depends on besides the epoch; the same on all ranks.
+        block_size: how many samples in a row go to one rank: the batch size, for batches that one process would make.
+
+    Raises:
+        ValueError: if ``rank`` is none of the ranks, or ``block_size`` is not positive.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        block_size: int = 1,
+    ) -> None:
+        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        self.rank = dist.get_rank() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank={self.rank} must be from 0 to num_replicas - 1 = {self.num_replicas - 1}")
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size} must be at least 1")
+        self.total = len(dataset)
+        self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of another epoch."""
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        order: Sequence[int] = range(self.total)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = cast("list[int]", torch.randperm(self.total, generator=generator).tolist())
+        block = self.block_size
+        for start in range(self.rank * block, self.total, self.num_replicas * block):
+            yield from order[start : start + block]
+
+    def __len__(self) -> int:
+        rounds, rest = divmod(self.total, self.num_replicas * self.block_size)
+        return rounds * self.block_size + min(max(rest - self.rank * self.block_size, 0), self.block_size)
+
+
+def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: bool | None = None) -> Any:
+    """Return the loader of one rank: over its part of the data set, if it is a ``DataLoader`` without a sampler.
+
+    A loader with a sampler of its own, one over an ``IterableDataset``, and what is no ``DataLoader`` are taken as they
+    are: they deal out their data themselves, or every rank sees all of it.
+
+    Args:
+        loader: the loader.
+        rank: the rank.
+        world_size: the number of ranks.
+        seed: of the order.
+        shuffle: whether the order changes with the epoch; by default, if the loader shuffles.
+
+    Raises:
+        TypeError: for a subclass of ``DataLoader`` that cannot be built again with another sampler.
+    """
+    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches = cast("Any", loader.batch_sampler)
+    if type(batches) not in (BatchSampler, type(None)):
+        return loader
+    order = cast("Any", loader.sampler if batches is None else batches.sampler)
+    shuffles = type(order) is RandomSampler
+    if not (type(order) is SequentialSampler or (shuffles and _is_permutation(order, loader))):
+        return loader
+    if world_size == 1 and not shuffles:
+        return loader
+    sampler = UnevenDistributedSampler(
+        cast("Sized", loader.dataset),
+        world_size,
+        rank,
+        shuffle=shuffles if shuffle is None else shuffle,
+        seed=seed,
+        block_size=1 if batches is None else batches.batch_size,
+    )
+    names = (
+        "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    )  # fmt: skip
+    options = {name: getattr(loader, name) for name in names}
+    options["batch_size"] = None if batches is None else batches.batch_size
+    if batches is not None:
+        options["drop_last"] = batches.drop_last
+    try:
+        return type(loader)(sampler=sampler, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(loader).__name__} cannot be built again with a sampler for each rank ({error}); give it a sampler"
+            " of your own, such as UnevenDistributedSampler, or take its keywords as DataLoader does"
+        ) from error
+
+
+def _is_data_loader(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    return isinstance(loader, DataLoader)
+
+
+def _is_permutation(order: Any, loader: DataLoader[Any]) -> bool:
+    """Whether a ``RandomSampler`` takes every sample once."""
+    return not order.replacement and order.num_samples == len(cast("Sized", loader.dataset))
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader's sampler the epoch, if it wants to know."""
+    for each in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        tell = getattr(each, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor that has one; 1 without any."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks know of each other's data before an epoch.
+
+    Attributes:
+        lengths: the number of batches by rank; ``None`` where it is unknown.
+        equal_batches: whether it is known that at each step all ranks' batches have the same size.
+    """
+
+    lengths: tuple[int | None, ...]
+    equal_batches: bool
+
+    @staticmethod
+    def agree(collective: Collective, loader: Any) -> Plan:
+        """Compare the loaders of all ranks: one object all-gather, none where there is one rank."""
+        mine = length_of(loader), _sizes(loader)
+        everyone: list[tuple[int | None, Any]] = collective.all_gather_object(mine)
+        known = mine[1] is not None and all(sizes == mine[1] for _, sizes in everyone)
+        return Plan(tuple(length for length, _ in everyone), known or len(everyone) == 1)
+
+    @property
+    def shortest(self) -> int | None:
+        """The smallest number of batches; ``None`` if it is unknown."""
+        return None if None in self.lengths else min(cast("tuple[int, ...]", self.lengths))
+
+    @property
+    def longest(self) -> int | None:
+        """The largest number of batches; ``None`` if it is unknown."""
+        return None if None in self.lengths else max(cast("tuple[int, ...]", self.lengths))
+
+    @property
+    def even(self) -> bool:
+        """Whether it is known that all ranks have the same number of batches."""
+        return len(self.lengths) == 1 or (None not in self.lengths and len(set(self.lengths)) == 1)
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches; ``None`` if it is unknown. What an ``IterableDataset`` says of itself is not believed."""
+    if _is_data_loader(loader) and isinstance(loader.dataset, IterableDataset):
+        return None
+    return len(loader) if hasattr(loader, "__len__") else None
+
+
+def _sizes(loader: Any) -> tuple[int, int] | None:
+    """Full and last batch's number of samples, where a loader makes batches of one size; ``None`` where not known."""
+    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    batches = cast("Any", loader.batch_sampler)
+    if type(batches) is not BatchSampler:
+        return None
+    rest = len(cast("Sized", batches.sampler)) % batches.batch_size
+    return batches.batch_size, batches.batch_size if batches.drop_last or rest == 0 else rest

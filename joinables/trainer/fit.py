@@ -1,0 +1,243 @@
+"""The training loop of one rank: :class:`FitLoop`.
+
+Order of what communicates, on every rank::
+
+    start      state to resume from (from rank 0), DDP's own start
+    an epoch   what is known of the ranks' data (one object all-gather)
+               the block: see joinables.ddp; a rank that is out of data shadows the others
+               the epoch's metrics; validation's metrics
+               checkpoints of an epoch's end: see joinables.trainer.snapshot
+
+Within a block, a rank that accumulates k batches runs one synchronised backward for each k of them, and one for what is
+left at its end. So the n-th of one rank meets the n-th of every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from join import EarlyTerminationError
+from join.transfer import broadcast_tree
+from joinables.trainer import rng, snapshot
+from joinables.trainer.data import Plan, distribute, set_epoch
+from joinables.trainer.evaluate import evaluate
+from joinables.trainer.members import Meeting, Ticker
+from joinables.trainer.optimizers import parse_optimizers
+from joinables.trainer.run import FitRun
+from joinables.trainer.sharding import retarget
+
+
+class FitLoop:
+    """Trains a module on one rank.
+
+    Args:
+        run: the run.
+        train_loader: batches to train on.
+        val_loader: batches to validate on after every epoch, or ``None``.
+        state: what to go on from; only that of rank 0 counts.
+    """
+
+    def __init__(self, run: FitRun, train_loader: Any, val_loader: Any, state: Any) -> None:
+        self._run = run
+        self._trainer, self._module, self._strategy = run.trainer, run.module, run.strategy
+        self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
+        self._val_loader = val_loader
+        self._state = state
+        self._weighted = False
+        self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
+        self.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
+
+    def start(self) -> None:
+        """Wrap the module, build its optimizers, and put in what the fit goes on from."""
+        run, trainer, module = self._run, self._trainer, self._module
+        automatic = module.automatic_optimization
+        self._strategy.wrap(module, run.device, several_backwards=not automatic)
+        optimizers, run.schedulers = parse_optimizers(module.configure_optimizers())
+        if automatic and len(optimizers) > 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
+                " do with one; set automatic_optimization = False and step them in training_step"
+            )
+        if not automatic and run.scaler is not None:
+            raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
+        run.optimizers = self._strategy.shard(optimizers)
+        for scheduler in run.schedulers:
+            for mine, given in zip(run.optimizers, optimizers, strict=True):
+                if mine is not given and scheduler.scheduler.optimizer is given:
+                    retarget(scheduler.scheduler, mine)
+        if not automatic:
+            for optimizer in run.optimizers:
+                optimizer.register_step_post_hook(self._count_step)
+        if trainer.seed is not None:
+            rng.seed_all(trainer.seed + run.rank)
+        state = broadcast_tree(run.collective, self._state if run.rank == 0 else None, 0)
+        if state is not None:
+            snapshot.resume(run, state)
+
+    def run(self) -> None:
+        """Train until there are enough epochs or steps, or a callback wants to stop."""
+        run, trainer = self._run, self._trainer
+        self._module.train()
+        self._module.on_train_start()
+        run.call("on_train_start")
+        while run.counters.epochs < trainer.max_epochs and not self._has_enough_steps and not trainer.should_stop:
+            self._epoch()
+        self._module.on_train_end()
+        run.call("on_train_end")
+
+    @property
+    def _has_enough_steps(self) -> bool:
+        limit = self._trainer.max_steps
+        return limit is not None and self._run.counters.global_step >= limit
+
+    # -- an epoch -----------------------------------------------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        run, trainer = self._run, self._trainer
+        run.epoch = run.counters.epochs
+        set_epoch(self._loader, run.epoch)
+        plan = Plan.agree(run.collective, self._loader)
+        trainer.plan = plan
+        self._module.on_train_epoch_start()
+        run.call("on_train_epoch_start")
+        # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
+        finished = run.collective.reduce_boolean_decision(self._train(plan))
+        trainer.metrics.update(run.store.reduce(run.collective))
+        if not finished:
+            return  # a later fit goes on in the middle of it
+        run.batches_read, run.random_at_start = 0, None
+        run.store.metrics.clear()
+        if self._val_loader is not None:
+            evaluate(run, self._val_loader, "validate")
+        for scheduler in run.schedulers:
+            if scheduler.interval == "epoch" and self._module.automatic_optimization:
+                scheduler.step(trainer.metrics)
+        run.counters.epochs += 1
+        self._module.on_train_epoch_end()
+        run.call("on_train_epoch_end")
+        trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    def _train(self, plan: Plan) -> bool:
+        """Train one epoch's batches; return whether it came to its end."""
+        run, uneven = self._run, self._trainer.uneven
+        if uneven == "error" and plan.shortest is not None and not plan.even:
+            raise ValueError(
+                f"uneven='error' and the ranks have {list(plan.lengths)} batches; make them even, or use uneven='join'"
+            )
+        throw = uneven != "join" and plan.shortest is None and len(plan.lengths) > 1
+        self._weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        even = plan.even or (uneven == "stop" and plan.shortest is not None)
+        listed = [
+            self._ticker,
+            *run.optimizers,
+            *(each.scheduler for each in run.schedulers),
+            *([] if run.scaler is None else [run.scaler]),
+            run.counters,
+            self.take_snapshot,
+        ]
+        block = self._strategy.block(
+            listed, enable=not even or self._weighted, throw=throw, transform_gradients=self._clip
+        )
+        limit = plan.shortest if uneven == "stop" else None
+        finished = False
+        try:
+            with block:
+                finished = self._train_batches(limit)
+        except EarlyTerminationError:
+            if uneven == "error":
+                raise
+            finished = True
+        self._trainer.join_report = self._strategy.report
+        return finished
+
+    def _train_batches(self, limit: int | None) -> bool:
+        run = self._run
+        for index, batch, is_last in self._batches(limit):
+            run.call("on_train_batch_start", batch, index)
+            batch = run.take(batch)
+            if self._module.automatic_optimization:
+                outputs = self._automatic_step(batch, index, is_last)
+            else:
+                with run.precision.forward_context():
+                    outputs = self._module.training_step(batch, index)
+            run.batches_read = index + 1
+            run.call("on_train_batch_end", outputs, batch, index)
+            if self._has_enough_steps:
+                return is_last
+        return True
+
+    def _batches(self, limit: int | None) -> Iterator[tuple[int, Any, bool]]:
+        """This rank's batches with their index and whether it is the last, from where the fit goes on.
+
+        The next batch is read before the one at hand is used: only then is it known which is the last.
+        """
+        run, resumed = self._run, self._run.resume_from
+        run.resume_from = None
+        skipped = resumed["batches"] if resumed is not None else 0
+        if resumed is not None and skipped:
+            rng.restore(resumed["random_at_start"])
+            run.store.load_state_dict(resumed["metrics"])
+        run.random_at_start = rng.capture()
+        run.batches_read = skipped
+        iterator = enumerate(self._loader)
+        for _ in range(skipped):
+            next(iterator, None)
+        following = next(iterator, None) if limit is None or skipped < limit else None
+        if resumed is not None and skipped:
+            rng.restore(resumed["random"])
+        while following is not None:
+            index, batch = following
+            following = next(iterator, None) if limit is None or index + 1 < limit else None
+            yield index, batch, following is None
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _automatic_step(self, batch: Any, index: int, is_last: bool) -> Any:
+        run, k = self._run, self._trainer.accumulate_grad_batches
+        optimizer = run.optimizers[0]
+        if index % k == 0:
+            optimizer.zero_grad()
+        with run.precision.forward_context():
+            outputs: Any = self._module.training_step(batch, index)
+        loss = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"training_step of {type(self._module).__name__} returned {outputs!r}; return the loss, a tensor, or a"
+                ' dict with it under "loss"'
+            )
+        sync = is_last or (index + 1) % k == 0
+        self.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
+        if sync:
+            self._step(optimizer)
+        return cast("Any", outputs)
+
+    def backward(self, loss: torch.Tensor, *, sync: bool = True) -> None:
+        """Add the gradients of a batch's loss."""
+        self._strategy.backward(loss, float(self._run.samples) if self._weighted else None, sync=sync)
+        if sync:
+            self._ticker()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        run = self._run
+        if run.scaler is None:
+            self._clip()
+            optimizer.step()
+        else:
+            run.scaler.unscale_(optimizer)
+            self._clip()
+            run.scaler.step(optimizer)
+            run.scaler.update()
+        run.counters.global_step += 1
+        for scheduler in run.schedulers:
+            if scheduler.interval == "step":
+                scheduler.step(self._trainer.metrics)
+
+    def _clip(self) -> None:
+        if self._trainer.gradient_clip_val is not None and self._module.automatic_optimization:
+            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._trainer.gradient_clip_val)
+
+    def _count_step(self, *_: Any) -> None:
+        self._run.counters.global_step += 1

@@ -1,0 +1,98 @@
+"""Metrics in files: :class:`CSVMetrics`, and :class:`TensorBoardMetrics` where TensorBoard is installed."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from joinables.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from joinables.trainer.module import TrainModule
+    from joinables.trainer.trainer import Trainer
+
+
+class _MetricFiles(Callback):
+    """Writes the metrics of every epoch, on rank 0; and single values of those logged with ``on_step``."""
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.is_global_zero:
+            metrics = trainer.run.store.metrics
+            values = {name: metric.last for name, metric in metrics.items() if metric.on_step and metric.logger}
+            if values:
+                self._write(trainer, {f"{name}_step": value for name, value in values.items()})
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            self._write(trainer, trainer.metrics)
+
+    def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
+        raise NotImplementedError
+
+
+class CSVMetrics(_MetricFiles):
+    """Appends to a CSV file with the columns ``epoch, step, name, value``.
+
+    Args:
+        path: the file; by default ``metrics.csv`` in the trainer's ``default_root_dir``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = None if path is None else Path(path).absolute()
+
+    @override
+    def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
+        path = self._path or trainer.default_root_dir / "metrics.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if is_new:
+                writer.writerow(("epoch", "step", "name", "value"))
+            for name, value in values.items():
+                writer.writerow((trainer.current_epoch, trainer.global_step, name, repr(value)))
+
+
+class TensorBoardMetrics(_MetricFiles):
+    """Writes event files for TensorBoard.
+
+    Args:
+        folder: where to; by default ``tensorboard`` in the trainer's ``default_root_dir``.
+
+    Raises:
+        ImportError: if TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._writer: Any = None
+        _summary_writer()
+
+    @override
+    def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
+        if self._writer is None:
+            self._writer = _summary_writer()(str(self._folder or trainer.default_root_dir / "tensorboard"))
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, trainer.global_step)
+
+    @override
+    def on_end(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _summary_writer() -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError as error:
+        raise ImportError("TensorBoardMetrics needs TensorBoard: pip install tensorboard") from error

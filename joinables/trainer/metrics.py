@@ -1,0 +1,167 @@
+"""Metrics that do not depend on the number of processes: :class:`MetricStore`.
+
+A logged value is the mean over a batch; the metric of an epoch is the mean over all samples of all ranks. Sums of
+floating-point numbers depend on their order, and so on who had which batch; these do not: :class:`ExactSum` keeps the
+sum without rounding, as a few floats whose exact sum it is, and rounds once, at the end.
+
+Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic (1997), as used by ``math.fsum``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from join.collectives import Collective
+from joinables.trainer.module import Reduction
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+class ExactSum:
+    """A sum of floats without rounding error.
+
+    Args:
+        partials: floats that do not overlap, whose exact sum this starts from.
+    """
+
+    def __init__(self, partials: Sequence[float] = ()) -> None:
+        self.partials: list[float] = list(partials)
+
+    def add(self, value: float) -> None:
+        """Add a float; a value that is not finite makes the sum not finite."""
+        if not math.isfinite(value):
+            self.partials.append(value)
+            return
+        kept: list[float] = []
+        for partial in self.partials:
+            if abs(value) < abs(partial):
+                value, partial = partial, value
+            high = value + partial
+            low = partial - (high - value)
+            if low:
+                kept.append(low)
+            value = high
+        self.partials = [*kept, value]
+
+    @property
+    def value(self) -> float:
+        """The sum, rounded once."""
+        try:
+            return math.fsum(self.partials)
+        except (ValueError, OverflowError):  # inf - inf, or a partial sum beyond the range
+            return math.nan
+
+
+@dataclass
+class Metric:
+    """One metric of an epoch, so far.
+
+    Attributes:
+        reduce_fx: how values become one.
+        partials: for a mean or a sum, the exact sum of values (times weights).
+        weight: for a mean, the sum of weights.
+        extreme: for the minimum or maximum, the value so far.
+        last: the latest value.
+        prog_bar: whether the progress bar shows it.
+        logger: whether it goes into files.
+        on_step: whether single values go into files.
+    """
+
+    reduce_fx: Reduction
+    partials: list[float] = field(default_factory=list[float])
+    weight: float = 0.0
+    extreme: float | None = None
+    last: float = math.nan
+    prog_bar: bool = False
+    logger: bool = True
+    on_step: bool = False
+
+    def add(self, value: float, weight: float) -> None:
+        """Record a value with its weight."""
+        self.last = value
+        if self.reduce_fx in ("mean", "sum"):
+            total = ExactSum(self.partials)
+            total.add(value * weight if self.reduce_fx == "mean" else value)
+            self.partials, self.weight = total.partials, self.weight + weight
+        else:
+            self.extreme = self._pick(value)
+
+    def merge(self, other: Metric) -> None:
+        """Add another rank's."""
+        if other.reduce_fx != self.reduce_fx:
+            raise ValueError(f"reduce_fx={other.reduce_fx!r} on one rank and {self.reduce_fx!r} on another")
+        total = ExactSum(self.partials)
+        for partial in other.partials:
+            total.add(partial)
+        self.partials, self.weight = total.partials, self.weight + other.weight
+        if other.extreme is not None:
+            self.extreme = self._pick(other.extreme)
+        if math.isnan(self.last):
+            self.last = other.last
+
+    def _pick(self, value: float) -> float:
+        pick = min if self.reduce_fx == "min" else max
+        return value if self.extreme is None else pick(self.extreme, value)
+
+    @property
+    def value(self) -> float:
+        """The metric."""
+        if self.extreme is not None:
+            return self.extreme
+        total = ExactSum(self.partials).value
+        if self.reduce_fx == "sum":
+            return total
+        return total / self.weight if self.weight else math.nan
+
+
+class MetricStore:
+    """The metrics of one epoch on this rank."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Metric] = {}
+
+    def record(
+        self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean", **options: Any
+    ) -> None:
+        """Add a value.
+
+        Raises:
+            ValueError: for a value with several elements, an unknown ``reduce_fx``, or one that changed.
+        """
+        if reduce_fx not in _REDUCTIONS:
+            raise ValueError(f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(_REDUCTIONS)}")
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"metric {name!r} has {value.numel()} elements; log a number")
+            value = float(value.detach())
+        metric = self.metrics.get(name)
+        if metric is None:
+            metric = self.metrics[name] = Metric(reduce_fx, **options)
+        if metric.reduce_fx != reduce_fx:
+            raise ValueError(f"metric {name!r} was logged with reduce_fx={metric.reduce_fx!r} before")
+        metric.add(float(value), weight)
+
+    def reduce(self, collective: Collective) -> dict[str, float]:
+        """The metrics over all ranks, by name; a rank without data may have logged nothing. One object all-gather."""
+        merged: dict[str, Metric] = {}
+        for part in collective.all_gather_object(self.state_dict()):
+            for name, state in part.items():
+                metric = Metric(**state)
+                if name in merged:
+                    merged[name].merge(metric)
+                else:
+                    merged[name] = metric
+        return {name: metric.value for name, metric in sorted(merged.items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded, as plain data."""
+        return {name: asdict(metric) for name, metric in self.metrics.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was recorded."""
+        self.metrics = {name: Metric(**values) for name, values in state.items()}

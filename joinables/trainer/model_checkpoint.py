@@ -1,0 +1,160 @@
+"""Keeping the best and the latest weights: :class:`ModelCheckpoint`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from joinables.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from joinables.trainer.module import TrainModule
+    from joinables.trainer.trainer import Trainer
+
+
+class ModelCheckpoint(Callback):
+    """Writes checkpoints after epochs or steps, and keeps the best.
+
+    All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
+    old one goes, so there is a whole one at any moment.
+
+    Args:
+        dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
+        filename: name without ``.ckpt``; ``{epoch}``, ``{step}`` and metrics are filled in, as in
+            ``"{epoch}-{val_loss:.3f}"``, and become ``epoch=3-val_loss=0.123``.
+        monitor: the metric that says which is best; ``None`` takes the latest for the best.
+        mode: whether small or large values are good.
+        save_top_k: how many to keep; -1 for all, 0 for none but the last.
+        save_last: whether to keep the latest too, as ``last.ckpt``.
+        every_n_epochs: after how many epochs.
+        every_n_train_steps: after how many optimizer steps, instead of after epochs.
+
+    Raises:
+        ValueError: if an argument is out of range, or several are kept with nothing to compare.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str = "{epoch}-{step}",
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        save_last: bool = False,
+        every_n_epochs: int = 1,
+        every_n_train_steps: int | None = None,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max'")
+        if save_top_k < -1:
+            raise ValueError(f"save_top_k={save_top_k} must be -1 (all), 0, or how many to keep")
+        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_train_steps", every_n_train_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self._folder = None if dirpath is None else Path(dirpath).absolute()
+        self._filename, self._monitor, self._mode = filename, monitor, mode
+        self._top_k, self._last = save_top_k, save_last
+        self._epochs, self._steps = every_n_epochs, every_n_train_steps
+        self._kept: dict[str, float] = {}  # by path; in the order in which they were written
+        self._saved_step = -1
+        self.last_model_path = ""
+        """The latest file, with ``save_last``."""
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename})"
+
+    @property
+    def best_model_path(self) -> str:
+        """The best file that is kept; empty without any."""
+        if not self._kept:
+            return ""
+        if self._monitor is None:
+            return list(self._kept)[-1]
+        return min(self._kept, key=lambda path: self._rank(self._kept[path]))
+
+    @property
+    def best_model_score(self) -> float | None:
+        """Its metric; ``None`` without any, or without ``monitor``."""
+        return self._kept[self.best_model_path] if self._kept and self._monitor is not None else None
+
+    def _rank(self, score: float) -> float:
+        """Small is good; NaN is the worst."""
+        if math.isnan(score):
+            return math.inf
+        return score if self._mode == "min" else -score
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self._steps is not None and step and step % self._steps == 0 and step != self._saved_step:
+            self._save(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps is None and (trainer.current_epoch + 1) % self._epochs == 0:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        self._saved_step = trainer.global_step
+        folder = self._folder or trainer.default_root_dir / "checkpoints"
+        score = self._score(trainer.metrics)
+        path = str(folder / f"{self._name(trainer)}.ckpt")
+        discarded: list[str] = []
+        if self._top_k:
+            self._kept.pop(path, None)
+            self._kept[path] = score
+            if self._top_k > 0:
+                by_worth = sorted(self._kept, key=lambda each: self._rank(self._kept[each]))
+                latest_first = list(reversed(self._kept))
+                order = latest_first if self._monitor is None else by_worth
+                discarded = order[self._top_k :]
+        for each in discarded:
+            del self._kept[each]
+        if self._last:
+            self.last_model_path = str(folder / "last.ckpt")
+        # The checkpoint holds this callback's state, so that is brought up to date first.
+        if path in self._kept:
+            trainer.save_checkpoint(path)
+        if self._last:
+            trainer.save_checkpoint(self.last_model_path)
+        for each in discarded:
+            if each != path:
+                Path(each).unlink(missing_ok=True)  # any rank may be the one that sees the file system
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        if self._monitor is None:
+            return 0.0
+        if self._monitor not in metrics:
+            there = ", ".join(sorted(metrics)) or "none"
+            raise ValueError(f"monitor={self._monitor!r} was not logged; the metrics are {there}")
+        return metrics[self._monitor]
+
+    def _name(self, trainer: Trainer) -> str:
+        values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+
+        def fill(field: re.Match[str]) -> str:
+            name, form = field[1], field[2] or ""
+            if name not in values:
+                raise ValueError(f"filename={self._filename!r} has {name!r}, which was not logged")
+            return f"{name}={format(values[name], form)}".replace("/", "_")
+
+        return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, self._filename)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": dict(self._kept), "last": self.last_model_path, "step": self._saved_step}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kept = dict(state["kept"])
+        self.last_model_path, self._saved_step = state["last"], state["step"]

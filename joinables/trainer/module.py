@@ -1,0 +1,188 @@
+"""What is trained: :class:`TrainModule`.
+
+A ``torch.nn.Module`` that says what a step is and which optimizers it needs; the trainer does the rest. The names are
+those of a LightningModule, so one that uses only these runs unchanged once it derives from :class:`TrainModule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from joinables.trainer.trainer import Trainer
+
+Reduction = Literal["mean", "sum", "min", "max"]
+
+
+class TrainModule(torch.nn.Module):
+    """Base of modules that a :class:`Trainer` trains.
+
+    Override ``training_step`` and ``configure_optimizers`` to fit, and ``validation_step``, ``test_step`` or
+    ``predict_step`` for the other runs. The hooks ``on_*`` do nothing unless overridden; they run on every rank, on a
+    rank without data too, but for the ``*_batch_*`` ones.
+
+    With ``automatic_optimization = False`` the step itself calls ``manual_backward`` and steps what ``optimizers()``
+    returns.
+    """
+
+    automatic_optimization: bool = True
+    _trainer: Trainer | None = None
+
+    # -- what a user overrides ----------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss of one batch, its mean over the samples: a tensor, or a dict with it under ``"loss"``."""
+        raise NotImplementedError(f"{type(self).__name__} has no training_step; fit needs one")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch, without grad; ``self.log`` what is wanted."""
+        raise NotImplementedError(f"{type(self).__name__} has no validation_step; validate needs one")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch, without grad; ``self.log`` what is wanted."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step; test needs one")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the outputs for one batch: calls the module with it (with its first element if it is a tuple)."""
+        return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, several in a list, ``(optimizers, schedulers)``, or a dict.
+
+        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``; a scheduler is stepped after every epoch, or, given
+        as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
+
+    def on_train_start(self) -> None:
+        """Called before the first epoch of a fit."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called before the first batch of an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called after an epoch and its validation."""
+
+    def on_train_end(self) -> None:
+        """Called after the last epoch of a fit."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the validation batches."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the validation batches, before their metrics are averaged."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the test batches."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the test batches, before their metrics are averaged."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take from a checkpoint."""
+
+    # -- what a user calls --------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the run that is under way.
+
+        Raises:
+            RuntimeError: outside a run.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not in a run of a Trainer")
+        return self._trainer
+
+    def log(
+        self,
+        name: str,
+        value: float | torch.Tensor,
+        prog_bar: bool = False,
+        *,
+        reduce_fx: Reduction = "mean",
+        batch_size: int | None = None,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        sync_dist: bool | None = None,
+    ) -> None:
+        """Record a metric.
+
+        At the end of the epoch, ``trainer.callback_metrics[name]`` is its mean over all samples of all ranks, the same
+        number whatever the number of processes.
+
+        Args:
+            name: its name.
+            value: a number or a tensor with one element: for ``"mean"``, the mean over the samples of the batch.
+            prog_bar: whether the progress bar shows the latest value.
+            reduce_fx: how values become one; ``"mean"`` is weighted by the number of samples.
+            batch_size: the number of samples, if it is not the first dimension of the batch's first tensor.
+            logger: whether it goes into files (``CSVMetrics``, ``TensorBoardMetrics``).
+            on_step: whether these files also get each single value, of rank 0.
+            on_epoch: accepted for familiarity; values are always reduced over the epoch.
+            sync_dist: accepted for familiarity; values are always reduced over the ranks.
+
+        Raises:
+            ValueError: for a value with several elements, or an unknown ``reduce_fx``.
+        """
+        self.trainer.record(
+            name,
+            value,
+            reduce_fx=reduce_fx,
+            batch_size=batch_size,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=bool(on_step),
+        )
+
+    def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
+        """Record several metrics; ``options`` are those of :meth:`log`."""
+        for name, value in metrics.items():
+            self.log(name, value, prog_bar, **options)
+
+    def optimizers(self) -> Any:
+        """The optimizer of the run, or the list of them if there are several."""
+        optimizers = self.trainer.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler of the run, or the list of them if there are several; ``None`` without any."""
+        schedulers = [each.scheduler for each in self.trainer.schedulers]
+        return (schedulers or [None])[0] if len(schedulers) < 2 else schedulers
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``."""
+        self.trainer.backward(loss)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's first parameter is."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0."""
+        return self.trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """The number of optimizer steps so far."""
+        return self.trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """This process, from 0."""
+        return self.trainer.global_rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("_trainer", None)  # a copy of the module is in no run
+        return state

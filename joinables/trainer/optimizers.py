@@ -1,0 +1,85 @@
+"""What ``configure_optimizers`` may return, in one form: :func:`parse_optimizers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+
+@dataclass
+class Scheduler:
+    """A scheduler and when it steps.
+
+    Attributes:
+        scheduler: the object.
+        interval: ``"epoch"`` or ``"step"``.
+        monitor: the metric it steps on, for ``ReduceLROnPlateau``.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    monitor: str | None = None
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Step it.
+
+        Raises:
+            ValueError: if its metric was not logged.
+        """
+        if self.monitor is None:
+            self.scheduler.step()
+            return
+        if self.monitor not in metrics:
+            raise ValueError(
+                f"monitor={self.monitor!r} was not logged; there are {', '.join(sorted(metrics)) or 'none'}"
+            )
+        self.scheduler.step(metrics[self.monitor])
+
+
+def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
+    """Return the optimizers and schedulers.
+
+    Raises:
+        TypeError: for anything else than an optimizer, a dict, or sequences of them.
+        ValueError: for an interval that is neither ``"epoch"`` nor ``"step"``, or a ``ReduceLROnPlateau`` without
+            ``monitor``.
+    """
+    optimizers: list[torch.optim.Optimizer] = []
+    schedulers: list[Scheduler] = []
+    pair = isinstance(configured, tuple) and len(cast("tuple[Any, ...]", configured)) == 2
+    if pair and all(isinstance(part, list) for part in cast("tuple[Any, Any]", configured)):
+        first, second = cast("tuple[list[Any], list[Any]]", configured)
+        found: list[Any] = [*first, *({"lr_scheduler": each} for each in second)]
+    elif isinstance(configured, (list, tuple)):
+        found = list(cast("Sequence[Any]", configured))
+    else:
+        found = [configured]
+    for each in found:
+        if isinstance(each, torch.optim.Optimizer):
+            optimizers.append(each)
+        elif isinstance(each, dict) and each.keys() & {"optimizer", "lr_scheduler"}:
+            if "optimizer" in each:
+                optimizers.append(cast("torch.optim.Optimizer", each["optimizer"]))
+            if each.get("lr_scheduler") is not None:
+                schedulers.append(_scheduler(each["lr_scheduler"]))
+        else:
+            raise TypeError(
+                f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"
+                ' [schedulers]), or {"optimizer": ..., "lr_scheduler": ...}'
+            )
+    if not optimizers:
+        raise TypeError(f"configure_optimizers returned {configured!r}, which has no optimizer")
+    return optimizers, schedulers
+
+
+def _scheduler(given: Any) -> Scheduler:
+    options = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"scheduler": given}
+    made = Scheduler(options["scheduler"], options.get("interval", "epoch"), options.get("monitor"))
+    if made.interval not in ("epoch", "step"):
+        raise ValueError(f"interval={made.interval!r} of a scheduler is neither 'epoch' nor 'step'")
+    if isinstance(made.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and made.monitor is None:
+        raise ValueError('ReduceLROnPlateau needs a metric: {"scheduler": ..., "monitor": "val_loss"}')
+    return made

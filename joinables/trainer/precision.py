@@ -1,0 +1,60 @@
+"""Number formats: :class:`Precision`, from the names that ``Trainer(precision=)`` takes."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_NAMES = {
+    "32": "32", "32-true": "32", "64": "64", "64-true": "64", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed",
+    "16": "16-mixed", "16-mixed": "16-mixed",
+}  # fmt: skip
+
+
+class Precision:
+    """How numbers are kept and computed.
+
+    Args:
+        precision: ``32``; ``64``, which makes the module and its batches double, for good; ``"bf16-mixed"``, autocast;
+            ``"16-mixed"``, autocast with a ``GradScaler``.
+        device: the device's type.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+
+    def __init__(self, precision: int | str, device: str) -> None:
+        name = _NAMES.get(str(precision))
+        if name is None or isinstance(precision, bool):
+            raise ValueError(f"precision={precision!r} is unknown; use 32, 64, 'bf16-mixed' or '16-mixed'")
+        self.name, self._device = name, device
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients need a ``GradScaler``."""
+        return self.name == "16-mixed"
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of one fit, if there is one."""
+        return torch.amp.GradScaler(self._device) if self.scales_loss else None
+
+    def convert_module(self, module: torch.nn.Module) -> None:
+        """Make the module's floating-point parameters and buffers what they are kept as, in place."""
+        if self.name == "64":
+            module.double()
+
+    def convert_batch(self, batch: Any) -> Any:
+        """The batch, its floating-point tensors as the module's are kept."""
+        if self.name != "64":
+            return batch
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """What a forward runs in."""
+        if self.name in ("32", "64"):
+            return contextlib.nullcontext()
+        return torch.autocast(self._device, torch.bfloat16 if self.name == "bf16-mixed" else torch.float16)

@@ -1,0 +1,89 @@
+"""Showing how far a run is: :class:`ProgressBar`, with tqdm."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from joinables.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from joinables.trainer.module import TrainModule
+    from joinables.trainer.trainer import Trainer
+
+
+class ProgressBar(Callback):
+    """A bar on rank 0: over the batches of the rank that has most, also while rank 0 is out of data.
+
+    Raises:
+        ImportError: if tqdm is not installed.
+    """
+
+    def __init__(self) -> None:
+        _tqdm()
+        self._bar: Any = None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        total = None if trainer.plan is None else trainer.plan.longest
+        self._open(trainer, f"epoch {trainer.current_epoch}", total)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._advance(trainer, 1)
+
+    @override
+    def on_shadowed_step(self, trainer: Trainer, module: TrainModule) -> None:
+        self._advance(trainer, trainer.accumulate_grad_batches)
+
+    @override
+    def on_evaluation_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._bar is None:
+            self._open(trainer, stage, None)
+
+    @override
+    def on_evaluation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
+    ) -> None:
+        if stage == trainer.run.stage:  # not the validation within an epoch
+            self._advance(trainer, 1)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix({name: f"{value:.4g}" for name, value in trainer.metrics.items()})
+        self._close()
+
+    @override
+    def on_end(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._close()
+
+    def _open(self, trainer: Trainer, what: str, total: int | None) -> None:
+        self._close()
+        if trainer.is_global_zero:
+            self._bar = _tqdm()(total=total, desc=what, unit="batch", dynamic_ncols=True)
+
+    def _advance(self, trainer: Trainer, batches: int) -> None:
+        if self._bar is not None:
+            if self._bar.total is not None:
+                batches = min(batches, self._bar.total - self._bar.n)
+            self._bar.update(batches)
+            latest = trainer.latest
+            if latest:
+                self._bar.set_postfix({name: f"{value:.4g}" for name, value in latest.items()}, refresh=False)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _tqdm() -> Any:
+    try:
+        return importlib.import_module("tqdm").tqdm
+    except ImportError as error:
+        raise ImportError("the progress bar needs tqdm: pip install tqdm") from error

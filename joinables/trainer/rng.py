@@ -1,0 +1,46 @@
+"""The random numbers of a process: :func:`seed_all`, :func:`capture`, :func:`restore`.
+
+Python's, torch's, those of this process's GPU, and numpy's where the program uses numpy. Captured states are plain data
+and tensors, so that a checkpoint can hold them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+
+def seed_all(seed: int) -> None:
+    """Start all generators from ``seed``."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def capture() -> dict[str, Any]:
+    """The state of all generators."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = cast("tuple[Any, ...]", sys.modules["numpy"].random.get_state())
+        state["numpy"] = [kind, torch.tensor(keys.astype("int64")), *rest]
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Go on from captured states."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        kind, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))

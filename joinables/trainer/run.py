@@ -1,0 +1,93 @@
+"""One run on one rank: :class:`Run`, and :class:`FitRun`, which also trains.
+
+A run lives from the start of a rank's work to its end, in the process of that rank; the trainer lives on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from join.collectives import Collective
+from join.transfer import broadcast_tree
+from joinables.trainer.data import samples_in
+from joinables.trainer.members import Counters
+from joinables.trainer.metrics import MetricStore
+from joinables.trainer.optimizers import Scheduler
+from joinables.trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from joinables.trainer.module import TrainModule
+    from joinables.trainer.trainer import Trainer
+
+
+class Run:
+    """What a rank needs to work on batches.
+
+    Args:
+        trainer: the trainer, or this process's copy of it.
+        module: the module, likewise.
+        stage: what kind of run it is.
+    """
+
+    def __init__(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.trainer, self.module, self.stage = trainer, module, stage
+        self.strategy = trainer.strategy
+        self.collective: Collective = self.strategy.collective
+        self.rank = self.collective.rank
+        self.device = trainer.device_of(self.rank)
+        self.precision = Precision(trainer.precision, self.device.type)
+        self.precision.convert_module(module)
+        module.to(self.device)
+        self.store = MetricStore()
+        self.samples = 1
+        """The number of samples in the batch at hand."""
+
+    def take(self, batch: Any) -> Any:
+        """The batch, on the device and as the precision wants it."""
+        self.samples = samples_in(batch)
+        batch = self.precision.convert_batch(batch)
+        if self.device.type == "cpu":
+            return batch
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+
+    def load_weights(self, weights: Any) -> None:
+        """Load the module's state dict that rank 0 has, on all ranks."""
+        self.module.load_state_dict(broadcast_tree(self.collective, weights, 0))
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks."""
+        for callback in self.trainer.callbacks:
+            getattr(callback, hook)(self.trainer, self.module, *args)
+
+    @contextmanager
+    def fresh_metrics(self) -> Generator[MetricStore]:
+        """Record metrics apart from those that are being recorded."""
+        outer, self.store = self.store, MetricStore()
+        try:
+            yield self.store
+        finally:
+            self.store = outer
+
+
+class FitRun(Run):
+    """What a rank needs to train; filled by the fit loop."""
+
+    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
+        super().__init__(trainer, module, "fit")
+        self.counters = Counters()
+        self.epoch = 0
+        """The epoch under way, from 0."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Scheduler] = []
+        self.scaler = self.precision.make_scaler()
+        self.batches_read = 0
+        """How many batches of the epoch under way this rank has trained on; 0 between epochs."""
+        self.random_at_start: dict[str, Any] | None = None
+        """The random state before the epoch's first batch was read."""
+        self.resume_from: dict[str, Any] | None = None
+        """This rank's part of the state that the fit goes on from, until the first epoch."""

@@ -1,0 +1,104 @@
+"""Everything a fit goes on from: :func:`take` and :func:`resume`.
+
+One form serves checkpoint files, a second ``fit`` of the same trainer, and the way home from spawned processes. It is a
+dict of plain data and tensors::
+
+    epochs, global_step          counters
+    module                       the module's state dict
+    optimizers, schedulers       a list each, in the order of configure_optimizers; sharded state is put together
+    scaler                       of 16-mixed precision, or None
+    callbacks                    by state_key
+    metrics                      the latest value of each
+    ranks                        a list, by rank: batches read in the epoch under way, its metrics so far, random
+                                 numbers
+
+Taking one is collective, since ranks hold parts of it. All ranks take part, those without data through ``Meeting``::
+
+    all-gather of the ranks' parts; the lowest rank with data becomes the writer
+    for each sharded optimizer: its shards go to the writer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from joinables.trainer import rng
+from joinables.trainer.sharding import optimizer_state
+
+if TYPE_CHECKING:
+    from joinables.trainer.run import FitRun
+
+
+def take(run: FitRun, active: bool) -> dict[str, Any] | None:
+    """Return the state on the writer, ``None`` elsewhere; called on all ranks.
+
+    Args:
+        run: the fit.
+        active: whether this rank still has data, or all ranks are out of the block.
+    """
+    part = {
+        "active": active,
+        "batches": run.batches_read,
+        "metrics": run.store.state_dict(),
+        "random_at_start": run.random_at_start,
+        "random": rng.capture(),
+    }
+    parts = run.collective.all_gather_object(part)
+    writer = next(rank for rank, each in enumerate(parts) if each["active"])
+    optimizers = [optimizer_state(each, writer=writer, rank=run.rank) for each in run.optimizers]
+    if run.rank != writer:
+        return None
+    state: dict[str, Any] = {
+        **run.counters.state_dict(),
+        "module": run.module.state_dict(),
+        "optimizers": optimizers,
+        "schedulers": [each.scheduler.state_dict() for each in run.schedulers],
+        "scaler": None if run.scaler is None else run.scaler.state_dict(),
+        "callbacks": {each.state_key: each.state_dict() for each in run.trainer.callbacks},
+        "metrics": dict(run.trainer.metrics),
+        "ranks": parts,
+    }
+    run.module.on_save_checkpoint(state)
+    for callback in run.trainer.callbacks:
+        callback.on_save_checkpoint(run.trainer, run.module, state)
+    return state
+
+
+def resume(run: FitRun, state: Mapping[str, Any]) -> None:
+    """Put ``state``, which is the same on all ranks, into a fit that has its optimizers but has not begun.
+
+    Raises:
+        ValueError: if it was taken from other optimizers or schedulers, or in the middle of an epoch by another number
+            of ranks.
+    """
+    for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
+        if len(state[what]) != len(mine):
+            raise ValueError(
+                f"the state to resume from has {len(state[what])} {what}, configure_optimizers {len(mine)}"
+            )
+    parts = state["ranks"]
+    if len(parts) != run.collective.world_size and any(part["batches"] for part in parts):
+        raise ValueError(
+            f"the checkpoint was written in the middle of an epoch by {len(parts)} ranks, and there are"
+            f" {run.collective.world_size}; resume with as many, or from a checkpoint of an epoch's end"
+        )
+    run.module.on_load_checkpoint(dict(state))
+    if "module" in state:
+        run.module.load_state_dict(state["module"])
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        scheduler.scheduler.load_state_dict(saved)
+    if run.scaler is not None and state["scaler"] is not None:
+        run.scaler.load_state_dict(state["scaler"])
+    run.counters.load_state_dict(state)
+    run.trainer.metrics = dict(state["metrics"])
+    for callback in run.trainer.callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+        callback.on_load_checkpoint(run.trainer, run.module, state)
+    if len(parts) == run.collective.world_size:
+        part = run.resume_from = parts[run.rank]
+        if not part["batches"]:
+            rng.restore(part["random"])

@@ -1,0 +1,455 @@
+"""Training, validation, test and prediction in one call each: :class:`Trainer`.
+
+A call launches one function on every rank and returns its result; whether the processes are started here or were by
+torchrun, SLURM or MPI, everything but the start is the same. The process that called gets everything back: weights,
+optimizer state, counters, metrics. So a second ``fit`` goes on where the first ended.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from join import JoinReport
+from joinables.trainer.callback import Callback
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.data import Plan
+from joinables.trainer.environment import detect_environment
+from joinables.trainer.evaluate import evaluate, predict
+from joinables.trainer.fit import FitLoop
+from joinables.trainer.model_checkpoint import ModelCheckpoint
+from joinables.trainer.module import TrainModule
+from joinables.trainer.precision import Precision
+from joinables.trainer.progress import ProgressBar
+from joinables.trainer.result import Result
+from joinables.trainer.run import FitRun, Run
+from joinables.trainer.strategy import DDPStrategy, Strategy, strategy_of
+
+Uneven = Literal["join", "stop", "error"]
+
+
+class Trainer:
+    """Trains modules, on one process or many, whatever their numbers of batches.
+
+    Args:
+        devices: processes on this node: a number, or ``"auto"`` for one a GPU, or 1.
+        num_nodes: nodes; more than one needs a launcher, such as torchrun.
+        accelerator: ``"cpu"``, ``"cuda"``, or ``"auto"`` for GPUs if there are any.
+        strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
+            process and ``"ddp"`` for several.
+        precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
+        max_epochs: when to stop, counted over all fits.
+        max_steps: when to stop at the latest, in optimizer steps; ``None`` for no such limit.
+        accumulate_grad_batches: batches for one optimizer step.
+        gradient_clip_val: largest norm of the gradient; ``None`` for no limit.
+        uneven: what happens if ranks have different numbers of batches: ``"join"`` trains on all of them, ``"stop"``
+            ends the epoch with the first rank that has no more, ``"error"`` raises.
+        sync_batchnorm: whether BatchNorm layers are SyncBatchNorm while they train; on GPUs only.
+        callbacks: what hooks into runs.
+        enable_progress_bar: whether rank 0 shows a bar; needs tqdm.
+        default_root_dir: where files go; by default, the current directory.
+        seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone.
+
+    Raises:
+        TypeError: if an argument is of a wrong type.
+        ValueError: if one is out of range, or does not go with another.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | Literal["auto"] = "auto",
+        num_nodes: int = 1,
+        accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+        strategy: str | Strategy = "auto",
+        precision: int | str = 32,
+        max_epochs: int = 1,
+        max_steps: int | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        uneven: Uneven = "join",
+        sync_batchnorm: bool = False,
+        callbacks: Sequence[Callback] | Callback | None = None,
+        enable_progress_bar: bool = False,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._accelerator = _accelerator(accelerator)
+        _check_count("num_nodes", num_nodes)
+        self.world_size = _devices(devices, self._accelerator) * num_nodes
+        name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
+        self.strategy = strategy_of(name)
+        self.precision = precision
+        for argument, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if value is not None:
+                _check_count(argument, value, least=0)
+        _check_count("accumulate_grad_batches", accumulate_grad_batches)
+        self.max_epochs, self.max_steps = max_epochs, max_steps
+        self.accumulate_grad_batches = accumulate_grad_batches
+        if gradient_clip_val is not None and not gradient_clip_val > 0:
+            raise ValueError(f"gradient_clip_val={gradient_clip_val!r} must be positive, or None for no limit")
+        self.gradient_clip_val = gradient_clip_val
+        if uneven not in ("join", "stop", "error"):
+            raise ValueError(f"uneven={uneven!r} is none of 'join', 'stop', 'error'")
+        self.uneven: Uneven = uneven
+        if seed is not None:
+            _check_count("seed", seed, least=0)
+        self.seed = seed
+        self.default_root_dir = Path(default_root_dir or ".").absolute()
+        self.callbacks = _callbacks(callbacks, enable_progress_bar)
+        self._check_strategy(sync_batchnorm, num_nodes)
+
+        self.metrics: dict[str, float] = {}
+        """The latest value of every metric."""
+        self.should_stop = False
+        """Set it, on any rank, to end the fit after the epoch under way."""
+        self.join_report: JoinReport | None = None
+        """Who did what in the last epoch."""
+        self.plan: Plan | None = None
+        """What is known of the ranks' data in the epoch under way."""
+        self.epochs = 0
+        """How many epochs were completed, over all fits."""
+        self._steps = 0
+        self._state: dict[str, Any] | None = None  # what the next fit goes on from
+        self._state_of: int | None = None  # of which module
+        self._run: Run | None = None
+        self._loop: FitLoop | None = None
+
+    def _check_strategy(self, sync_batchnorm: bool, num_nodes: int) -> None:
+        strategy = self.strategy
+        Precision(self.precision, self._accelerator)
+        if not strategy.is_distributed and self.world_size > 1:
+            raise ValueError(
+                f"strategy='single' is for one process, and devices and num_nodes ask for {self.world_size}"
+            )
+        if num_nodes > 1 and detect_environment().creates_processes:
+            raise ValueError(
+                f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI"
+            )
+        if sync_batchnorm:
+            if self._accelerator == "cpu":
+                raise ValueError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs")
+            if not isinstance(strategy, DDPStrategy):
+                raise ValueError("sync_batchnorm=True needs a strategy with several processes, such as 'ddp'")
+            strategy.sync_batchnorm = True
+        if strategy.shards_optimizers and Precision(self.precision, self._accelerator).scales_loss:
+            raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed'")
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        module: TrainModule,
+        train_loader: Any,
+        val_loader: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+    ) -> Result:
+        """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
+
+        A second call with the same module goes on where the first ended, once one of these was raised.
+
+        Args:
+            module: what to train; it has the trained weights afterwards.
+            train_loader: batches; a ``DataLoader`` without a sampler of its own is dealt out to the ranks.
+            val_loader: batches to validate on after every epoch.
+            ckpt_path: a checkpoint to go on from instead, with its weights.
+        """
+        if self._state_of != id(module):
+            self._state, self._state_of = None, id(module)
+            self.epochs = self._steps = 0
+        if ckpt_path is not None:
+            read_checkpoint(ckpt_path)  # a missing or broken file is told here, and not by a worker
+        self.should_stop = False
+        result = self._launch("fit", module, (train_loader, val_loader), ckpt_path)
+        return replace(result, state=None)
+
+    def validate(
+        self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
+    ) -> list[dict[str, float]]:
+        """Run ``validation_step`` over ``loader``; return a list with the metrics, by name."""
+        return [dict(self._launch("validate", module, (loader,), ckpt_path).metrics)]
+
+    def test(
+        self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
+    ) -> list[dict[str, float]]:
+        """Run ``test_step`` over ``loader``; return a list with the metrics, by name."""
+        return [dict(self._launch("test", module, (loader,), ckpt_path).metrics)]
+
+    def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
+        """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
+        return list(self._launch("predict", module, (loader,), ckpt_path).predictions or ())
+
+    def _launch(self, stage: str, module: TrainModule, loaders: tuple[Any, ...], ckpt_path: Any) -> Result:
+        self._check_module(module, stage)
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="joinables-"))
+            if stage == "fit" and self._state is not None and ckpt_path is None:
+                write_checkpoint(self._state, Path(folder) / "from")
+                ckpt_path = Path(folder) / "from"
+            here = os.getpid()
+            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
+            names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
+            result = cast(
+                "Result",
+                self.strategy.launch(
+                    self.world_size,
+                    self._accelerator,
+                    _work,
+                    self,
+                    module,
+                    dict(zip(names, loaders, strict=True)),
+                    *job,
+                ),
+            )
+            home = Path(folder) / "to"
+            if home.exists():
+                result = replace(result, state=read_checkpoint(home))
+                self._bring_home(result, module)
+            if result.state is not None:
+                self._state = {key: _own(value) for key, value in result.state.items() if key != "module"}
+        return result
+
+    def _bring_home(self, result: Result, module: TrainModule) -> None:
+        """Take over what happened in other processes."""
+        state = result.state or {}
+        self.metrics = dict(result.callback_metrics)
+        self.epochs, self._steps, self.should_stop = result.epochs, result.global_step, result.stopped
+        self.join_report = result.join_report
+        for callback in self.callbacks:
+            if callback.state_key in result.callbacks:
+                callback.load_state_dict(result.callbacks[callback.state_key])
+        if "module" in state:
+            Precision(self.precision, "cpu").convert_module(module)
+            module.load_state_dict(state["module"])
+
+    def _check_module(self, module: Any, stage: str) -> None:
+        if not isinstance(module, TrainModule):
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                raise TypeError("the trainer wraps modules in DistributedDataParallel itself; pass the bare module")
+            raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule")
+        if self._run is not None:
+            raise RuntimeError(f"this trainer is in a run already; {stage} cannot be called from within")
+
+    # -- for modules and callbacks ------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest value of every metric, as tensors."""
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.metrics.items()}
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The single values logged last on this rank, of metrics that the progress bar shows."""
+        metrics = {} if self._run is None else self._run.store.metrics
+        return {name: metric.last for name, metric in metrics.items() if metric.prog_bar}
+
+    @property
+    def run(self) -> Run:
+        """The run under way.
+
+        Raises:
+            RuntimeError: outside a run.
+        """
+        if self._run is None:
+            raise RuntimeError("there is no run under way")
+        return self._run
+
+    @property
+    def collective(self) -> Any:
+        """The ranks of the run under way."""
+        return self.run.collective
+
+    @property
+    def global_rank(self) -> int:
+        """This process, from 0; 0 outside a run."""
+        return 0 if self._run is None else self._run.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch under way, from 0; outside a fit, the number of completed ones."""
+        return self._run.epoch if isinstance(self._run, FitRun) else self.epochs
+
+    @property
+    def global_step(self) -> int:
+        """The number of optimizer steps, over all fits."""
+        return self._run.counters.global_step if isinstance(self._run, FitRun) else self._steps
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the fit under way."""
+        return self._run.optimizers if isinstance(self._run, FitRun) else []
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The schedulers of the fit under way, with when they step."""
+        return self._run.schedulers if isinstance(self._run, FitRun) else []
+
+    def record(self, name: str, value: Any, *, batch_size: int | None, **options: Any) -> None:
+        """What ``module.log`` calls."""
+        run = self.run
+        run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """What ``module.manual_backward`` calls."""
+        if self._loop is None:
+            raise RuntimeError("manual_backward is for training_step")
+        self._loop.backward(loss)
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint; called on all ranks at the same step, those without data excepted.
+
+        Raises:
+            RuntimeError: outside a fit.
+        """
+        if self._loop is None:
+            raise RuntimeError("there is no fit under way, and nothing to save")
+        state = self._loop.take_snapshot()
+        if state is not None:
+            write_checkpoint(state, path)
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ``ModelCheckpoint`` among the callbacks."""
+        return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
+
+    def device_of(self, rank: int) -> torch.device:
+        """Where a rank computes."""
+        if self._accelerator == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+
+    # -- the work of one rank -----------------------------------------------------------------------------------------
+
+    def work(
+        self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: str | None, folder: str, home: int
+    ) -> Result:
+        """One rank's part of a run; what is launched."""
+        run = FitRun(self, module) if stage == "fit" else Run(self, module, stage)
+        self._run, module._trainer = run, self  # pyright: ignore[reportPrivateUsage]
+        state: dict[str, Any] | None = None
+        metrics: dict[str, float] = {}
+        predictions: tuple[Any, ...] | None = None
+        saved = read_checkpoint(ckpt_path) if ckpt_path is not None and run.rank == 0 else None
+        try:
+            run.call("on_start", stage)
+            if isinstance(run, FitRun):
+                self._loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)
+                self._loop.start()
+                self._loop.run()
+                state = self._loop.take_snapshot()
+                self.epochs, self._steps = run.counters.epochs, run.counters.global_step
+            else:
+                if ckpt_path is not None:
+                    run.load_weights(saved and saved["module"])
+                if stage == "predict":
+                    predictions = tuple(predict(run, loaders["loader"]))
+                else:
+                    metrics = evaluate(run, loaders["loader"], stage)
+        except BaseException as error:
+            run.call("on_exception", error)
+            raise
+        finally:
+            run.call("on_end", stage)
+            self._run = self._loop = None
+            module._trainer = None  # pyright: ignore[reportPrivateUsage]
+            if stage == "fit":
+                self.strategy.teardown()
+        if os.getpid() != home and state is not None:
+            write_checkpoint(state, Path(folder) / "to")
+            state = None
+        keeper = self.checkpoint_callback
+        return Result(
+            stage=stage,
+            epochs=self.epochs,
+            global_step=self._steps,
+            callback_metrics=dict(self.metrics),
+            metrics=metrics,
+            callbacks={each.state_key: each.state_dict() for each in self.callbacks},
+            best_model_path="" if keeper is None else keeper.best_model_path,
+            best_model_score=None if keeper is None else keeper.best_model_score,
+            predictions=predictions,
+            join_report=self.join_report,
+            stopped=self.should_stop,
+            state=state,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_state": None}  # it travels in a file
+
+
+def _work(
+    trainer: Trainer,
+    module: TrainModule,
+    loaders: dict[str, Any],
+    stage: str,
+    ckpt_path: str | None,
+    folder: str,
+    home: int,
+) -> Result:
+    return trainer.work(stage, module, loaders, ckpt_path, folder, home)
+
+
+def _own(value: Any) -> Any:
+    """A copy whose tensors do not lie in a file that goes away."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, value)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _check_count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def _accelerator(accelerator: Any) -> str:
+    if accelerator not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"accelerator={accelerator!r} is none of 'auto', 'cpu', 'cuda'")
+    if accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator == "cuda" and not torch.cuda.is_available():
+        raise ValueError("accelerator='cuda' and torch finds no GPU; use 'cpu'")
+    return accelerator
+
+
+def _devices(devices: Any, accelerator: str) -> int:
+    there = torch.cuda.device_count() if accelerator == "cuda" else None
+    if devices == "auto":
+        return there or 1
+    _check_count("devices", devices)
+    if there is not None and devices > there:
+        raise ValueError(f"devices={devices} and torch finds {there} GPUs")
+    return devices
+
+
+def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
+    if callbacks is None:
+        listed: list[Any] = []
+    else:
+        listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    for each in listed:
+        if not isinstance(each, Callback):
+            raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
+    if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
+        listed.append(ProgressBar())
+    listed.sort(key=lambda each: isinstance(each, ModelCheckpoint))  # a checkpoint holds what the others did
+    keys = [each.state_key for each in listed]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"callbacks has several {', '.join(twice)}; give each a state_key of its own")
+    return listed

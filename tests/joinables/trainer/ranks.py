@@ -1,0 +1,25 @@
+"""Trainers as ranks of the test pool: the flow under a launcher, without the seconds that starting processes costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from joinables.trainer import DDPStrategy, SingleStrategy, Trainer
+
+
+class InPlace(DDPStrategy):
+    """Runs in the process group that is there."""
+
+    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
+        assert world_size == dist.get_world_size()
+        return fn(*args)
+
+
+def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A trainer for this rank of the pool, or for one process where there is no group."""
+    if not dist.is_initialized():
+        return Trainer(strategy=SingleStrategy(), devices=1, **options)
+    return Trainer(strategy=InPlace(**(strategy or {})), devices=dist.get_world_size(), **options)

@@ -1,0 +1,118 @@
+"""Checkpoint files: whole or not there, and read without running code."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import ModelCheckpoint, Trainer
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from tests.joinables.trainer.modules import Classifier, loader
+
+WRITER = """
+import sys, torch
+from joinables.trainer.checkpoint import write_checkpoint
+number = 0
+while True:
+    number += 1
+    write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, sys.argv[1])
+    print(number, flush=True)
+"""
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    for delay in (0.0, 0.003, 0.007, 0.011):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "1\n"
+        time.sleep(delay)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        state = read_checkpoint(path)
+        assert bool((state["data"] == state["number"]).all())
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    write_checkpoint({"number": 1}, path)
+    with pytest.raises(Exception, match="pickle"):
+        write_checkpoint({"number": lambda: None}, path)
+    assert read_checkpoint(path) == {"number": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["file.ckpt"]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("this must not run",)
+
+
+def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"x": Harmful()}, tmp_path / "bad.ckpt")
+    with pytest.raises(ValueError, match="cannot be read as plain data and tensors"):
+        read_checkpoint(tmp_path / "bad.ckpt")
+    torch.save([1], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match="holds a list"):
+        read_checkpoint(tmp_path / "list.ckpt")
+    assert "must not run" not in capsys.readouterr().out
+
+
+def names(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()}
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = (0.5, 0.3, float("nan"), 0.4, 0.6)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", self.scores[self.current_epoch])
+
+    def kept(name: str, **options: Any) -> tuple[set[str], ModelCheckpoint]:
+        keeper = ModelCheckpoint(tmp_path / name, "{epoch}-{score:.1f}", **options)
+        Trainer(max_epochs=5, callbacks=keeper).fit(Scripted(), loader(12), loader(12))
+        return names(tmp_path / name), keeper
+
+    found, keeper = kept("min", monitor="score", save_top_k=2, save_last=True)
+    assert found == {"epoch=1-score=0.3.ckpt", "epoch=3-score=0.4.ckpt", "last.ckpt"}
+    assert (Path(keeper.best_model_path).name, keeper.best_model_score) == ("epoch=1-score=0.3.ckpt", 0.3)
+    assert read_checkpoint(tmp_path / "min" / "last.ckpt")["epochs"] == 5
+    found, keeper = kept("max", monitor="score", mode="max")
+    assert (found, keeper.best_model_score) == ({"epoch=4-score=0.6.ckpt"}, 0.6)
+    found, keeper = kept("latest", every_n_epochs=2)
+    assert (found, keeper.best_model_score) == ({"epoch=3-score=0.4.ckpt"}, None)
+    assert len(kept("all", save_top_k=-1)[0]) == 5
+    found, keeper = kept("steps", every_n_train_steps=4, save_top_k=0, save_last=True)
+    assert found == {"last.ckpt"}
+    assert read_checkpoint(tmp_path / "steps" / "last.ckpt")["global_step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "best"}, "mode='best'"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"every_n_epochs": 0}, "every_n_epochs=0"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ModelCheckpoint(**options)
+
+
+def test_metric_that_is_not_there(tmp_path: Path) -> None:
+    for keeper, text in (
+        (ModelCheckpoint(tmp_path, monitor="val_los"), "monitor='val_los' was not logged; the metrics are .*val_loss"),
+        (ModelCheckpoint(tmp_path, "{val_los}"), "filename='{val_los}' has 'val_los', which was not logged"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Trainer(callbacks=keeper).fit(Classifier(), loader(12), loader(12))

@@ -1,0 +1,308 @@
+"""A fit on several processes equals one process: weights, optimizer state and metrics; and so does one that goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from joinables.trainer import Callback, ModelCheckpoint, TrainModule
+from tests.joinables.trainer.modules import Classifier, dataset, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.models import TOLERANCE, assert_same, flat_state
+from tests.pool import Pool
+
+GLOBAL_BATCH = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to fit."""
+
+    samples: int = 50
+    shuffle: bool = True
+    epochs: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "uneven": Case(),
+    "even": Case(samples=48),
+    "a rank without data": Case(samples=3),
+    "most ranks without data in the last step": Case(samples=49),
+    "clipping": Case(options={"gradient_clip_val": 0.1}, module={"optimizer": "adamw"}),
+    "accumulation": Case(options={"accumulate_grad_batches": 2}),
+    "accumulation, sharded": Case(options={"accumulate_grad_batches": 3}, strategy={"shard_optimizers": True}),
+    "sharded, clipping": Case(options={"gradient_clip_val": 0.1}, strategy={"shard_optimizers": True}),
+    "sharded, scheduler of steps": Case(strategy={"shard_optimizers": True}, module={"scheduler": "step"}),
+    "scheduler of steps": Case(module={"scheduler": "step"}),
+    "max_steps": Case(options={"max_steps": 7}, epochs=10),
+    "double": Case(options={"precision": 64}),
+    "find_unused_parameters": Case(strategy={"find_unused_parameters": True}),
+}
+
+
+def fit(rank: int, case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    run = trainer(strategy=case.strategy, max_epochs=case.epochs, seed=1, **case.options)
+    module = Classifier(**case.module)
+    size = GLOBAL_BATCH // ranks
+    run.fit(module, loader(case.samples, size, shuffle=case.shuffle), loader(29, size))
+    state = flat_state(module.state_dict(), [run.global_step, run.current_epoch])
+    return state, run.metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    single, single_metrics = fit(0, case, 1)
+    for ranks in (2, 3):
+        results = pool.run(fit, case, ranks, ranks=ranks)
+        for state, metrics in results:
+            assert_same(state, results[0][0])
+            assert_same(state, single, TOLERANCE)
+            assert metrics == results[0][1]
+            assert metrics == pytest.approx(single_metrics, abs=TOLERANCE)
+
+
+def evaluate(rank: int, size: int) -> tuple[dict[str, float], dict[str, float], torch.Tensor]:
+    run = trainer()
+    module = Classifier()
+    data = loader(29, size, shuffle=True)
+    return run.validate(module, data)[0], run.test(module, data)[0], torch.cat(run.predict(module, data))
+
+
+def test_evaluation_equals_one_process_exactly(pool: Pool) -> None:
+    """Ranks have the batches of one process, and sums do not depend on their order: not a bit differs."""
+    single = evaluate(0, 4)
+    x = dataset(29).tensors[0]
+    assert torch.equal(single[2], Classifier().eval()(x.split(4)[0]).detach()[:0].new_tensor(single[2].tolist()))
+    for ranks in (2, 3):
+        for validated, tested, predicted in pool.run(evaluate, 4, ranks=ranks):
+            assert validated == single[0]
+            assert tested == single[1]
+            assert torch.equal(predicted, single[2])
+    expected = torch.cat([Classifier()(part).detach() for part in x.split(4)])
+    assert torch.equal(single[2], expected)
+
+
+def more_ranks_than_batches(rank: int) -> tuple[dict[str, float], int]:
+    run = trainer()
+    return run.validate(Classifier(), loader(5, 4))[0], len(torch.cat(run.predict(Classifier(), loader(5, 4))))
+
+
+def test_evaluation_with_a_rank_without_data(pool: Pool) -> None:
+    expected = more_ranks_than_batches(0)
+    assert pool.run(more_ranks_than_batches, ranks=3) == [expected] * 3
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def in_parts(rank: int, parts: list[dict[str, int]], strategy: dict[str, Any], evaluate: bool) -> Any:
+    """Fit as often as there are parts, raising a limit each time."""
+    run = trainer(strategy=strategy, seed=3, accumulate_grad_batches=2)
+    module = Classifier(dropout=0.3)
+    for part in parts:
+        run.max_epochs, run.max_steps = part.get("max_epochs", 100), part.get("max_steps")
+        run.fit(module, loader(50, 4, shuffle=True), loader(20, 4))
+        if evaluate:
+            run.test(module, loader(20, 4))
+            run.predict(module, loader(20, 4))
+    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics["train_loss"]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ([{"max_epochs": 1}, {"max_epochs": 3}], [{"max_epochs": 3}]),
+        ([{"max_steps": 2}, {"max_steps": 3}, {"max_steps": 7}], [{"max_steps": 7}]),
+    ],
+    ids=["epochs", "steps"],
+)
+def test_a_second_fit_goes_on_bit_for_bit(pool: Pool, parts: Any, shard: bool) -> None:
+    strategy = {"shard_optimizers": shard}
+    interrupted = pool.run(in_parts, parts[0], strategy, True, ranks=2)
+    whole = pool.run(in_parts, parts[1], strategy, False, ranks=2)
+    for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert loss == expected_loss
+
+
+class Interrupt(Exception):
+    """What ends a fit from within."""
+
+
+class Interrupting(Callback):
+    """Raises after some steps."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.after:
+            raise Interrupt
+
+
+def resumed(rank: int, folder: str, every: int, fail_at: int | None, shard: bool) -> Any:
+    """Fit with checkpoints; with ``fail_at``, fail there and go on in a new trainer, from the last checkpoint."""
+
+    def build() -> Any:
+        keeper = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
+        callbacks: list[Callback] = [keeper] if fail_at is None else [keeper, Interrupting(fail_at)]
+        strategy = {"shard_optimizers": shard}
+        return trainer(strategy=strategy, seed=3, max_epochs=2, callbacks=callbacks), Classifier(dropout=0.3)
+
+    run, module = build()
+    data = loader(50, 4, shuffle=True), loader(20, 4)
+    if fail_at is not None:
+        with pytest.raises(Interrupt):
+            run.fit(module, *data)
+        fail_at = None
+        run, module = build()
+        run.fit(module, *data, ckpt_path=Path(folder) / "last.ckpt")
+    else:
+        run.fit(module, *data)
+    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics["train_loss"]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_resume_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, shard: bool) -> None:
+    whole = pool.run(resumed, str(tmp_path / "whole"), 2, None, shard, ranks=2)
+    interrupted = pool.run(resumed, str(tmp_path / "interrupted"), 2, 5, shard, ranks=2)
+    for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert loss == expected_loss
+
+
+# -- other data, other loops ------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of unknown number: rank r has ``counts[r]``."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts = counts
+
+    def __iter__(self) -> Any:
+        rank = torch.distributed.get_rank()
+        for index in range(self.counts[rank]):
+            generator = torch.Generator().manual_seed(100 * rank + index)
+            size = 2 + (rank + index) % 3
+            yield torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def stream(rank: int, uneven: str, counts: tuple[int, ...]) -> Any:
+    run = trainer(uneven=uneven, max_epochs=2)
+    module = Classifier()
+    run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), run.global_step, run.metrics
+
+
+def test_streams_of_unknown_length(pool: Pool) -> None:
+    counts = (2, 0, 4)
+    results = pool.run(stream, "join", counts, ranks=3)
+    module = Classifier()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    losses: list[float] = []
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = 0.02 * 0.9**epoch
+        losses, total = [], 0
+        for step in range(4):
+            batches = []
+            for rank, count in enumerate(counts):
+                if step < count:
+                    generator = torch.Generator().manual_seed(100 * rank + step)
+                    size = 2 + (rank + step) % 3
+                    x = torch.randn(size, 6, generator=generator)
+                    batches.append((x, torch.randint(3, (size,), generator=generator)))
+            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(module.body(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item() * len(x))
+            total += len(x)
+    for state, steps, metrics in results:
+        assert steps == 8
+        assert_same(state, flat_state(module.state_dict()), TOLERANCE)
+        assert metrics["train_loss"] == pytest.approx(sum(losses) / total, abs=TOLERANCE)
+
+
+def test_streams_that_stop_together(pool: Pool) -> None:
+    for _, steps, _ in pool.run(stream, "stop", (2, 3, 4), ranks=3):
+        assert steps == 4
+
+
+def stop_early(rank: int) -> int:
+    run = trainer(uneven="stop", max_epochs=1)
+    run.fit(Classifier(), loader(50, 4))  # 13 batches: 7 and 6
+    return run.global_step
+
+
+def test_stop_with_the_first(pool: Pool) -> None:
+    assert pool.run(stop_early, ranks=2) == [6, 6]
+
+
+def refuses_uneven(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"the ranks have \[7, 6\] batches"):
+        trainer(uneven="error").fit(Classifier(), loader(50, 4))
+    trainer(uneven="error").fit(Classifier(), loader(48, 4))
+
+
+def test_error_if_uneven(pool: Pool) -> None:
+    pool.run(refuses_uneven, ranks=2)
+
+
+class Gan(TrainModule):
+    """Manual optimization: two updates of the critic for one of the generator."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        g_opt, c_opt = self.optimizers()
+        noise = x[:, :3]
+        for _ in range(2):
+            c_opt.zero_grad()
+            c_loss = (self.critic(self.generator(noise).detach()) - self.critic(x)).tanh().mean()
+            self.manual_backward(c_loss)
+            c_opt.step()
+        g_opt.zero_grad()
+        g_loss = -self.critic(self.generator(noise)).tanh().mean()
+        self.manual_backward(g_loss)
+        g_opt.step()
+        self.log("g_loss", g_loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.SGD(self.critic.parameters(), 0.05)]
+
+
+def gan(rank: int, ranks: int) -> Any:
+    run = trainer(max_epochs=2, seed=0)
+    module = Gan()
+    run.fit(module, loader(50, GLOBAL_BATCH // ranks))
+    return flat_state(module.state_dict()), run.global_step, run.metrics["g_loss"]
+
+
+def test_manual_optimization_equals_one_process(pool: Pool) -> None:
+    expected, steps, loss = gan(0, 1)
+    assert steps == 2 * 5 * 3
+    for ranks in (2, 3):
+        for state, count, value in pool.run(gan, ranks, ranks=ranks):
+            assert count == steps
+            assert value == pytest.approx(loss, abs=TOLERANCE)
+            assert_same(state, expected, TOLERANCE)

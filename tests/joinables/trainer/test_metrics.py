@@ -1,0 +1,71 @@
+"""Metrics do not depend on who logged what, in which order."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from join.collectives import SingleCollective, run_threads
+from joinables.trainer.metrics import ExactSum, MetricStore
+
+FLOATS = st.floats(-1e30, 1e30, allow_nan=False)
+
+
+@given(st.lists(FLOATS), st.randoms())
+def test_sums_are_exact(values: list[float], random: object) -> None:
+    total = ExactSum()
+    for value in values:
+        total.add(value)
+    assert total.value == float(sum(map(Fraction, values)))
+
+
+def test_values_that_are_no_numbers() -> None:
+    for values, expected in (((1.0, math.inf), "inf"), ((math.nan, 1.0), "nan"), ((math.inf, -math.inf), "nan")):
+        total = ExactSum()
+        for value in values:
+            total.add(value)
+        assert str(total.value) == expected
+
+
+@given(st.lists(st.tuples(FLOATS, st.integers(1, 64)), min_size=1, max_size=12), st.integers(1, 4))
+def test_the_same_over_any_number_of_ranks(values: list[tuple[float, int]], ranks: int) -> None:
+    def reduce(rank: int, world_size: int, collective: object) -> dict[str, float]:
+        store = MetricStore()
+        for value, weight in values[rank::world_size]:
+            for kind in ("mean", "sum", "min", "max"):
+                store.record(kind, value, weight, kind)  # type: ignore[arg-type]
+        return store.reduce(collective)  # type: ignore[arg-type]
+
+    single = SingleCollective()
+    single.setup(0, 1)
+    expected = reduce(0, 1, single)
+    assert expected["min"] == min(value for value, _ in values)
+    for found in run_threads(ranks, lambda collective: reduce(collective.rank, ranks, collective)):
+        assert found == expected
+
+
+def test_state_goes_on() -> None:
+    store = MetricStore()
+    store.record("loss", torch.tensor(2.0), 3)
+    other = MetricStore()
+    other.load_state_dict(store.state_dict())
+    other.record("loss", 4.0, 1)
+    single = SingleCollective()
+    single.setup(0, 1)
+    assert other.reduce(single) == {"loss": 2.5}
+
+
+def test_bad_values() -> None:
+    store = MetricStore()
+    with pytest.raises(ValueError, match="metric 'x' has 2 elements"):
+        store.record("x", torch.zeros(2), 1)
+    with pytest.raises(ValueError, match="reduce_fx='median'"):
+        store.record("x", 1.0, 1, "median")  # type: ignore[arg-type]
+    store.record("x", 1.0, 1)
+    with pytest.raises(ValueError, match="reduce_fx='mean' before"):
+        store.record("x", 1.0, 1, "sum")

@@ -1,0 +1,221 @@
+"""A trainer that starts its processes itself: everything comes back, whatever happens in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import Callback, CSVMetrics, EarlyStopping, ModelCheckpoint, NotPicklable, Trainer, WorkerDied
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.models import TOLERANCE, assert_same, flat_state
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No process and no temporary file stays behind."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield
+    assert multiprocessing.active_children() == []
+    assert list(folder.iterdir()) == []
+
+
+class Metrics(Callback):
+    """Logs very many metrics, and keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for index in range(10_000):
+            module.log(f"metric {index}", float(index))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(f"epoch {trainer.current_epoch}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = list(state["seen"])
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    """fit, test, predict, fit on one trainer: counters, metrics, weights, callbacks; and as one longer fit."""
+    environ = dict(os.environ)
+
+    def build(epochs: int, name: str) -> Trainer:
+        keeper = ModelCheckpoint(tmp_path / name, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2)
+        callbacks = [Metrics(), keeper, CSVMetrics(tmp_path / name / "metrics.csv")]
+        return Trainer(devices=2, max_epochs=epochs, seed=0, callbacks=callbacks, default_root_dir=tmp_path)
+
+    data = loader(30, 4, shuffle=True), loader(21, 4)
+    module = Classifier(dropout=0.2)
+    trainer = build(1, "parts")
+    result = trainer.fit(module, *data)
+    assert (result.stage, result.epochs, result.global_step, result.stopped) == ("fit", 1, 4, False)
+    assert len(result.callback_metrics) == 10_004
+    assert trainer.callback_metrics["metric 9999"] == 9999
+    assert result.best_model_score == trainer.metrics["val_loss"]
+    assert result.best_model_path == trainer.checkpoint_callback.best_model_path
+    assert trainer.checkpoint_callback.best_model_score == result.best_model_score
+    assert Path(result.best_model_path).is_file()
+    assert result.join_report is not None
+    assert [row.steps for row in result.join_report.ranks] == [4, 4]
+    kept = torch.load(result.best_model_path, weights_only=True)["module"]
+    assert_same(flat_state(kept), flat_state(module.state_dict()))
+
+    tested = trainer.test(module, data[1])[0]
+    assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
+    predictions = trainer.predict(module, data[1])
+    assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)
+    module.train()
+
+    trainer.max_epochs = 3
+    result = trainer.fit(module, *data)
+    assert (result.epochs, result.global_step) == (3, 12)
+    assert (trainer.current_epoch, trainer.global_step) == (3, 12)
+    assert trainer.callbacks[0].seen == ["epoch 0", "epoch 1", "epoch 2"]
+    assert len(list((tmp_path / "parts").glob("*.ckpt"))) == 2
+
+    whole = Classifier(dropout=0.2)
+    expected = build(3, "whole")
+    expected.fit(whole, *data)
+    assert_same(flat_state(module.state_dict()), flat_state(whole.state_dict()))
+    assert trainer.metrics["val_loss"] == expected.metrics["val_loss"]
+    assert os.environ == environ
+
+
+class Failing(Callback):
+    """Fails on one rank, in the middle of a fit."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError(f"{self.how} on rank 1")
+
+
+def fails(how: str) -> None:
+    Trainer(devices=2, callbacks=Failing(how)).fit(Classifier(), loader(30, 4))
+
+
+def test_a_worker_that_raises() -> None:
+    with pytest.raises(KeyError, match="raise on rank 1") as caught:
+        fails("raise")
+    assert "on_train_batch_end" in str(caught.value.__cause__)
+
+
+def test_a_worker_that_exits() -> None:
+    with pytest.raises(WorkerDied, match="rank 1 exited with code 3"):
+        fails("exit")
+
+
+def test_a_worker_that_is_killed() -> None:
+    with pytest.raises(WorkerDied, match="rank 1 was killed by SIGKILL"):
+        fails("kill")
+
+
+def test_what_cannot_be_pickled() -> None:
+    module = Classifier()
+    module.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotPicklable, match="module"):
+        Trainer(devices=2).fit(module, loader())
+    with pytest.raises(NotPicklable, match="loaders"):
+        Trainer(devices=2).fit(Classifier(), loader(collate_fn=lambda rows: rows))
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    trainer = Trainer(max_epochs=50, callbacks=[stopping])
+    result = trainer.fit(Classifier(), loader(), loader(20))
+    assert (result.epochs, result.stopped) == (3, True)
+    trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
+    with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
+        trainer.fit(Classifier(), loader(), loader(20))
+
+
+def test_csv_metrics(tmp_path: Path) -> None:
+    Trainer(max_epochs=2, callbacks=CSVMetrics(tmp_path / "metrics.csv")).fit(Classifier(), loader())
+    rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert rows[0] == "epoch,step,name,value"
+    assert rows[1].startswith("0,9,train_accuracy,0.")
+    assert len(rows) == 5
+
+
+def test_16_bits() -> None:
+    for precision in ("bf16-mixed", "16-mixed"):
+        trainer = Trainer(max_epochs=6, precision=precision, gradient_clip_val=1.0)
+        trainer.fit(Classifier(), loader(), loader(20))
+        assert trainer.metrics["val_loss"] < 0.6
+
+
+def test_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_epochs=1, enable_progress_bar=True).fit(Classifier(), loader(), loader(20))
+    shown = capfd.readouterr().err
+    assert "epoch 0: 100%" in shown
+    assert "9/9" in shown
+    assert "val_loss=" in shown
+
+
+def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
+    trainer = Trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path))
+    module = Classifier()
+    path = trainer.fit(module, loader()).best_model_path
+    tested = trainer.test(module, loader(20))
+    assert Trainer().test(Classifier(), loader(20), ckpt_path=path) == tested
+
+
+BAD = [
+    ({"devices": 0}, ValueError, "devices=0 must be at least 1"),
+    ({"devices": "2"}, TypeError, "devices='2' must be a whole number"),
+    ({"accelerator": "tpu"}, ValueError, "accelerator='tpu' is none of"),
+    ({"accelerator": "cuda"}, ValueError, "torch finds no GPU"),
+    ({"strategy": "dpp"}, ValueError, "strategy='dpp' is unknown; the known ones are .*ddp_spawn"),
+    ({"strategy": "single", "devices": 2}, ValueError, "strategy='single' is for one process"),
+    ({"precision": 8}, ValueError, "precision=8 is unknown"),
+    ({"precision": "16-mixed", "strategy": "ddp_zero"}, ValueError, "does not go with sharded"),
+    ({"max_epochs": -1}, ValueError, "max_epochs=-1"),
+    ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0"),
+    ({"gradient_clip_val": 0.0}, ValueError, r"gradient_clip_val=0\.0"),
+    ({"uneven": "drop"}, ValueError, "uneven='drop' is none of"),
+    ({"sync_batchnorm": True, "devices": 2}, ValueError, "needs GPUs"),
+    ({"num_nodes": 2}, ValueError, "use torchrun, SLURM or MPI"),
+    ({"seed": "1"}, TypeError, "seed='1'"),
+    ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
+    ({"callbacks": [CSVMetrics(), CSVMetrics()]}, ValueError, "callbacks has several CSVMetrics"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is wrong where there is no GPU")
+@pytest.mark.parametrize(("options", "kind", "text"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        Trainer(**options)
+
+
+def test_bad_runs(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"derive it from joinables\.trainer\.TrainModule"):
+        Trainer().fit(torch.nn.Linear(1, 1), loader())
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "none.ckpt")
+    (tmp_path / "bad.ckpt").write_text("text")
+    with pytest.raises(ValueError, match="cannot be read as plain data"):
+        Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
+    with pytest.raises(RuntimeError, match="is not in a run"):
+        Classifier().log("x", 1.0)

@@ -17,8 +17,13 @@ from typing import Any, cast
 import torch
 
 
-def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, durable: bool = True) -> None:
     """Write ``state`` to ``path``, so that whoever is killed at whatever moment leaves the old file or the new one.
+
+    Args:
+        state: plain data and tensors.
+        path: the file; its folder is made.
+        durable: whether the file outlives a crash of the machine too, for which the disk is waited for.
 
     Raises:
         OSError: if it cannot be written; there is no temporary file left then.
@@ -30,13 +35,15 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
         with os.fdopen(handle, "wb") as file:
             torch.save(dict(state), file)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(name)
         raise
-    _sync_folder(path.parent)
+    if durable:
+        _sync_folder(path.parent)
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:

@@ -192,7 +192,7 @@ class Trainer:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="joinables-"))
             if stage == "fit" and self._state is not None and ckpt_path is None:
-                write_checkpoint(self._state, Path(folder) / "from")
+                write_checkpoint(self._state, Path(folder) / "from", durable=False)
                 ckpt_path = Path(folder) / "from"
             here = os.getpid()
             job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
@@ -368,7 +368,7 @@ class Trainer:
             if stage == "fit":
                 self.strategy.teardown()
         if os.getpid() != home and state is not None:
-            write_checkpoint(state, Path(folder) / "to")
+            write_checkpoint(state, Path(folder) / "to", durable=False)
             state = None
         keeper = self.checkpoint_callback
         return Result(

@@ -151,17 +151,17 @@ class Interrupting(Callback):
             raise Interrupt
 
 
-def resumed(rank: int, folder: str, every: int, fail_at: int | None, shard: bool) -> Any:
+def resumed(rank: int, folder: str, samples: int, every: int, fail_at: int | None, shard: bool) -> Any:
     """Fit with checkpoints; with ``fail_at``, fail there and go on in a new trainer, from the last checkpoint."""
 
     def build() -> Any:
         keeper = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
         callbacks: list[Callback] = [keeper] if fail_at is None else [keeper, Interrupting(fail_at)]
         strategy = {"shard_optimizers": shard}
-        return trainer(strategy=strategy, seed=3, max_epochs=2, callbacks=callbacks), Classifier(dropout=0.3)
+        return trainer(strategy=strategy, seed=3, max_epochs=3, callbacks=callbacks), Classifier(dropout=0.3)
 
     run, module = build()
-    data = loader(50, 4, shuffle=True), loader(20, 4)
+    data = loader(samples, 4, shuffle=True), loader(20, 4)
     if fail_at is not None:
         with pytest.raises(Interrupt):
             run.fit(module, *data)
@@ -174,9 +174,15 @@ def resumed(rank: int, folder: str, every: int, fail_at: int | None, shard: bool
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_resume_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, shard: bool) -> None:
-    whole = pool.run(resumed, str(tmp_path / "whole"), 2, None, shard, ranks=2)
-    interrupted = pool.run(resumed, str(tmp_path / "interrupted"), 2, 5, shard, ranks=2)
+@pytest.mark.parametrize(
+    ("samples", "every", "fail_at"), [(50, 2, 5), (9, 1, 5)], ids=["all have data", "one has none"]
+)
+def test_resume_in_the_middle_of_an_epoch(
+    pool: Pool, tmp_path: Path, shard: bool, samples: int, every: int, fail_at: int
+) -> None:
+    """With 9 samples, the checkpoint is of a step that only rank 0 takes part in."""
+    whole = pool.run(resumed, str(tmp_path / "whole"), samples, every, None, shard, ranks=2)
+    interrupted = pool.run(resumed, str(tmp_path / "interrupted"), samples, every, fail_at, shard, ranks=2)
     for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
         assert_same(state, expected)
         assert loss == expected_loss
@@ -306,3 +312,63 @@ def test_manual_optimization_equals_one_process(pool: Pool) -> None:
             assert count == steps
             assert value == pytest.approx(loss, abs=TOLERANCE)
             assert_same(state, expected, TOLERANCE)
+
+
+def half(rank: int, size: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    module = Classifier()
+    run = trainer(max_epochs=4, precision="16-mixed", gradient_clip_val=1.0)
+    run.fit(module, loader(50, size), loader(29, size))
+    return flat_state(module.state_dict()), run.metrics
+
+
+def test_16_bits_on_uneven_ranks(pool: Pool) -> None:
+    (first, metrics), (second, others) = pool.run(half, 6, ranks=2)
+    assert_same(first, second)
+    assert metrics == others
+    assert metrics["val_loss"] == pytest.approx(half(0, 12)[1]["val_loss"], abs=0.02)
+
+
+class Familiar(TrainModule):
+    """Written as for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.layer(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return {"loss": loss, "scores": x}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log_dict({"val_loss": nn.functional.cross_entropy(self.layer(x.to(self.device)), y), "a/b": 1.0})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=10.0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "interval": "epoch"}]
+
+
+def familiar(rank: int) -> tuple[float, float, float]:
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            rates.append(module.optimizers().param_groups[0]["lr"])
+
+    run = trainer(max_epochs=3, callbacks=[Rates()])
+    run.fit(Familiar(), loader(50, 6), loader(29, 6))
+    assert run.callback_metrics["epochs"].item() == 2.0
+    return *rates[1:], run.callback_metrics["val_loss"].item()  # type: ignore[return-value]
+
+
+def test_a_module_as_for_lightning(pool: Pool) -> None:
+    results = pool.run(familiar, ranks=2)
+    assert results[0] == results[1]
+    assert results[0][:2] == pytest.approx((0.005, 0.0005))

@@ -314,7 +314,9 @@ class GradientSync(DDPBurst):
         At the parameters, not at the module's outputs: these may be computed from one another.
         """
         weight = self._join.weight
-        return None if weight is None or weight == 1.0 else gradient * weight
+        if weight is None or weight == 1.0:
+            return None
+        return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 
     def _check_weights(self) -> None:
         """Make sure, once a block, that all active ranks sum weights in this burst.

@@ -45,6 +45,22 @@ def test_weight_0_on_some_ranks(pool: Pool) -> None:
     assert pool.run(outcome, ((2, 0), (0, 3, 1)), ranks=2) == ["fine", "fine"]
 
 
+def has_nan(rank: int) -> float:
+    """A rank whose batch counts for nothing, as an empty one does, of which the mean is NaN."""
+    ddp = DistributedDataParallel(build("mlp"))
+    with Join([ddp]) as join:
+        join.weight = 0 if rank else 5
+        (ddp(batch(0, 0, 0)[0]).mean() * (float("nan") if rank else 1.0)).backward()
+    return sum(parameter.grad.abs().sum().item() for parameter in ddp.parameters())
+
+
+def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
+    model = build("mlp")
+    model(batch(0, 0, 0)[0]).mean().backward()
+    expected = sum(parameter.grad.abs().sum().item() for parameter in model.parameters())
+    assert pool.run(has_nan, ranks=2) == pytest.approx([expected] * 2, abs=1e-4)
+
+
 def test_weight_0_on_all_ranks(pool: Pool) -> None:
     for text in pool.run(outcome, ((2, 0), (1, 0), ()), ranks=3):
         assert text == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"

@@ -1,8 +1,9 @@
 """What ``Join`` costs an active rank while inputs are even.
 
 Two gloo processes train the same models in several ways: plain ``DistributedDataParallel``, inside torch's own
-``torch.distributed.algorithms.join.Join``, inside ours, and inside ours with ``divide_by_initial_world_size=False``,
-which needs to know in each step how many ranks contribute. Every way has its own modules and optimizers.
+``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
+needs to know in each step how many ranks contribute, and inside ours with ``steps=``. Every way has its own modules and
+optimizers.
 
 The ways take turns in blocks of ``--steps`` training steps, in an order that rotates, so that whatever else the machine
 does hits all of them alike. A block's ratio is its time over that of plain DDP in the same round; the table gives
@@ -121,29 +122,34 @@ def gan() -> Training:
     return Training(step, [generator, discriminator], [update_g, update_d])
 
 
-def plain(training: Training) -> contextlib.AbstractContextManager[Any]:
+def plain(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def torch_join(training: Training) -> contextlib.AbstractContextManager[Any]:
+def torch_join(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
     sharded_ones = [optimizer for optimizer in training.optimizers if isinstance(optimizer, TorchJoinable)]
     return TorchJoin([*training.modules, *sharded_ones])
 
 
-def our_join(training: Training) -> contextlib.AbstractContextManager[Any]:
+def our_join(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
     return Join([*training.modules, *training.optimizers])
 
 
-def our_join_by_active(training: Training) -> contextlib.AbstractContextManager[Any]:
+def our_join_by_active(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
     return Join([*training.modules, *training.optimizers], divide_by_initial_world_size=False)
 
 
-Way = Callable[[Training], contextlib.AbstractContextManager[Any]]
+def our_join_declared(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
+    return Join([*training.modules, *training.optimizers], steps=steps)
+
+
+Way = Callable[[Training, int], contextlib.AbstractContextManager[Any]]
 WAYS: dict[str, Way] = {
     "plain": plain,
     "torch's Join": torch_join,
     "Join": our_join,
     "Join, mean over contributors": our_join_by_active,
+    "Join, declared steps": our_join_declared,
 }
 CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),
@@ -181,22 +187,23 @@ def measure(steps: int, repeats: int, cases: list[str]) -> dict[str, dict[str, M
         results[case] = {name: Measured() for name in names}
         for turn in range(repeats):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                with block(trainings[name], WAYS[name]):
+                with block(trainings[name], WAYS[name], steps):
                     wall, cpu = time_steps(trainings[name], steps)
                 results[case][name].wall.append(wall)
                 results[case][name].cpu.append(cpu)
         for name in names:
-            with block(trainings[name], WAYS[name]):
+            with block(trainings[name], WAYS[name], COUNTED_STEPS):
                 count_collectives(trainings[name], results[case][name])
     return results
 
 
 @contextlib.contextmanager
-def block(training: Training, way: Way) -> Iterator[None]:
+def block(training: Training, way: Way, steps: int) -> Iterator[None]:
     """A context around a block of steps, entered, warm, and with all ranks at the same place."""
-    with warnings.catch_warnings(), way(training):  # torch's Join rewrites the filters on leaving
-        training.step()
-        training.step()
+    settling = 2
+    with warnings.catch_warnings(), way(training, settling + steps):  # torch's Join rewrites the filters on leaving
+        for _ in range(settling):
+            training.step()
         dist.barrier()
         yield
 

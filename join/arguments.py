@@ -43,6 +43,24 @@ def checked_timeout(timeout: Any) -> float | None:
     return timeout
 
 
+def checked_steps(steps: Any, timeout: Any) -> int | None:
+    """Return ``steps`` if it is a number of steps.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is negative, or given together with ``timeout``.
+    """
+    if steps is None:
+        return None
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps={steps!r} must be a whole number, or None if it is not known")
+    if steps < 0:
+        raise ValueError(f"steps={steps} must not be negative")
+    if timeout is not None:
+        raise ValueError(f"timeout={timeout!r} watches headers, which steps={steps} does without; give one of them")
+    return steps
+
+
 def checked_weight(weight: Any) -> float | None:
     """Return ``weight`` if it is one.
 

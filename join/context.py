@@ -26,12 +26,14 @@ from join.arguments import (
     check_agreement,
     check_initialised,
     check_keywords,
+    checked_steps,
     checked_timeout,
     checked_weight,
     common_collective,
     expand,
 )
 from join.collectives import Collective, Work
+from join.declared import DeclaredChannel
 from join.errors import JoinError
 from join.joinable import Joinable, JoinConfig
 from join.members import Member, Scope
@@ -63,6 +65,8 @@ class Join:
             trained and not listed is not kept in step.
         enable: ``False`` makes the block do nothing, for inputs known to be even.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
+        steps: how many steps this rank will make, if that is known: synchronised backwards, each with one step of every
+            sharded optimizer in the list. On all ranks or on none. Then no header is sent at all.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
             active rank awaits every header right before the burst.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
@@ -83,13 +87,15 @@ class Join:
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
+        steps: int | None = None,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
         self._timeout = checked_timeout(timeout)
+        self._steps = checked_steps(steps, timeout)
         self._joinables = expand(joinables)
         self._collective = common_collective(self._joinables)
-        check_keywords(self._joinables, kwargs, own=("enable", "throw_on_early_termination", "timeout"))
+        check_keywords(self._joinables, kwargs, own=("enable", "throw_on_early_termination", "steps", "timeout"))
         self._enable = enable
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
@@ -178,13 +184,14 @@ class Join:
             return self
         members = [Member(joinable, joinable.join_hook(**self._kwargs)) for joinable in self._joinables]
         self._scope = Scope(members, self._throw, self._timeout)
-        self._channel = _channels.get(id(self._collective)) or Channel(self._collective)
-        _channels[id(self._collective)] = self._channel
+        self._channel = self._open_channel()
         self._attached: list[Joinable] = []
-        self._channel.open(self._scope)
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+            if self._steps is not None:  # the number may differ
+                settings |= {"steps": "declared", "weighted": self._weight is not None}
             check_agreement(self._collective, self._channel.key, self._joinables, settings, self._channel.wait)
+            self._channel.agree()
             self._configure()
             for joinable in self._joinables:
                 joinable.attach(self)
@@ -209,6 +216,20 @@ class Join:
                 self._finish()
         finally:
             self._leave()
+
+    def _open_channel(self) -> Channel:
+        key = id(self._collective)
+        channel = _channels.get(key)
+        if channel is None and self._steps is None:
+            channel = Channel(self._collective)
+        elif self._steps is not None:
+            if channel is not None:
+                raise JoinError("steps= needs a block of its own, and another is open on this group")
+            channel = DeclaredChannel(self._collective, self._steps, weighted=self._weight is not None)
+        assert channel is not None
+        channel.open(self._scope)
+        _channels[key] = channel
+        return channel
 
     def _finish(self) -> None:
         joined_at = time.monotonic() - self._started

@@ -95,6 +95,7 @@ class HeaderBuffer:
         for flag_count in flag_counts:
             self.offsets.append(fields)
             fields += 1 + flag_count
+        self.fields = fields
         self._bits = world_size.bit_length()
         per_word = _WORD_BITS // self._bits
         self._places = [divmod(field, per_word) for field in range(fields)]

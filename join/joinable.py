@@ -131,6 +131,17 @@ class Burst(Joinable):
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
+    is_covered: ClassVar[bool] = False
+    """Whether another burst's announcement covers this one wherever numbers of steps are declared."""
+
+    def declared_flags(self, weighted: bool) -> Sequence[bool]:
+        """The flags of all ranks that announce this burst, where numbers of steps are declared and no header comes.
+
+        Args:
+            weighted: whether ``join.weight`` is in use.
+        """
+        return (False,) * self.flag_count
+
     def flags(self, active: bool) -> Sequence[bool]:
         """What this rank tells in a header; ``Channel.flags`` has how many ranks set each.
 

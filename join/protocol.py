@@ -77,6 +77,11 @@ class Outcome:
 class Channel:
     """The protocol on one group, for all blocks that are open on it."""
 
+    declared = False
+    """Whether ranks know each other's steps, so that headers need not be sent."""
+    weighted = False
+    """Where they do: whether ``join.weight`` is in use."""
+
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self._rank = collective.rank
@@ -108,6 +113,9 @@ class Channel:
         self.settle()
         self.scopes.append(scope)
         self._arrange()
+
+    def agree(self) -> None:
+        """All ranks have entered: exchange what else is to be known on entering."""
 
     def close(self, scope: Scope) -> None:
         """A block is left."""
@@ -145,6 +153,10 @@ class Channel:
         two would not be missed.
         """
         return self._ahead is not None and self._ahead.burst is burst and self._timeout is None
+
+    def someone_may_contribute_unseen(self) -> bool:
+        """Whether the last header may not have counted a rank that contributes to its burst."""
+        return False
 
     @property
     def has_several_bursts(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, JoinHook
+from join import Join, JoinHook, ProtocolError
 from join.collectives import Work
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables import _torch_reducer as reducer
@@ -129,6 +129,10 @@ class GradientSync(DDPBurst):
             return (self._with_buffers, holding, True, self._weighted)
         return (False, False, self._unsynced, False)
 
+    @override
+    def declared_flags(self, weighted: bool) -> Sequence[bool]:
+        return (self._buffers is not None, False, True, weighted)
+
     @property
     @override
     def owes(self) -> bool:
@@ -224,6 +228,7 @@ class GradientSync(DDPBurst):
         # nothing. With buffers it needs a header anyway.
         initial = self._divide_by_initial_world_size
         worth_it = not self._may_hold_result if initial else self._buffers is not None
+        worth_it |= self._channel.declared and self._buffers is not None
         early = worth_it and self._channel.may_announce_early(self)
         self._weighted = self._join.weight is not None
         self._with_buffers = early and self._buffers is not None
@@ -284,6 +289,8 @@ class GradientSync(DDPBurst):
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
         if not self._credit:
+            if self._channel.declared and self._buffers is not None:
+                raise ProtocolError("with steps=, each backward of a module with buffers needs a forward of its own")
             self._with_buffers, self._weighted = False, self._join.weight is not None
             self._channel.announce(self)
         self._check_weights()
@@ -291,6 +298,8 @@ class GradientSync(DDPBurst):
         self._credit = False
         self._count_contributors(self._window if self._weighted else 1.0)
         if self._may_hold_result and self._divide_by_initial_world_size and not self._weighted:
+            if self._channel.declared:
+                raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
         self._static_graph.watch(self._collective)
@@ -325,6 +334,10 @@ class GradientSync(DDPBurst):
         """
         if self._weighted != (self._join.weight is not None):
             raise ValueError("join.weight was set or unset between forward and backward; set it before the forward")
+        if self._channel.declared and self._weighted != self._channel.weighted:
+            raise ValueError(
+                "with steps=, set join.weight before entering the block, so that all ranks know that it is"
+            )
         if not self._weighted:
             return
         if not self._weights_agreed:
@@ -356,7 +369,9 @@ class GradientSync(DDPBurst):
     def _count_contributors(self, mine: float) -> None:
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""
         self._contributors = None
-        if self._weighted or (self._with_buffers and not self._divide_by_initial_world_size):
+        channel, initial = self._channel, self._divide_by_initial_world_size
+        unseen = (self._with_buffers and not channel.declared) or channel.someone_may_contribute_unseen()
+        if self._weighted or (unseen and not initial):
             count = torch.tensor(mine, dtype=torch.float64)
             self._contributors = count, self._collective.all_reduce(count)
 

@@ -43,7 +43,8 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer.step()
 
     x, y = batch(rank, 0, 9)
-    with Join([ddp, optimizer], divide_by_initial_world_size=initial) if joining else nullcontext():
+    steps = 2 + STEPS if "declared" in setup else None
+    with Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps) if joining else nullcontext():
         for _ in range(2):
             optimizer.zero_grad()
             ((ddp(x) - y) ** 2).mean().backward()
@@ -65,6 +66,9 @@ COSTS = {
     "norm, mean over contributors": {"gloo:all_reduce": 2},
     "mlp, zero": {"gloo:all_reduce": 2},
     "norm, zero": {"gloo:all_reduce": 2},
+    "mlp, declared": {},
+    "norm, mean over contributors, declared": {},
+    "mlp, zero, declared": {},
     "mlp, no_sync": {},
     "mlp, eval": {},
     "norm, eval": {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -36,6 +36,7 @@ class Case:
     to_none: bool = True
     rate: float | None = None
     weighted: bool = False
+    declared: bool = False
 
 
 CASES = {
@@ -174,7 +175,10 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.zero and case.clip else optimizer
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for epoch in range(EPOCHS):
-        with Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial) as join:
+        steps = case.counts[epoch][rank] // case.accumulate if case.declared else None
+        join = Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial, steps=steps)
+        join.weight = 1 if case.weighted else None
+        with join:
             for step in range(case.counts[epoch][rank]):
                 sync = (step + 1) % case.accumulate == 0
                 join.weight = weight_of(case, rank, epoch, step) if case.weighted else None
@@ -232,6 +236,19 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
+    states = pool.run(train, case, ranks=RANKS)
+    for other in states[1:]:
+        assert_same(states[0], other)
+    assert_same(states[0], reference(case), TOLERANCE)
+
+
+# Not those where gradients are kept, whose steps cannot be declared.
+DECLARED = [name for name, case in CASES.items() if case.to_none or not case.initial]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
+    case = replace(CASES[name], declared=True)
     states = pool.run(train, case, ranks=RANKS)
     for other in states[1:]:
         assert_same(states[0], other)

@@ -1,0 +1,212 @@
+"""The protocol where ranks declared their numbers of steps: :class:`DeclaredChannel`, behind ``Join(..., steps=)``.
+
+One all-gather on entering, and no header: each rank knows who is active at each step, so it computes the header that
+would have come. A *step* is one burst of every announcing member, in the order of the list::
+
+    active rank, step s                            rank that declared s steps or fewer
+    -------------------                            -----------------------------------
+    its first burst, by the user's own code        main_hook of the first burst
+    its second, ...                                main_hook of the second, ...
+
+    leaving, all ranks: one all-reduce of who failed, and who made another number of steps than declared
+
+A rank that leaves early, because it raised or declared too much, shadows what it owes the others up to the last step,
+so nobody hangs; the others learn of it when they leave. One that declared too little finds out before its burst.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from typing_extensions import override
+
+from join.collectives import Collective, Work
+from join.collectives.base import Done
+from join.errors import EarlyTerminationError, JoinError, PeerError, ProtocolError
+from join.header import ACTIVE, LEADER, Header
+from join.joinable import Burst
+from join.members import Member, Scope
+from join.protocol import Channel, Outcome
+
+logger = logging.getLogger("join")
+
+
+class DeclaredChannel(Channel):
+    """The protocol on one group, for one block.
+
+    Args:
+        collective: the group.
+        steps: how many steps this rank will make.
+        weighted: whether ``join.weight`` is in use.
+    """
+
+    declared = True
+
+    def __init__(self, collective: Collective, steps: int, *, weighted: bool) -> None:
+        super().__init__(collective)
+        self.weighted = weighted
+        self._mine = steps
+        self._steps = [steps]  # by rank, once agreed
+        self._longest = steps
+        self._wrong = ""  # how this rank's steps differ from what it declared
+        self._step_of_header = 0
+        self._events = 0  # bursts run so far, by this rank and then by others, but for those that interject
+
+    @override
+    def open(self, scope: Scope) -> None:
+        if self.scopes:
+            raise JoinError("a block with steps= is open on this group; there can be no other in it")
+        super().open(scope)
+        ahead = [member.joinable.join_name for member in self._members if member.burst and member.burst.runs_ahead]
+        if len(ahead) > 1:
+            raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out")
+
+    @override
+    def agree(self) -> None:
+        self._steps = [int(each) for each in self.collective.all_gather(torch.tensor([self._mine]))]
+        self._longest = max(self._steps)
+
+    @override
+    def _arrange(self) -> None:
+        super()._arrange()
+        self._cycle = [
+            index
+            for index, member in enumerate(self._members)
+            if not (member.interjects or (member.burst is not None and member.burst.is_covered))
+        ]
+
+    @property
+    def _step(self) -> int:
+        return self._events // max(len(self._cycle), 1)
+
+    # -- what a header would have said --------------------------------------------------------------------------------
+
+    @override
+    def may_announce_early(self, burst: Burst) -> bool:
+        return True
+
+    @override
+    def someone_may_contribute_unseen(self) -> bool:
+        # A rank that has just ended may have accumulated something, which only it knows.
+        return self._step_of_header in self._steps
+
+    @override
+    def _send(self, fields: Sequence[int], announcing: int | None) -> Work:
+        assert announcing is not None
+        member = self._members[announcing]
+        self._was_active = True
+        if not member.interjects:
+            self._check_turn(member, announcing)
+        self._compute(announcing)
+        return Done()
+
+    def _check_turn(self, member: Member, announcing: int) -> None:
+        place = self._events % len(self._cycle)
+        expected = self._members[self._cycle[place]]
+        if announcing != self._cycle[place]:
+            self._mistake(
+                f"ran {member.joinable.join_name} in step {self._step + 1} where {expected.joinable.join_name} was due;"
+                " with steps=, each step runs every joinable of the list once, in its order"
+            )
+        if self._throw and self._step >= min(self._steps):
+            self._close_with(
+                EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+            )
+        if self._step >= self._mine:
+            self._mistake(f"declared steps={self._mine} and began step {self._step + 1}")
+
+    def _mistake(self, what: str) -> NoReturn:
+        self._wrong = what
+        raise ProtocolError(f"rank {self._rank} {what}")
+
+    def _compute(self, announcing: int) -> None:
+        member = self._members[announcing]
+        if member.interjects:
+            step = self._step_of_header
+        else:
+            step = self._step_of_header = self._step
+            self._events += 1
+        active = sum(steps > step for steps in self._steps)
+        counts = [0] * self._buffer.fields
+        counts[ACTIVE] = active
+        counts[LEADER] = int(self._steps[self.leader] > step)
+        at = self._buffer.offsets[announcing]
+        counts[at] = active
+        if member.burst is not None:
+            for place, told in enumerate(member.burst.declared_flags(self.weighted)):
+                counts[at + 1 + place] = active if told else 0
+        header = Header(counts, self._buffer.offsets)
+        self._header, self._unsettled = header, True
+        self._last_of[id(member.joinable)] = header
+
+    @override
+    def elect(self, candidate: bool) -> int:
+        return next(rank for rank, steps in enumerate(self._steps) if steps > self._step_of_header)
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    @override
+    def drain(self) -> Outcome:
+        self._check_open()
+        self.fulfil()
+        self.settle()
+        made, part = divmod(self._events, len(self._cycle))
+        if (made, part) != (self._mine, 0):
+            unfinished = f" and {part} of {len(self._cycle)} parts of another" if part else ""
+            self._wrong = f"declared steps={self._mine} and made {made}{unfinished}"
+        even = min(self._steps) == self._longest
+        if self._throw and not even:
+            self._close_with(EarlyTerminationError(f"Rank {self._rank} exhausted all inputs."))
+        try:
+            self._shadow_rest()
+        except Exception as error:
+            self.fail(error)
+            raise
+        self._exchange_ends("")
+        if not even:
+            self.leader = self._steps.index(self._longest)
+        return Outcome(even=even, last=self._mine == self._longest)
+
+    def _shadow_rest(self) -> None:
+        while True:
+            if any(burst.holds_followers for _, burst in self._bursts):
+                index = next(index for index, burst in self._bursts if burst.interjects)
+            elif self._events < self._longest * len(self._cycle):
+                index = self._cycle[self._events % len(self._cycle)]
+            else:
+                return
+            self._sent_by, self._was_active = None, False
+            self._compute(index)
+            assert self._header is not None
+            self._shadow(self._header)
+            self.settle()
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        if self.closed:
+            return
+        try:
+            self.fulfil()
+            self._complete_followers()
+            self.settle()
+            self._shadow_rest()
+            self._exchange_ends("" if self._wrong else f"{type(error).__name__}: {error}")
+        except (PeerError, ProtocolError):
+            pass  # the others are told the same
+        except Exception as secondary:
+            logger.info("could not tell the peers about the exception: %s", secondary)
+        finally:
+            self.closed = self.closed or f"this rank raised {type(error).__name__}"
+
+    def _exchange_ends(self, failed: str) -> None:
+        if not self.collective.reduce_boolean_decision(bool(failed or self._wrong), all=False):
+            return
+        ends = self.collective.all_gather_object((failed, self._wrong))
+        mistakes = [f"rank {rank} {text}" for rank, (_, text) in enumerate(ends) if text]
+        if mistakes:
+            self._close_with(ProtocolError("; ".join(mistakes)))
+        failures = [f"rank {rank} failed: {text}" for rank, (text, _) in enumerate(ends) if text]
+        self._close_with(PeerError("; ".join(failures)))

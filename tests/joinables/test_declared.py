@@ -1,0 +1,87 @@
+"""Declared steps with DDP and ZeRO, where they go wrong; where they go right is in ``test_exact``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join, JoinError
+from tests.joinables.test_failures import group_works, unhooked
+from tests.models import batch, build
+from tests.pool import Pool
+
+
+def outcome(rank: int, model: str, declared: list[int], made: list[int], fail: str) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build(model))
+    optimizer: Any = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    text = "fine"
+    try:
+        with Join([ddp, optimizer], steps=declared[rank], divide_by_initial_world_size=False):
+            for step in range(made[rank]):
+                x, y = batch(rank, 0, step)
+                optimizer.zero_grad()
+                failing = rank == 1 and step == 1
+                if failing and fail == "loading":
+                    raise KeyError(fail)
+                loss = ((ddp(x) - y) ** 2).mean()
+                if failing and fail == "loss":
+                    raise KeyError(fail)
+                loss.backward()
+                if failing and fail == "after backward":
+                    raise KeyError(fail)
+                optimizer.step()
+    except (KeyError, JoinError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    unhooked(ddp, optimizer)
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(rank, 0, 0)[0]) if rank == 0 and model == "mlp" else None
+    return text
+
+
+@pytest.mark.parametrize("where", ["loading", "loss", "after backward"])
+@pytest.mark.parametrize("model", ["mlp", "norm"])
+def test_a_rank_that_raises(pool: Pool, model: str, where: str) -> None:
+    first, second, third = pool.run(outcome, model, [3, 2, 0], [3, 2, 0], where, ranks=3)
+    assert second == f"KeyError: '{where}'"
+    assert first == third == f"PeerError: rank 1 failed: KeyError: '{where}'"
+
+
+@pytest.mark.parametrize("made", [[3, 1, 0], [3, 3, 0], [3, 2, 1], [1, 2, 0]])
+@pytest.mark.parametrize("model", ["mlp", "norm"])
+def test_wrong_declarations(pool: Pool, model: str, made: list[int]) -> None:
+    declared = [3, 2, 0]
+    rank = next(rank for rank in range(3) if made[rank] != declared[rank])
+    how = f"made {made[rank]}" if made[rank] < declared[rank] else f"began step {declared[rank] + 1}"
+    for text in pool.run(outcome, model, declared, made, "", ranks=3):
+        assert text == f"ProtocolError: rank {rank} declared steps={declared[rank]} and {how}"
+
+
+def refused(rank: int) -> None:
+    ddp, other = DistributedDataParallel(build("mlp")), DistributedDataParallel(build("mlp"))
+    x = batch(rank, 0, 0)[0]
+    with pytest.raises(ValueError, match="cannot tell in which order"):
+        Join([ddp, other], steps=1).__enter__()
+    with pytest.raises(ValueError, match=r"set join\.weight before entering"), Join([ddp], steps=1) as join:
+        join.weight = 3
+        ddp(x).sum().backward()
+    with pytest.raises(ValueError, match=r"steps= needs zero_grad\(\) between backwards"), Join([ddp], steps=3):
+        for _ in range(3):
+            ddp(x).sum().backward()
+    norm = DistributedDataParallel(build("norm"))
+    with pytest.raises(JoinError, match="needs a forward of its own"), Join([norm], steps=2):
+        loss = norm(x).sum()
+        loss.backward(retain_graph=True)
+        norm.zero_grad()
+        loss.backward()
+    group_works()
+
+
+def test_what_steps_cannot_do(pool: Pool) -> None:
+    pool.run(refused, ranks=2)

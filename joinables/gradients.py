@@ -21,6 +21,7 @@ from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.hooks import ModuleHook
 from joinables.static_graph import StaticGraph
 from joinables.tensors import tensors_with_grad
+from joinables.weights import Weights
 
 # From one block of a module to the next: gradients that a rank has not yet reduced are not the last result.
 _may_hold_result: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
@@ -47,13 +48,12 @@ class GradientSync(DDPBurst):
         self._buffers, self._rebuild = buffers, rebuild
         self._parameters = reducer.reduced_parameters(ddp)
         self._static_graph = StaticGraph(ddp, self._parameters)
+        self._weights = Weights(self._parameters)
         self._divide_by_initial_world_size = True
         self._credit = False  # announced, and the backward has not begun
         self._with_buffers = False  # this burst's header covers the buffers too
         self._weighted = False  # in this burst, weights are summed
         self._weights_agreed = False  # that all active ranks set a weight was made sure of
-        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the last result, while weights apply
-        self._window = 0.0  # weights of the backwards since the last reduction
         self._armed = False  # the reducer will reduce in the next backward
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
@@ -62,7 +62,6 @@ class GradientSync(DDPBurst):
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._handles: list[Any] = []
-        self._weighing: list[Any] = []  # hooks of the parameters, once a weight was set
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -72,7 +71,7 @@ class GradientSync(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._join = join
+        self._weights.attach(join)
         self._static_graph.check()
         ddp = self._ddp
         self._may_hold_result = _may_hold_result.get(ddp, True)
@@ -84,16 +83,11 @@ class GradientSync(DDPBurst):
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for handle in self._weighing:
-            handle.remove()
-        self._handles, self._weighing = (
-            [],
-            [],
-        )  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        self._weights.detach()
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
         self._credit = self._armed = self._in_backward = False
-        del self._join
 
     @override
     def synchronise(self, source: int) -> None:
@@ -161,14 +155,15 @@ class GradientSync(DDPBurst):
         self._with_buffers, self._weighted = with_buffers > 0, weighted == self._channel.read().active
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
-        self._take_back()
-        self._count_contributors(self._window if self._weighted else float(self._unsynced))
+        self._weights.take_back()
+        self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
             self._drop_gradients()
         elif holding:
             self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
-        self._unsynced, self._window = False, 0.0
+        self._unsynced = False
+        self._weights.end_reduction()
         self._scale()
         self._rebuild.expect()
 
@@ -205,10 +200,7 @@ class GradientSync(DDPBurst):
             self._in_backward = False  # a backward that raised did not come to its end
             if self._ddp.find_unused_parameters and not self._armed:
                 self._forget_use_of_zeroed()
-            if self._join.weight is not None and not self._weighing:
-                self._weighing = [
-                    parameter.register_hook(self._weigh) for parameter in self._parameters if parameter.requires_grad
-                ]
+            self._weights.watch()
             if self._synchronises:
                 self._announce_forward()
 
@@ -230,7 +222,7 @@ class GradientSync(DDPBurst):
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         worth_it |= self._channel.declared and self._buffers is not None
         early = worth_it and self._channel.may_announce_early(self)
-        self._weighted = self._join.weight is not None
+        self._weighted = self._weights.current is not None
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
@@ -273,10 +265,7 @@ class GradientSync(DDPBurst):
             return
         self._in_backward = True
         self._see_zeroed(values=True)
-        if self._join.weight is not None:
-            if not self._window:
-                self._set_aside()
-            self._window += self._join.weight
+        self._weights.begin_backward(may_hold_result=self._may_hold_result)
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
@@ -291,12 +280,12 @@ class GradientSync(DDPBurst):
         if not self._credit:
             if self._channel.declared and self._buffers is not None:
                 raise ProtocolError("with steps=, each backward of a module with buffers needs a forward of its own")
-            self._with_buffers, self._weighted = False, self._join.weight is not None
+            self._with_buffers, self._weighted = False, self._weights.current is not None
             self._channel.announce(self)
         self._check_weights()
-        self._take_back()
+        self._weights.take_back()
         self._credit = False
-        self._count_contributors(self._window if self._weighted else 1.0)
+        self._count_contributors(self._weights.window if self._weighted else 1.0)
         if self._may_hold_result and self._divide_by_initial_world_size and not self._weighted:
             if self._channel.declared:
                 raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
@@ -311,28 +300,19 @@ class GradientSync(DDPBurst):
 
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
-        self._may_hold_result, self._window = True, 0.0
+        self._may_hold_result = True
+        self._weights.end_reduction()
         self._scale()
         self._rebuild.run_if_due()
 
     # -- scaling ------------------------------------------------------------------------------------------------------
-
-    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Multiply what a backward adds to a parameter's gradient by the weight of its batch.
-
-        At the parameters, not at the module's outputs: these may be computed from one another.
-        """
-        weight = self._join.weight
-        if weight is None or weight == 1.0:
-            return None
-        return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 
     def _check_weights(self) -> None:
         """Make sure, once a block, that all active ranks sum weights in this burst.
 
         A rank that finds itself alone with its weight gives it up, so that its collectives match, and then raises.
         """
-        if self._weighted != (self._join.weight is not None):
+        if self._weighted != (self._weights.current is not None):
             raise ValueError("join.weight was set or unset between forward and backward; set it before the forward")
         if self._channel.declared and self._weighted != self._channel.weighted:
             raise ValueError(
@@ -348,23 +328,6 @@ class GradientSync(DDPBurst):
                     "join.weight is set on this rank and not on all others; set it on all ranks or on none"
                 )
             self._weights_agreed = True
-
-    def _set_aside(self) -> None:
-        """Keep the last result, if the loop did not zero it, apart from what the weights apply to."""
-        if self._may_hold_result:
-            with torch.no_grad():
-                for parameter in self._parameters:
-                    if parameter.grad is not None:
-                        self._aside.append((parameter, parameter.grad.clone()))
-                        parameter.grad.zero_()
-
-    def _take_back(self) -> None:
-        """Add the last result with this rank's weight: the weighted mean then has it once."""
-        with torch.no_grad():
-            for parameter, result in self._aside:
-                if parameter.grad is not None:
-                    parameter.grad.add_(result, alpha=self._window)
-        self._aside.clear()
 
     def _count_contributors(self, mine: float) -> None:
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""

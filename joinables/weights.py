@@ -1,0 +1,82 @@
+"""Gradients that weigh as much as their batch: :class:`Weights`, behind ``join.weight``.
+
+The weight is applied where a gradient reaches its parameter, not at the module's outputs: these may be computed from
+one another, and would be weighed twice. So a sum over ranks and micro-batches, divided by the sum of their weights, is
+the weighted mean. What is in ``grad`` already, the last reduction's result, is no part of it, and is set aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from join import Join
+
+
+class Weights:
+    """The weights of one module's backwards on this rank.
+
+    Args:
+        parameters: the module's parameters.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._handles: list[Any] = []
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self.window = 0.0
+        """The sum of the weights of all backwards since the last reduction."""
+
+    def attach(self, join: Join) -> None:
+        """A block is entered."""
+        self._join = join
+
+    def detach(self) -> None:
+        """The block is left."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        del self._join
+
+    @property
+    def current(self) -> float | None:
+        """The weight of this rank's batch; ``None`` if weights are not in use."""
+        return self._join.weight
+
+    def watch(self) -> None:
+        """A forward comes: see to it that its gradients are weighed, if weights are in use."""
+        if self.current is not None and not self._handles:
+            parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self._handles = [parameter.register_hook(self._weigh) for parameter in parameters]
+
+    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        weight = self.current
+        if weight is None or weight == 1.0:
+            return None
+        return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
+
+    @torch.no_grad()
+    def begin_backward(self, *, may_hold_result: bool) -> None:
+        """A backward begins; the gradients may still hold the last reduction's result."""
+        if self.current is None:
+            return
+        if may_hold_result and not self.window:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    self._aside.append((parameter, parameter.grad.clone()))
+                    parameter.grad.zero_()
+        self.window += self.current
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """A reduction begins: add the last result with this rank's weight, so that the weighted mean has it once."""
+        for parameter, result in self._aside:
+            if parameter.grad is not None:
+                parameter.grad.add_(result, alpha=self.window)
+        self._aside.clear()
+
+    def end_reduction(self) -> None:
+        """What was accumulated has been reduced."""
+        self.window = 0.0

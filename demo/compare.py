@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from demo.data import Digits
-from demo.model import accuracy, build, flat_buffers, flat_parameters
-from demo.reference import Reference
-from demo.train import RankResult
+from torch.utils.data import DataLoader
+
+from demo.data import load
+from demo.record import Record, flat_buffers, flat_parameters
+from demo.train import Digits
+from joinables.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,26 @@ class Outcome:
     reports: list[dict[str, Any]] = field(default_factory=list)
 
 
-def compare(ranks: Sequence[RankResult] | str, reference: Reference, digits: Digits) -> Outcome:
+def compare(ranks: Sequence[Record] | str, reference: Record, reports: Sequence[dict[str, Any]] = ()) -> Outcome:
     """Compare what the ranks brought back (or what became of them) with the reference."""
     if isinstance(ranks, str):
         return Outcome(ranks)
     losses: list[float] = []
     drift: list[float] = []
-    for step, expected in enumerate(reference.snapshots):
-        active = [rank for rank in ranks if step in rank.losses]
-        losses.append(sum(rank.losses[step] for rank in active) / len(active))
-        drift.append(max((rank.snapshots[step] - expected).abs().max().item() for rank in active))
-    models = [build() for _ in ranks]
-    for model, rank in zip(models, ranks, strict=True):
-        model.load_state_dict(rank.state)
-    parameters, buffers = flat_parameters(reference.model), flat_buffers(reference.model)
+    for step, expected in reference["snapshots"].items():
+        active = [rank for rank in ranks if step in rank["losses"]]
+        losses.append(sum(rank["losses"][step] for rank in active) / len(active))
+        drift.append(max((rank["snapshots"][step] - expected).abs().max().item() for rank in active))
+    alone, *models = [Digits() for _ in (reference, *ranks)]
+    for model, record in zip((alone, *models), (reference, *ranks), strict=True):
+        model.load_state_dict(record["state"])
+    parameters, buffers = flat_parameters(alone), flat_buffers(alone)
     return Outcome(
         status="finished",
         parameter_difference=max((flat_parameters(model) - parameters).abs().max().item() for model in models),
         buffer_difference=max((flat_buffers(model) - buffers).abs().max().item() for model in models),
-        accuracy=accuracy(models[0], digits.validation_images, digits.validation_labels),
+        accuracy=Trainer(accelerator="cpu").validate(models[0], DataLoader(load()[1], 64))[0]["accuracy"],
         losses=losses,
         drift=drift,
-        reports=[report.to_dict() for report in ranks[0].reports],
+        reports=list(reports),
     )

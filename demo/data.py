@@ -1,14 +1,16 @@
 """The data: scikit-learn's handwritten digits, dealt out very unevenly.
 
-8 x 8 grey images of ten classes. Everybody who calls :func:`shards` gets the same cut, so the ranks and the single
-process see the same batches.
+8 x 8 grey images of ten classes. The ranks and the single process cut them alike, so they see the same batches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, Sampler, TensorDataset, random_split
 
 BATCH_SIZE = 16
 BATCHES = (14, 44, 0, 30)
@@ -16,34 +18,52 @@ BATCHES = (14, 44, 0, 30)
 STEPS = max(BATCHES)
 """Steps per epoch: ranks that are done shadow those that are not."""
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 
-
-@dataclass(frozen=True)
-class Digits:
-    """Images of shape ``[n, 1, 8, 8]`` in 0..1, and labels of shape ``[n]``."""
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    validation_images: torch.Tensor
-    validation_labels: torch.Tensor
-
-
-def load() -> Digits:
-    """Load the digits and set aside whatever the ranks do not train on."""
+def load() -> list[Dataset]:
+    """Images of shape ``[1, 8, 8]`` in 0..1 with their label: those to train on, and what is left to validate on."""
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
-    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(bunch.target, dtype=torch.int64)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    training, validation = order.tensor_split([BATCH_SIZE * sum(BATCHES)])
-    return Digits(images[training], labels[training], images[validation], labels[validation])
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    data = TensorDataset(images, torch.tensor(digits.target, dtype=torch.int64))
+    training = BATCH_SIZE * sum(BATCHES)
+    return random_split(data, [training, len(data) - training], torch.Generator().manual_seed(0))
 
 
-def shards(digits: Digits, epoch: int) -> list[list[Batch]]:
-    """Shuffle the training images and return each rank's batches for ``epoch``."""
-    order = torch.randperm(len(digits.labels), generator=torch.Generator().manual_seed(1 + epoch))
-    batches = [(digits.images[chosen], digits.labels[chosen]) for chosen in order.split(BATCH_SIZE)]
-    ends = torch.tensor(BATCHES).cumsum(0).tolist()
-    return [batches[end - count : end] for end, count in zip(ends, BATCHES, strict=True)]
+def shards(epoch: int) -> list[list[list[int]]]:
+    """Shuffle the training images and return each rank's batches, as numbers of images."""
+    order = torch.randperm(BATCH_SIZE * sum(BATCHES), generator=torch.Generator().manual_seed(1 + epoch))
+    batches = order.view(-1, BATCH_SIZE).tolist()
+    return [batches[sum(BATCHES[:rank]) : sum(BATCHES[: rank + 1])] for rank in range(len(BATCHES))]
+
+
+class Shard(Sampler[int]):
+    """The images of this process's rank."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in shards(self.epoch)[dist.get_rank()]:
+            yield from batch
+
+    def __len__(self) -> int:
+        return BATCH_SIZE * BATCHES[dist.get_rank()]
+
+
+class AllShards(Sampler[list[int]]):
+    """The global batches: for each step, the images of all ranks that still have some."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batches in zip_longest(*shards(self.epoch), fillvalue=()):
+            yield [image for batch in batches for image in batch]
+
+    def __len__(self) -> int:
+        return STEPS

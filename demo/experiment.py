@@ -1,23 +1,23 @@
-"""The experiment: one process, then four ranks with two optimizers under two kinds of ``Join``."""
+"""The experiment: one process, then four ranks with two optimizers, by the trainer and under torch's ``Join``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from tqdm import tqdm
 
 from demo.compare import Outcome, compare
-from demo.data import BATCHES, STEPS, load
-from demo.launch import launch
-from demo.model import accuracy
+from demo.contrast import train_by_hand
+from demo.data import STEPS
+from demo.record import Recorder
 from demo.reference import train_alone
-from demo.train import JoinName, OptimizerName, Run, train
+from demo.train import train
 
-OPTIMIZERS: tuple[OptimizerName, ...] = ("Adam", "ZeRO(Adam)")
-JOINS: tuple[JoinName, ...] = ("joinables", "torch")
-PATIENCE = 20.0
-"""Seconds. A step takes a hundredth of one; a run without any for this long hangs."""
+OptimizerName = Literal["Adam", "ZeRO(Adam)"]
+JoinName = Literal["joinables", "torch"]
+
+STRATEGIES: dict[OptimizerName, str] = {"Adam": "ddp", "ZeRO(Adam)": "ddp_zero"}
 TOLERANCE = 1e-4
 """Rounding errors stay a hundred times below, the drift under torch's Join is a hundred times above."""
 
@@ -50,20 +50,20 @@ def drifted(outcome: Outcome) -> bool:
 
 
 def run_experiment(epochs: int) -> Experiment:
-    """Train everything, with a progress bar where there is a terminal.
+    """Train everything.
 
     ZeRO only shards Adam's state, so that one process with plain Adam is the reference for both optimizers.
     """
     torch.set_num_threads(1)
-    digits = load()
-    runs = [Run(optimizer, join, epochs, digits) for join in JOINS for optimizer in OPTIMIZERS]
-    reference = train_alone(digits, epochs)
-    with tqdm(
-        total=len(runs) * epochs * STEPS, desc=f"{len(BATCHES)} ranks", unit="step", leave=False, disable=None
-    ) as bar:
-        results = launch(len(BATCHES), train, runs, PATIENCE, bar.update)
-    outcomes: dict[OptimizerName, dict[JoinName, Outcome]] = {optimizer: {} for optimizer in OPTIMIZERS}
-    for run, result in zip(runs, results, strict=True):
-        outcomes[run.optimizer][run.join] = compare(result, reference, digits)
-    alone = accuracy(reference.model, digits.validation_images, digits.validation_labels)
-    return Experiment(epochs, reference.losses, alone, outcomes)
+    alone, accuracy = train_alone(epochs)
+    reference = alone.records[0]
+    by_hand = train_by_hand(epochs, [optimizer == "ZeRO(Adam)" for optimizer in STRATEGIES])
+    outcomes: dict[OptimizerName, dict[JoinName, Outcome]] = {}
+    for (optimizer, strategy), ranks in zip(STRATEGIES.items(), by_hand, strict=True):
+        recorder = Recorder(STEPS)
+        train(epochs, strategy, recorder)
+        outcomes[optimizer] = {
+            "joinables": compare(recorder.records, reference, recorder.reports),
+            "torch": compare(ranks, reference),
+        }
+    return Experiment(epochs, list(reference["losses"].values()), accuracy, outcomes)

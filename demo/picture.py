@@ -14,9 +14,8 @@ from matplotlib.patches import Patch
 
 from demo.compare import Outcome
 from demo.data import BATCHES, STEPS
-from demo.experiment import Experiment, drifted
+from demo.experiment import Experiment, JoinName, drifted
 from demo.summary import WHY
-from demo.train import JoinName
 
 INK, QUIET, GRID = "#22313f", "#66737f", "#e4e7eb"
 ACTIVE, SHADOWING, ALONE = "#334e68", "#d5dee7", "#b8c4d0"

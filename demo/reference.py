@@ -1,63 +1,44 @@
-"""What should come out: one process that trains on the same global batches, with plain autograd and plain Adam."""
+"""What should come out: one process that trains on the same global batches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import zip_longest
+from typing import Any
 
 import torch
-from torch import nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
-from demo.data import Digits, shards
-from demo.model import LEARNING_RATE, build, flat_parameters
+from demo.data import BATCH_SIZE, STEPS, AllShards, load
+from demo.record import Recorder
+from demo.train import Digits
+from joinables.trainer import Trainer
 
 
-@dataclass
-class Reference:
-    """The run of one process.
+class OneProcess(Digits):
+    """The batches of all ranks, in one step.
 
-    Attributes:
-        losses: the mean loss of each global batch.
-        snapshots: the parameters after each step.
-        model: the trained network.
+    BatchNorm normalises each rank's batch by itself, as it does in DDP. Its running statistics are not averaged there,
+    but broadcast: all ranks get those of the lowest rank that had a batch.
     """
 
-    losses: list[float]
-    snapshots: list[torch.Tensor]
-    model: nn.Module
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for images, labels in zip(*(part.split(BATCH_SIZE) for part in batch), strict=True):
+            buffers = dict(self.net.named_buffers())
+            if losses:  # not of the lowest rank: its statistics go nowhere
+                buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            losses.append(cross_entropy(functional_call(self.net, buffers, (images,)), labels))
+        loss = torch.stack(losses).mean()
+        self.log("loss", loss)
+        return loss
 
 
-def train_alone(digits: Digits, epochs: int) -> Reference:
-    """Train in this process.
-
-    A step averages over the ranks that still have a batch. BatchNorm normalises each rank's batch by itself, as it does
-    in DDP. Its running statistics are not averaged there, but broadcast from one rank before every forward: all ranks
-    start from the statistics of the leader, the lowest rank that had a batch in the step before.
-    """
-    model = build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    reference = Reference([], [], model)
-    for epoch in range(epochs):
-        for per_rank in zip_longest(*shards(digits, epoch)):
-            batches = [batch for batch in per_rank if batch is not None]
-            before = [buffer.clone() for buffer in model.buffers()]
-            leaders: list[torch.Tensor] = []
-            optimizer.zero_grad()
-            total = 0.0
-            for images, labels in batches:
-                _copy(before, model)
-                loss = cross_entropy(model(images), labels) / len(batches)
-                loss.backward()
-                total += loss.item()
-                leaders = leaders or [buffer.clone() for buffer in model.buffers()]
-            _copy(leaders, model)
-            optimizer.step()
-            reference.losses.append(total)
-            reference.snapshots.append(flat_parameters(model))
-    return reference
-
-
-def _copy(buffers: list[torch.Tensor], model: nn.Module) -> None:
-    for target, buffer in zip(model.buffers(), buffers, strict=True):
-        target.copy_(buffer)
+def train_alone(epochs: int) -> tuple[Recorder, float]:
+    """Train in this process; return what was recorded, and the accuracy on the validation images."""
+    digits, validation = load()
+    recorder = Recorder(STEPS)
+    trainer = Trainer(devices=1, accelerator="cpu", max_epochs=epochs, callbacks=recorder)
+    training = DataLoader(digits, batch_sampler=AllShards())
+    result = trainer.fit(OneProcess(), training, DataLoader(validation, 64))
+    return recorder, result.callback_metrics["accuracy"]

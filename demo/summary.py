@@ -8,8 +8,7 @@ from dataclasses import asdict
 
 from demo.compare import Outcome
 from demo.data import BATCH_SIZE, BATCHES
-from demo.experiment import Experiment, drifted
-from demo.train import OptimizerName
+from demo.experiment import Experiment, OptimizerName, drifted
 
 WHY: dict[OptimizerName, str] = {
     "Adam": "torch's Join leaves early ranks' Adam state behind: the replicas part in the next epoch.",
@@ -29,7 +28,7 @@ def _lines(experiment: Experiment) -> Iterator[str]:
     for optimizer, runs in experiment.outcomes.items():
         yield f"\nDDP + {optimizer}"
         if runs["joinables"].reports:
-            yield "\n  The last epoch, by join.report:\n"
+            yield "\n  The last epoch, by trainer.join_report:\n"
             yield "    rank   batches   shadowed   joined at      idle"
             for row in runs["joinables"].reports[-1]["ranks"]:
                 counts = f"{row['rank']:8}{row['steps']:10}{row['shadowed']:11}"

@@ -139,7 +139,7 @@ class DeclaredChannel(Channel):
             for place, told in enumerate(member.burst.declared_flags(self.weighted)):
                 counts[at + 1 + place] = active if told else 0
         header = Header(counts, self._buffer.offsets)
-        self._header, self._unsettled = header, True
+        self._header, self._unsettled, self._leads = header, True, False
         self._last_of[id(member.joinable)] = header
 
     @override

@@ -99,6 +99,7 @@ class Channel:
         self._header: Header | None = None  # the last header sent, once it was read
         self._last_of: dict[int, Header] = {}  # by joinable: the last header that announced it
         self._unsettled = False
+        self._leads = True  # the leader is that of the last header
         self._was_active = False
         self._sent_by: Member | None = None
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
@@ -276,8 +277,18 @@ class Channel:
         self._unsettled = False
         if header.failed:
             self._close_with(PeerError(self._failures(header.failed)))
-        if self._tracks_leader and not header.leader_alive:
-            self.leader = self.elect(self._was_active)
+        self.lead()
+
+    def lead(self) -> int:
+        """The rank that leads from the last header's burst on: a new one, if the old one was not among its ranks.
+
+        Called at the same place on all ranks, if at all before the header is settled.
+        """
+        if not self._leads:
+            self._leads = True
+            if self._tracks_leader and not self.read().leader_alive:
+                self.leader = self.elect(self._was_active)
+        return self.leader
 
     def elect(self, candidate: bool) -> int:
         """Find the lowest rank among the candidates: one all-reduce, awaited."""
@@ -366,7 +377,7 @@ class Channel:
                 fields += [first + i for i, flag in enumerate(burst.flags(index == announcing)) if flag]
         tensor = self._buffer.pack(fields)
         self._was_active = announcing is not None
-        self._header, self._unsettled = None, True
+        self._header, self._unsettled, self._leads = None, True, False
         now = time.monotonic()
         self._away, self._last_sent = now - self._last_sent, now
         self.tally.headers += 1

@@ -46,7 +46,9 @@ class BufferSync(DDPBurst):
     """The broadcast of buffers (BatchNorm's statistics) in a synchronised forward.
 
     They come from the leader, the lowest active rank. When it has run out of inputs, it still broadcasts what it had
-    after its last forward; the rank that leads from then on was active in that step.
+    after its last forward; the rank that leads from then on was active in that step. Not so where buffers are
+    synchronised after the forward that changes them (``forward_is_over`` of the module says so): there the header is
+    awaited, and the lowest rank that is active in the step itself leads.
     """
 
     what = "the buffer broadcast"
@@ -55,18 +57,21 @@ class BufferSync(DDPBurst):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
-        self._due = self._after_forward = False
+        self._due = self._after_forward = self._are_new = False
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._due = False
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
+        self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
 
     @override
     def main_hook(self) -> None:
         self._due = False
-        reducer.sync_buffers(self._ddp, self._channel.leader)
+        # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
+        # step before still has what all have to start from.
+        reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._channel.leader)
 
     @property
     @override

@@ -22,10 +22,12 @@ STRICT = [
 ]
 
 
-def run(*args: str, timeout: float = 110) -> str:
-    result = subprocess.run(
-        [sys.executable, *STRICT, *args], capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False
-    )
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*args: str, timeout: float = 110, strict: bool = True) -> str:
+    command = [sys.executable, *(STRICT if strict else []), *args]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -36,6 +38,20 @@ def test_tutorial(path: Path) -> None:
     assert run(str(path)).strip()
 
 
+def test_tutorial_says_the_same_under_torchrun() -> None:
+    path = str(ROOT / "tutorials" / "07_torchrun.py")
+    alone, launched = run(path).splitlines(), run(*TORCHRUN, path, strict=False).splitlines()
+    assert "started by the trainer" in alone[0]
+    assert "started by torchrun" in launched[0]
+    assert len(alone) == 2
+    assert launched[1:] == alone[1:]  # so rank 1 has printed nothing
+
+
+def test_what_a_user_writes_is_short() -> None:
+    lines = (ROOT / "demo" / "train.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) <= 40
+
+
 @pytest.mark.timeout(200)
 def test_demo(tmp_path: Path) -> None:
     printed = run("-m", "demo", "--epochs", "2", "--out", str(tmp_path), timeout=190)
@@ -44,6 +60,7 @@ def test_demo(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     for run_of in result["runs"].values():
         assert run_of["joinables"]["parameter_difference"] < 2e-6
+        assert run_of["joinables"]["buffer_difference"] < 2e-6
         assert run_of["joinables"]["accuracy"] > 0.95
         assert run_of["torch"]["status"] != "finished" or run_of["torch"]["parameter_difference"] > 1e-3
     assert (tmp_path / "timeline.png").stat().st_size > 20_000

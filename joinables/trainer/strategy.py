@@ -282,6 +282,8 @@ class DDPStrategy(Strategy):
 class _Gate(torch.nn.Module):
     """Holds what is trained; what goes through it comes out as it is."""
 
+    forward_is_over = True  # of what is trained: its buffers are new when this one's forward begins
+
     def __init__(self, trained: torch.nn.Module) -> None:
         super().__init__()
         self.trained = trained

@@ -269,8 +269,10 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        """This process, from 0; 0 outside a run."""
-        return 0 if self._run is None else self._run.rank
+        """This process, from 0; outside a run 0, or what torchrun, SLURM or MPI say."""
+        if self._run is not None:
+            return self._run.rank
+        return detect_environment().place().rank if self.strategy.is_distributed else 0
 
     @property
     def is_global_zero(self) -> bool:

@@ -372,3 +372,34 @@ def test_a_module_as_for_lightning(pool: Pool) -> None:
     results = pool.run(familiar, ranks=2)
     assert results[0] == results[1]
     assert results[0][:2] == pytest.approx((0.005, 0.0005))
+
+
+class Normalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.norm(x))
+
+
+def normalised(rank: int, counts: tuple[int, ...]) -> Any:
+    run, module = trainer(max_epochs=2), Normalised()
+    run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), module.norm.num_batches_tracked.item(), module.norm.running_mean
+
+
+@pytest.mark.parametrize("counts", [(0, 2, 4), (3, 0, 4), (1, 3, 2)])
+def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tuple[int, ...]) -> None:
+    """The leader of the step before may have run out: its buffers lack what this step's forward did."""
+    norm = nn.BatchNorm1d(6)
+    for _ in range(2):
+        for step in range(max(counts)):
+            rank = next(rank for rank, count in enumerate(counts) if count > step)
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            norm(torch.randn(2 + (rank + step) % 3, 6, generator=generator))
+    results = pool.run(normalised, counts, ranks=3)
+    for state, tracked, mean in results:
+        assert_same(state, results[0][0])
+        assert tracked == 2 * max(counts)
+        torch.testing.assert_close(mean, norm.running_mean, atol=TOLERANCE, rtol=0)

@@ -1,0 +1,74 @@
+"""Tutorial 6: a rank is killed in the middle of an epoch, and the fit goes on as if nothing had happened.
+
+A checkpoint holds more than weights: the optimizer's state, how many batches of the epoch each rank has trained on, and
+each rank's random numbers. So dropout drops, and data is shuffled, as it would have been; not a bit differs in the end.
+Files are replaced, never overwritten: whoever is killed at whatever moment leaves a whole one.
+"""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from joinables.trainer import Callback, ModelCheckpoint, Trainer, TrainModule, WorkerDied
+
+
+class Digits(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 10))
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        loss = cross_entropy(self.net(images), labels)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Disaster(Callback):
+    """Takes rank 1 away, as a lost machine does: without an exception, or any other word."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 45:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(*callbacks: Callback, ckpt_path: Path | None = None) -> tuple[torch.Tensor, float]:
+    """Two epochs of 32 steps, in which rank 0 has 32 batches and rank 1 has 31; return the weights and the loss."""
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    loader = DataLoader(TensorDataset(images[:1000].float() / 16, labels[:1000]), 16, shuffle=True)
+    module = Digits()
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=2, seed=0, callbacks=callbacks)
+    result = trainer.fit(module, loader, ckpt_path=ckpt_path)
+    return parameters_to_vector(module.parameters()), result.callback_metrics["loss"]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        weights, loss = fit()
+        print(f"Undisturbed, the loss of the last epoch is {loss:.6f}.")
+
+        try:
+            fit(ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=10), Disaster())
+            raise AssertionError("rank 1 was to be killed")
+        except WorkerDied as error:
+            print(f"\nDisturbed, fit raises {type(error).__name__}: {error}. No process is left behind.")
+
+        last = Path(folder) / "last.ckpt"
+        print(f"There is {last.name}, of step {torch.load(last)['global_step']}; the killed fit had come to step 45.")
+
+        resumed_weights, resumed_loss = fit(ckpt_path=last)
+        difference = (resumed_weights - weights).abs().max().item()
+        print(f"\nResumed, the loss is {resumed_loss:.6f}, and the weights differ by {difference:g}.")
+        assert difference == 0 and resumed_loss == loss, "to resume must be as good as not to be disturbed"

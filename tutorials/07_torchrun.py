@@ -1,0 +1,58 @@
+"""Tutorial 7: the same script, whoever starts the processes.
+
+    python tutorials/07_torchrun.py
+    torchrun --standalone --nproc-per-node 2 tutorials/07_torchrun.py
+
+Alone, the trainer starts two processes. Under torchrun (srun, mpirun) they are there already: each runs the script from
+top to bottom, finds in its environment which rank it is, and trains as that rank. Every process has the trained weights
+after `fit`, whichever way, and they are the same to the last bit.
+"""
+
+import hashlib
+import os
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from joinables.trainer import Trainer, TrainModule
+
+
+class Digits(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return cross_entropy(self.net(images), labels)
+
+    def validation_step(self, batch, batch_idx):
+        images, labels = batch
+        self.log("accuracy", (self.net(images).argmax(1) == labels).double().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def checksum(module: torch.nn.Module) -> str:
+    weights = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # as under torchrun: the number of threads may change the order of a sum, and so its bits
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    training = TensorDataset(images[:1000].float() / 16, labels[:1000])
+    validation = TensorDataset(images[1000:].float() / 16, labels[1000:])
+
+    module = Digits()
+    trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3)
+    result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
+
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the trainer"
+    if trainer.is_global_zero:  # under torchrun the script runs in each process; one is to print
+        print(f"Processes started by {launcher}; {[row.steps for row in result.join_report.ranks]} batches an epoch.")
+        print(f"result: accuracy {result.callback_metrics['accuracy']:.4f}, checksum of the weights {checksum(module)}")

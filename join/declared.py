@@ -16,7 +16,6 @@ so nobody hangs; the others learn of it when they leave. One that declared too l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -30,8 +29,6 @@ from join.header import ACTIVE, LEADER, Header
 from join.joinable import Burst
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
-
-logger = logging.getLogger("join")
 
 
 class DeclaredChannel(Channel):
@@ -185,21 +182,9 @@ class DeclaredChannel(Channel):
             self.settle()
 
     @override
-    def fail(self, error: BaseException) -> None:
-        if self.closed:
-            return
-        try:
-            self.fulfil()
-            self._complete_followers()
-            self.settle()
-            self._shadow_rest()
-            self._exchange_ends("" if self._wrong else f"{type(error).__name__}: {error}")
-        except (PeerError, ProtocolError):
-            pass  # the others are told the same
-        except Exception as secondary:
-            logger.info("could not tell the peers about the exception: %s", secondary)
-        finally:
-            self.closed = self.closed or f"this rank raised {type(error).__name__}"
+    def _tell(self, error: BaseException) -> None:
+        self._shadow_rest()
+        self._exchange_ends("" if self._wrong else f"{type(error).__name__}: {error}")
 
     def _exchange_ends(self, failed: str) -> None:
         if not self.collective.reduce_boolean_decision(bool(failed or self._wrong), all=False):

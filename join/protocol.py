@@ -339,12 +339,7 @@ class Channel:
             self.fulfil()
             self._complete_followers()
             self.settle()
-            number = self.collective.add(f"{self.key}/failures", 1)
-            text = f"rank {self.collective.rank} failed: {type(error).__name__}: {error}"
-            self.collective.set(f"{self.key}/failure/{number}", text)
-            header = self._exchange([FAILED])
-            if header.active and not header.stopping:
-                self._shadow(header)
+            self._tell(error)
         except (PeerError, ProtocolError):
             pass  # the block was over for everybody before: nobody listens
         except Exception as secondary:
@@ -352,6 +347,15 @@ class Channel:
             logger.info("could not tell the peers about the exception: %s", secondary)
         finally:
             self.closed = self.closed or f"this rank raised {type(error).__name__}"
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the peers, who are at the end of a burst, that this rank leaves with ``error``."""
+        number = self.collective.add(f"{self.key}/failures", 1)
+        text = f"rank {self.collective.rank} failed: {type(error).__name__}: {error}"
+        self.collective.set(f"{self.key}/failure/{number}", text)
+        header = self._exchange([FAILED])
+        if header.active and not header.stopping:
+            self._shadow(header)
 
     def _shadow(self, header: Header) -> None:
         self._check_converged(header)

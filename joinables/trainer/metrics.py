@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from join.collectives import Collective
-from joinables.trainer.module import Reduction
 
-_REDUCTIONS = ("mean", "sum", "min", "max")
+Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
 class ExactSum:
@@ -133,8 +132,8 @@ class MetricStore:
         Raises:
             ValueError: for a value with several elements, an unknown ``reduce_fx``, or one that changed.
         """
-        if reduce_fx not in _REDUCTIONS:
-            raise ValueError(f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(_REDUCTIONS)}")
+        if reduce_fx not in get_args(Reduction):
+            raise ValueError(f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(get_args(Reduction))}")
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"metric {name!r} has {value.numel()} elements; log a number")

@@ -7,14 +7,14 @@ those of a LightningModule, so one that uses only these runs unchanged once it d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from joinables.trainer.metrics import Reduction
+
 if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer
-
-Reduction = Literal["mean", "sum", "min", "max"]
 
 
 class TrainModule(torch.nn.Module):

@@ -33,10 +33,11 @@ check: .venv/.dev-installed
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/trainer.py
 
 clean:
 	rm -rf build dist demo-out .hypothesis .pytest_cache .ruff_cache
-	find . \( -path ./.venv -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path './.venv*' -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'

@@ -40,6 +40,8 @@ class Run:
         self.collective: Collective = self.strategy.collective
         self.rank = self.collective.rank
         self.device = trainer.device_of(self.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.precision = Precision(trainer.precision, self.device.type)
         self.precision.convert_module(module)
         module.to(self.device)

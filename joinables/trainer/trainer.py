@@ -40,7 +40,8 @@ class Trainer:
     """Trains modules, on one process or many, whatever their numbers of batches.
 
     Args:
-        devices: processes on this node: a number, or ``"auto"`` for one a GPU, or 1.
+        devices: processes on this node: a number, or ``"auto"`` for as many as torchrun, SLURM or MPI have started, or
+            one a GPU, or 1.
         num_nodes: nodes; more than one needs a launcher, such as torchrun.
         accelerator: ``"cpu"``, ``"cuda"``, or ``"auto"`` for GPUs if there are any.
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
@@ -84,7 +85,7 @@ class Trainer:
     ) -> None:
         self._accelerator = _accelerator(accelerator)
         _check_count("num_nodes", num_nodes)
-        self.world_size = _devices(devices, self._accelerator) * num_nodes
+        self.world_size = _world_size(devices, num_nodes, self._accelerator)
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
@@ -429,14 +430,15 @@ def _accelerator(accelerator: Any) -> str:
     return accelerator
 
 
-def _devices(devices: Any, accelerator: str) -> int:
+def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:
     there = torch.cuda.device_count() if accelerator == "cuda" else None
     if devices == "auto":
-        return there or 1
+        environment = detect_environment()
+        return (there or 1) * num_nodes if environment.creates_processes else environment.place().world_size
     _check_count("devices", devices)
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs")
-    return devices
+    return devices * num_nodes
 
 
 def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:

@@ -293,3 +293,14 @@ def test_bad_runs(tmp_path: Path) -> None:
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
     with pytest.raises(RuntimeError, match="is not in a run"):
         Classifier().log("x", 1.0)
+
+
+def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in {**started, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = Trainer(accelerator="cpu")
+    assert trainer.world_size == 3
+    assert trainer.strategy.is_distributed
+    assert trainer.global_rank == 1
+    assert not trainer.is_global_zero

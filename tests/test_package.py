@@ -12,6 +12,7 @@ import pytest
 import join
 import join.collectives
 import joinables
+import joinables.trainer
 
 ROOT = Path(join.__file__).parent.parent
 
@@ -32,7 +33,33 @@ def test_public_names() -> None:
         "register_joinable",
     ]
     assert joinables.__all__ == ["BucketRebuild", "BufferSync", "GradientSync", "State", "TorchJoinable", "ZeroStep"]
-    for package in (join, joinables, join.collectives):
+    assert joinables.trainer.__all__ == [
+        "CSVMetrics",
+        "Callback",
+        "DDPStrategy",
+        "EarlyStopping",
+        "Environment",
+        "LaunchError",
+        "Launcher",
+        "LocalEnvironment",
+        "ModelCheckpoint",
+        "NotPicklable",
+        "Place",
+        "ProgressBar",
+        "RemoteTraceback",
+        "Result",
+        "SingleStrategy",
+        "Strategy",
+        "TensorBoardMetrics",
+        "TrainModule",
+        "Trainer",
+        "UnevenDistributedSampler",
+        "WorkerDied",
+        "WorkerRaised",
+        "register_strategy",
+        "strategies",
+    ]
+    for package in (join, joinables, join.collectives, joinables.trainer):
         for name in package.__all__:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name
 
@@ -57,6 +84,8 @@ def imports_of(path: Path) -> set[str]:
 def test_imports_run_one_way() -> None:
     for path in (ROOT / "join").rglob("*.py"):
         assert not any(name.split(".")[0] == "joinables" for name in imports_of(path)), path
+    for path in (ROOT / "joinables").glob("*.py"):
+        assert not any(name.startswith("joinables.trainer") for name in imports_of(path)), path
     for path in (ROOT / "join" / "collectives").rglob("*.py"):
         ours = {name for name in imports_of(path) if name.split(".")[0] == "join"}
         assert all(name.startswith("join.collectives") for name in ours), path
@@ -75,11 +104,11 @@ def test_private_torch_names_live_in_one_module() -> None:
             assert not any(name.startswith("torch") and "._" in name for name in imports_of(path)), path
 
 
-@pytest.mark.parametrize("statement", ["import join", "import joinables"])
+@pytest.mark.parametrize("statement", ["import join", "import joinables", "import joinables.trainer"])
 def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
     probe = (
         f"import sys; {statement};"
-        " print([m for m in ('torch.distributed.optim', 'matplotlib', 'sklearn') if m in sys.modules])"
+        " print([m for m in ('torch.distributed.optim', 'matplotlib', 'sklearn', 'horovod', 'torch_xla', 'tqdm') if m in sys.modules])"
     )
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True

@@ -6,6 +6,7 @@
 from joinables.trainer.callback import Callback
 from joinables.trainer.data import UnevenDistributedSampler
 from joinables.trainer.early_stopping import EarlyStopping
+from joinables.trainer.environment import Environment, LocalEnvironment, Place
 from joinables.trainer.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.launcher import Launcher
 from joinables.trainer.metric_files import CSVMetrics, TensorBoardMetrics
@@ -21,10 +22,13 @@ __all__ = [
     "Callback",
     "DDPStrategy",
     "EarlyStopping",
+    "Environment",
     "LaunchError",
     "Launcher",
+    "LocalEnvironment",
     "ModelCheckpoint",
     "NotPicklable",
+    "Place",
     "ProgressBar",
     "RemoteTraceback",
     "Result",

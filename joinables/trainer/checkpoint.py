@@ -1,16 +1,17 @@
 """Checkpoint files: :func:`write_checkpoint` and :func:`read_checkpoint`.
 
 A file is there whole or not at all: it is written under a temporary name beside its place, flushed to the disk, and
-renamed. Reading runs no code (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``.
+renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it. Reading runs no
+code (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``; state that no rank has whole
+goes into a folder, see ``joinables.trainer.sharded_checkpoint``.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import tempfile
+import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,20 +31,19 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    part = temporary_name(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:
             torch.save(dict(state), file)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(part, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
+        part.unlink(missing_ok=True)
         raise
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
@@ -64,8 +64,13 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
     return cast("dict[str, Any]", state)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last."""
+def temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that nobody else uses. It is not made here, so that it gets the usual permissions."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` outlive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from joinables.zero import ZeroRedundancyOptimizer
+if TYPE_CHECKING:
+    from joinables.zero import ZeroRedundancyOptimizer
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
@@ -15,6 +16,8 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
     Raises:
         TypeError: for an optimizer that is not made from parameter groups alone.
     """
+    from joinables.zero import ZeroRedundancyOptimizer  # it takes a second to import; most programs never need it
+
     options = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     try:
@@ -39,6 +42,7 @@ def retarget(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer_state(optimizer: torch.optim.Optimizer, *, writer: int, rank: int) -> Any:
     """The whole state of an optimizer on rank ``writer``, ``None`` elsewhere; called on all ranks."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=writer)
+    consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
+    if consolidate is not None:
+        consolidate(to=writer)
     return optimizer.state_dict() if rank == writer else None

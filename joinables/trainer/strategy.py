@@ -243,11 +243,12 @@ class DDPStrategy(Strategy):
     def block(
         self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
     ) -> Generator[None]:
-        from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
-
         def joining(each: Any) -> Any:
-            is_sharded = self.shards_optimizers and isinstance(each, ZeroRedundancyOptimizer)
-            return ZeroStep(each, transform_gradients) if is_sharded else each
+            if not (self.shards_optimizers and isinstance(each, torch.optim.Optimizer)):
+                return each
+            from joinables.zero import ZeroStep
+
+            return ZeroStep(cast("Any", each), transform_gradients)
 
         join = Join(
             [self._ddp, *map(joining, listed)],

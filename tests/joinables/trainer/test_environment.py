@@ -1,32 +1,24 @@
-"""One suite over every environment, on variables recorded from the launchers, and torchrun itself."""
+"""One suite over every environment, on variables recorded from the launchers; torchrun itself is in test_launcher."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import join
-from joinables.trainer.environment import (
-    Environment,
-    LocalEnvironment,
+from joinables.trainer.environment import LocalEnvironment, detect_environment
+from joinables.trainer.launched import (
+    Launched,
     MpiEnvironment,
-    Place,
     SlurmEnvironment,
     TorchrunEnvironment,
-    detect_environment,
     first_host,
     tasks_per_node,
 )
-
-ROOT = Path(join.__file__).parent.parent
+from joinables.trainer.place import Environment, Place
 
 TORCHRUN = {
     "GROUP_RANK": "1",
@@ -151,7 +143,8 @@ def test_malformed_variables(cls: type[Environment], variables: Mapping[str, str
 
 def address(variables: Mapping[str, str]) -> tuple[str, int]:
     environment = detect_environment(variables)
-    return environment._address(environment.place())  # type: ignore[attr-defined]
+    assert isinstance(environment, Launched)
+    return environment.address(environment.place())
 
 
 def test_where_the_store_is() -> None:
@@ -204,26 +197,3 @@ def test_tasks_per_node() -> None:
     assert tasks_per_node("2(x2),1") == [2, 2, 1]
     assert tasks_per_node("4") == [4]
     assert tasks_per_node("") == tasks_per_node("many") == []
-
-
-def test_torchrun_itself(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from joinables.trainer.environment import *\n"
-        "environment = detect_environment()\n"
-        "store = environment.store()\n"
-        "store.set(f'rank {environment.place().rank}', '')\n"
-        "store.wait(['rank 0', 'rank 1'])\n"
-        "print(f'{environment.name} {environment.place()}\\n', end='', flush=True)\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-    assert sorted(result.stdout.splitlines()) == [f"torchrun {Place(rank, 2, rank, 2, 0)}" for rank in range(2)]

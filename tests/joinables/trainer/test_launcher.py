@@ -28,9 +28,12 @@ from torch.utils.data import DataLoader
 import join
 from join import PeerError
 from joinables.trainer import launcher as module
-from joinables.trainer.environment import LocalEnvironment, TorchrunEnvironment
+from joinables.trainer.environment import LocalEnvironment
 from joinables.trainer.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
+from joinables.trainer.launched import TorchrunEnvironment
 from joinables.trainer.launcher import Launcher
+from joinables.trainer.place import Place
+from joinables.trainer.worker import Queue
 
 ROOT = Path(join.__file__).parent.parent
 PATIENCE = 30.0  # seconds in which a forked launch must be over, whatever happens; a slow name server takes 5 of them
@@ -99,14 +102,18 @@ def ranks_met(base: float, *more: Any) -> Any:
     return {"total": total, "more": more, "rank": dist.get_rank()}, dist.get_world_size(), torch.get_num_threads()
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
-def test_result_of_rank_0(start_method: str) -> None:
-    result, size, threads = local(2, start_method).launch(ranks_met, 10.0, [torch.ones(2), None])
+def check_met(met: Any, more: torch.Tensor) -> None:
+    result, size, threads = met
     assert result["total"].tolist() == [21.0]
-    assert torch.equal(result["more"][0][0], torch.ones(2))
+    assert torch.equal(result["more"][0][0], more)
     assert (result["rank"], size) == (0, 2)
     assert threads * 2 <= max(len(os.sched_getaffinity(0)), 2)
     assert threads <= torch.get_num_threads()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_result_of_rank_0(start_method: str) -> None:
+    check_met(local(2, start_method).launch(ranks_met, 10.0, [torch.ones(2), None]), torch.ones(2))
 
 
 def test_one_launch_after_the_other() -> None:
@@ -126,23 +133,25 @@ def test_rank_that_is_done_before_the_others_have_set_up() -> None:
 
 def large(counted: str, argument: torch.Tensor) -> Any:
     """Counts the puts of all ranks from here on; the queue's class is the one that this worker uses."""
-    put = module._Queue.put
+    put = Queue.put
 
     def counting(self: Any, rank: int, ok: bool) -> None:
         with open(counted, "a") as file:
             file.write(f"{rank} {ok}\n")
         put(self, rank, ok)
 
-    module._Queue.put = counting  # type: ignore[method-assign]
-    return argument + 1, {f"key {number}": [number, str(number)] for number in range(10_000)}
+    Queue.put = counting  # type: ignore[method-assign]
+    met = ranks_met(10.0, [argument, None])
+    return met, argument + 1, {f"key {number}": [number, str(number)] for number in range(10_000)}
 
 
-def test_large_result_in_one_put_and_one_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_result_of_spawned_ranks_in_one_put_and_one_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[Any] = []
-    get = module._Queue.get
-    monkeypatch.setattr(module._Queue, "get", lambda self: got.append(get(self)) or got[-1])
+    get = Queue.get
+    monkeypatch.setattr(Queue, "get", lambda self: got.append(get(self)) or got[-1])
     argument = torch.arange(25_000_000, dtype=torch.float32)
-    tensor, entries = local(2, "spawn").launch(large, str(tmp_path / "puts"), argument)
+    met, tensor, entries = local(2, "spawn").launch(large, str(tmp_path / "puts"), argument)
+    check_met(met, argument)
     assert torch.equal(tensor, argument + 1)
     assert len(entries) == 10_000
     assert entries["key 9999"] == [9999, "9999"]
@@ -299,6 +308,7 @@ def stubborn() -> None:
 
 
 def test_worker_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.5)
     monkeypatch.setattr(module, "_TERM_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(ValueError, match="no patience"):
@@ -420,14 +430,14 @@ SLEEPER = """
 
     def fn(folder):
         import torch.distributed as dist
-        if sys.argv[1] == "fork" and dist.get_rank() == 2 and os.fork() == 0:
+        if sys.argv[1] == "fork" and dist.get_rank() == 1 and os.fork() == 0:
             time.sleep(1000)  # holds what was inherited from this worker, as a child of the user's would
         (Path(folder) / f"{dist.get_rank()}.part").write_text(str(os.getpid()))
         (Path(folder) / f"{dist.get_rank()}.part").rename(Path(folder) / f"{dist.get_rank()}.pid")
         time.sleep(1000)
 
     if __name__ == "__main__":
-        Launcher(3, start_method=sys.argv[1]).launch(fn, sys.argv[2])
+        Launcher(2, start_method=sys.argv[1]).launch(fn, sys.argv[2])
 """
 
 
@@ -446,7 +456,7 @@ def test_end_of_the_parent_is_the_end_of_its_workers(
         )
     try:
         deadline = time.monotonic() + 60
-        while len(files := list(tmp_path.glob("*.pid"))) < 3:
+        while len(files := list(tmp_path.glob("*.pid"))) < 2:
             assert parent.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -477,6 +487,7 @@ SAME_EVERYWHERE = """
     import json, os, sys
     import torch
     import torch.distributed as dist
+    from joinables.trainer.environment import detect_environment
     from joinables.trainer.launcher import Launcher
 
     def fn(base):
@@ -486,28 +497,43 @@ SAME_EVERYWHERE = """
 
     if __name__ == "__main__":
         environ = dict(os.environ)
-        told = [Launcher(2).launch(fn, base) for base in (0.0, 1.0)]
+        told = [Launcher(2, start_method="fork").launch(fn, base) for base in (0.0, 1.0)]
         assert environ == os.environ
         assert not dist.is_initialized()
         if told[0]["rank"] == 0:
-            print(json.dumps(told))
+            environment = detect_environment()
+            print(json.dumps([environment.name, str(environment.place()), told]))
 """
+TOLD = [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
 
 
-@pytest.fixture
-def same(tmp_path: Path) -> Path:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SAME_EVERYWHERE))
-    return script
-
-
-@pytest.mark.parametrize("command", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
-def test_same_script_alone_and_under_torchrun(command: list[str], same: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    told = subprocess.run(
-        [sys.executable, *command, str(same)], env=environ, capture_output=True, text=True, timeout=100, check=True
+def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, *command, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    assert json.loads(told.stdout) == [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "place"),
+    [
+        ([], "this machine", Place(0, 1, 0, 1, 0)),
+        (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            "torchrun",
+            Place(0, 2, 0, 2, 0),
+        ),
+    ],
+)
+def test_same_script_alone_and_under_torchrun(command: list[str], name: str, place: Place, tmp_path: Path) -> None:
+    ended = run_script(tmp_path, SAME_EVERYWHERE, *command)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [name, str(place), TOLD]
 
 
 def under_slurm(rank: int, job: int) -> dict[str, str]:
@@ -531,42 +557,46 @@ def under_mpi(rank: int, job: int) -> dict[str, str]:
     }
 
 
+def meets(variables: dict[str, str], results: Any) -> None:
+    os.environ.update(variables)
+    environ = dict(os.environ)
+    told = [Launcher(2).launch(ranks_met, base) for base in (0.0, 1.0)]
+    assert environ == os.environ
+    assert not dist.is_initialized()
+    results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])
+
+
 @pytest.mark.parametrize("variables", [under_slurm, under_mpi])
-def test_same_script_in_processes_of_other_launchers(
-    variables: Callable[[int, int], dict[str, str]], same: Path
-) -> None:
+def test_processes_of_other_launchers(variables: Callable[[int, int], dict[str, str]]) -> None:
     """The launchers are not here; what they do is: two processes with their variables."""
+    context = multiprocessing.get_context("fork")
     job = random.randrange(10**9)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(same)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **variables(rank, job)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    pipes = [context.Pipe() for _ in range(2)]
+    ranks = [context.Process(target=meets, args=(variables(rank, job), pipes[rank][1])) for rank in range(2)]
     try:
-        told = [rank.communicate(timeout=60)[0] for rank in ranks]
+        for rank in ranks:
+            rank.start()
+        told = [here.recv() if here.poll(60) else None for here, _ in pipes]
     finally:
         for rank in ranks:
+            rank.join(5)
             rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert json.loads(told[0]) == [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
-    assert told[1] == ""
+            rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert told == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in range(2)]
 
 
-def test_script_without_main_guard(same: Path) -> None:
-    same.write_text(same.read_text().replace('__name__ == "__main__"', "True"))
-    told = subprocess.run(
-        [sys.executable, str(same)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert told.returncode == 1
-    last = [line for line in told.stderr.splitlines() if "WorkerDied" in line][-1]
+WITHOUT_GUARD = """
+    import os
+    from joinables.trainer.launcher import Launcher
+
+    Launcher(1).launch(os.getpid)
+"""
+
+
+def test_script_without_main_guard(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, WITHOUT_GUARD)
+    assert ended.returncode == 1
+    last = [line for line in ended.stderr.splitlines() if "WorkerDied" in line][-1]
     assert "exited with code 1 before it returned a result. It ended before fn began" in last
     assert 'if __name__ == "__main__"' in last

@@ -1,0 +1,151 @@
+"""What a rank does, in a process that the launcher started or in one that was there: :func:`work`, :func:`as_rank`.
+
+Order of what communicates, on every rank::
+
+    the process group is made          through the store of this launch
+    "ready" into the store, and wait   until all ranks' are there
+    fn
+    the process group is taken down    unless fn raised, or did so itself
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from join.collectives import TorchCollective
+from joinables.trainer.environment import Environment
+from joinables.trainer.payload import Call, Payload
+
+_T = TypeVar("_T")
+
+
+class Queue:
+    """Many writers and one reader, without a lock that a dying writer could keep.
+
+    A message is far shorter than ``PIPE_BUF``, so the kernel writes it whole or not at all.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.reader, self.writer = cast("tuple[connection.Connection, connection.Connection]", context.Pipe(False))
+
+    def put(self, rank: int, ok: bool) -> None:
+        """Say that ``rank`` has written its result, or else what it raised."""
+        self.writer.send((rank, ok))
+
+    def get(self) -> tuple[int, bool]:
+        """The next message, waiting for it."""
+        return self.reader.recv()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is told.
+
+    Attributes:
+        backend: of the process group.
+        timeout: of its collectives, or torch's.
+        threads: how many torch may use.
+        payload: where the call is, and the result goes.
+        queue: who is told of it.
+        forked_by_server: whether the process above a worker is multiprocessing's server, and not the parent.
+    """
+
+    backend: str
+    timeout: timedelta | None
+    threads: int
+    payload: Payload
+    queue: Queue
+    forked_by_server: bool
+
+
+def as_rank(
+    environment: Environment, backend: str, timeout: timedelta | None, fn: Callable[..., _T], args: Sequence[Any]
+) -> _T:
+    """Run ``fn(*args)`` as one rank of the default process group; all ranks call it, equally often.
+
+    Args:
+        environment: where this process stands, and the store where the ranks meet.
+        backend: of the group.
+        timeout: of its collectives, or torch's.
+        fn: the function.
+        args: its arguments.
+
+    Returns:
+        What it returned here.
+
+    Raises:
+        ValueError: as ``environment.place``.
+        BaseException: what ``fn`` raises. The group stays then: to take it down could wait for what others never send.
+    """
+    place, store = environment.place(), environment.store()
+    # Keys of an earlier launch must not be taken for this one's. The store counts, since it may outlive launchers.
+    launch = store.add(f"launches/{place.rank}", 1)
+    store = dist.PrefixStore(f"launch/{launch}", store)
+    collective = TorchCollective(backend=backend, store=store, timeout=timeout)
+    collective.setup(place.rank, place.world_size)
+    # A rank is set up once its own connections are. It must not be done with fn, and close them, before the others are.
+    store.set(f"ready/{place.rank}", "")
+    store.wait([f"ready/{rank}" for rank in range(place.world_size)])
+    result = fn(*args)
+    if dist.is_initialized():  # fn may have destroyed it
+        collective.teardown()
+    return result
+
+
+def work(job: Job, environment: Environment, call: Call | None) -> None:
+    """The whole life of a worker process.
+
+    Args:
+        job: what every worker is told.
+        environment: this one's.
+        call: for a forked one; the others read it from ``job.payload``.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _end_with_parent(job)
+    torch.set_num_threads(job.threads)
+    rank = environment.place().rank
+    try:
+        fn, args = job.payload.read_call() if call is None else call
+        job.payload.mark_begun(rank)
+        result = as_rank(environment, job.backend, job.timeout, fn, args)
+        if rank == 0:
+            job.payload.write_result(result)
+        else:
+            job.payload.mark_returned(rank)
+    except SystemExit:
+        raise  # fn wants the process to end with this code; the parent sees it
+    except BaseException as error:
+        # Before anything is taken down, which may wait for what the other ranks never send.
+        job.payload.write_failure(rank, error)
+        job.queue.put(rank, False)
+        sys.exit(1)
+    if rank == 0:
+        job.queue.put(rank, True)
+
+
+def _end_with_parent(job: Job) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        # A forked worker has copies of the pipes by which its elder siblings would notice, so they look for themselves.
+        while not connection.wait([parent.sentinel], timeout=1.0):
+            if not job.forked_by_server and os.getppid() != parent.pid:
+                break
+        job.payload.remove()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()

@@ -84,7 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             signal.pthread_sigmask(signal.SIG_BLOCK, []),
             dist.is_initialized(),
             children(),
-            multiprocessing.active_children(),
+            set(multiprocessing.active_children()),
         )
 
     before = state()

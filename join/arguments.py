@@ -70,6 +70,8 @@ def checked_weight(weight: Any) -> float | None:
     """
     if weight is None:
         return None
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"weight={weight!r} must be a number of samples or tokens, or None")
     if not (math.isfinite(weight) and weight >= 0):
@@ -107,7 +109,8 @@ def expand(objects: Any) -> list[Joinable]:
     if not any(joinable.communicates for joinable in expanded):
         names = ", ".join(joinable.join_name for joinable in expanded)
         raise ValueError(
-            f"joinables=[{names}] has no object that communicates; list the DDP module (or another Joinable) too"
+            f"joinables=[{names}] has no object that communicates; list the module wrapped in DistributedDataParallel"
+            " (or another Joinable) too"
         )
     return expanded
 

@@ -34,7 +34,7 @@ from join.arguments import (
 )
 from join.collectives import Collective, Work
 from join.declared import DeclaredChannel
-from join.errors import JoinError
+from join.errors import JoinError, ProtocolError
 from join.joinable import Joinable, JoinConfig
 from join.members import Member, Scope
 from join.protocol import Channel
@@ -155,7 +155,18 @@ class Join:
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        self._weight = checked_weight(weight)
+        checked = checked_weight(weight)
+        if self._entered and self._steps is not None and checked is not None and not self._channel.weighted:
+            raise JoinError(
+                "with steps=, all ranks must know on entering that weights are in use: join = Join(..., steps=n);"
+                " join.weight = w; with join: ..."
+            )
+        self._weight = checked
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name != "weight":
+            raise AttributeError(f"Join has no attribute {name!r} to set; did you mean weight?")
+        object.__setattr__(self, name, value)
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 
@@ -254,7 +265,13 @@ class Join:
             headers=spent.headers,
             header_bytes=spent.nbytes,
         )
-        self._report = JoinReport.gather(self._collective, mine, even)
+        report = JoinReport.gather(self._collective, mine, even)
+        if len({row.headers for row in report.ranks}) > 1:
+            raise ProtocolError(
+                "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
+                f" {[row.headers for row in report.ranks]} headers. Run them after the block, or make them a joinable"
+            )
+        self._report = report
 
     def _leave(self) -> None:
         with ExitStack() as calls:

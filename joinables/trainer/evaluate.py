@@ -66,11 +66,17 @@ def _outputs(run: Run, loader: Any, stage: str) -> Generator[Any]:
 @contextmanager
 def evaluating(module: torch.nn.Module) -> Generator[None]:
     """Without grad, and with all parts of the module in eval mode; each is put back into its own mode."""
+    with keeping_modes(module), torch.no_grad():
+        module.eval()
+        yield
+
+
+@contextmanager
+def keeping_modes(module: torch.nn.Module) -> Generator[None]:
+    """Put each part of the module back into its own mode at the end."""
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for part, mode in modes:
             part.training = mode

@@ -113,7 +113,8 @@ class FitLoop:
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
         for scheduler in run.schedulers:
-            if scheduler.interval == "epoch" and self._module.automatic_optimization:
+            # Before the first optimizer step of all there is nothing to schedule, and torch warns.
+            if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
         run.counters.epochs += 1
         self._module.on_train_epoch_end()
@@ -207,6 +208,12 @@ class FitLoop:
             raise TypeError(
                 f"training_step of {type(self._module).__name__} returned {outputs!r}; return the loss, a tensor, or a"
                 ' dict with it under "loss"'
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = "does not depend on a parameter" if loss.numel() == 1 else f"has the shape {list(loss.shape)}"
+            raise ValueError(
+                f"the loss that training_step of {type(self._module).__name__} returned {what}; return the mean over"
+                " the samples, computed from the module's outputs"
             )
         sync = is_last or (index + 1) % k == 0
         self.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)

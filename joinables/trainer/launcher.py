@@ -207,8 +207,8 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
 
 def _death(rank: int, code: int, returned: bool, imported: bool) -> Failure:
     hint = (
-        "It ended before fn began, perhaps while it imported the main script, as each worker does: what launches there"
-        ' belongs under if __name__ == "__main__"'
+        "It ended before its work began, perhaps while it imported the main script, as each worker does: what starts"
+        ' the run there belongs under if __name__ == "__main__"'
     )
     error = WorkerDied(rank, code, returned, "" if imported else hint)
     return Failure(rank, error, ABORTED if code == -signal.SIGABRT else OWN, str(error))

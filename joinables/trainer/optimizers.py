@@ -77,6 +77,8 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
 
 def _scheduler(given: Any) -> Scheduler:
     options = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"scheduler": given}
+    if not hasattr(options.get("scheduler"), "step") or isinstance(options["scheduler"], torch.optim.Optimizer):
+        raise TypeError(f"configure_optimizers returned {given!r} where a scheduler belongs")
     made = Scheduler(options["scheduler"], options.get("interval", "epoch"), options.get("monitor"))
     if made.interval not in ("epoch", "step"):
         raise ValueError(f"interval={made.interval!r} of a scheduler is neither 'epoch' nor 'step'")

@@ -50,8 +50,9 @@ class Payload:
                 part, error = _unpicklable_part(value)
                 if error is not None:
                     raise NotPicklable(
-                        f"{name}{part} cannot be pickled for the workers: {type(error).__name__}: {error}. Give"
-                        " something that a module defines by name, make it inside fn, or use start_method='fork'"
+                        f"{name}{part} cannot be pickled for the workers: {type(error).__name__}: {error}. Use"
+                        " functions and classes from the top level of a file, or start processes by fork"
+                        " (start_method='fork'; of a trainer, strategy='ddp_fork')"
                     ) from error
             raise  # the disk is full
 

@@ -7,23 +7,25 @@ optimizer state, counters, metrics. So a second ``fit`` goes on where the first 
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from join import JoinReport
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import Plan
 from joinables.trainer.environment import detect_environment
-from joinables.trainer.evaluate import evaluate, predict
+from joinables.trainer.evaluate import evaluate, keeping_modes, predict
 from joinables.trainer.fit import FitLoop
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
@@ -32,6 +34,8 @@ from joinables.trainer.progress import ProgressBar
 from joinables.trainer.result import Result
 from joinables.trainer.run import FitRun, Run
 from joinables.trainer.strategy import DDPStrategy, Strategy, strategy_of
+
+logger = logging.getLogger("joinables")
 
 Uneven = Literal["join", "stop", "error"]
 
@@ -43,7 +47,7 @@ class Trainer:
         devices: processes on this node: a number, or ``"auto"`` for as many as torchrun, SLURM or MPI have started, or
             one a GPU, or 1.
         num_nodes: nodes; more than one needs a launcher, such as torchrun.
-        accelerator: ``"cpu"``, ``"cuda"``, or ``"auto"`` for GPUs if there are any.
+        accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"auto"`` for GPUs if there are any.
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
             process and ``"ddp"`` for several.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
@@ -69,7 +73,7 @@ class Trainer:
         *,
         devices: int | Literal["auto"] = "auto",
         num_nodes: int = 1,
-        accelerator: Literal["auto", "cpu", "cuda"] = "auto",
+        accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto",
         strategy: str | Strategy = "auto",
         precision: int | str = 32,
         max_epochs: int = 1,
@@ -163,6 +167,9 @@ class Trainer:
             val_loader: batches to validate on after every epoch.
             ckpt_path: a checkpoint to go on from instead, with its weights.
         """
+        _check_loader("train_loader", train_loader, self.max_epochs - self.epochs)
+        if val_loader is not None:
+            _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
         if self._state_of != id(module):
             self._state, self._state_of = None, id(module)
             self.epochs = self._steps = 0
@@ -190,6 +197,8 @@ class Trainer:
 
     def _launch(self, stage: str, module: TrainModule, loaders: tuple[Any, ...], ckpt_path: Any) -> Result:
         self._check_module(module, stage)
+        if stage != "fit":
+            _check_loader("loader", loaders[0], 1)
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="joinables-"))
             if stage == "fit" and self._state is not None and ckpt_path is None:
@@ -235,7 +244,17 @@ class Trainer:
         if not isinstance(module, TrainModule):
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 raise TypeError("the trainer wraps modules in DistributedDataParallel itself; pass the bare module")
+            if isinstance(module, type):
+                raise TypeError(f"module is the class {module.__name__}; pass an object: {module.__name__}(...)")
             raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule")
+        needed = {
+            "fit": ("training_step", "configure_optimizers"),
+            "validate": ("validation_step",),
+            "test": ("test_step",),
+        }
+        for name in needed.get(stage, ()):
+            if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
+                raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one")
         if self._run is not None:
             raise RuntimeError(f"this trainer is in a run already; {stage} cannot be called from within")
 
@@ -346,7 +365,11 @@ class Trainer:
         metrics: dict[str, float] = {}
         predictions: tuple[Any, ...] | None = None
         saved = read_checkpoint(ckpt_path) if ckpt_path is not None and run.rank == 0 else None
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._end_run, module)
+            stack.enter_context(keeping_modes(module))
+            stack.callback(run.call, "on_end", stage)
+            stack.enter_context(self._telling_callbacks(run))
             run.call("on_start", stage)
             if isinstance(run, FitRun):
                 self._loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)
@@ -361,15 +384,6 @@ class Trainer:
                     predictions = tuple(predict(run, loaders["loader"]))
                 else:
                     metrics = evaluate(run, loaders["loader"], stage)
-        except BaseException as error:
-            run.call("on_exception", error)
-            raise
-        finally:
-            run.call("on_end", stage)
-            self._run = self._loop = None
-            module._trainer = None  # pyright: ignore[reportPrivateUsage]
-            if stage == "fit":
-                self.strategy.teardown()
         if os.getpid() != home and state is not None:
             write_checkpoint(state, Path(folder) / "to", durable=False)
             state = None
@@ -388,6 +402,22 @@ class Trainer:
             stopped=self.should_stop,
             state=state,
         )
+
+    def _end_run(self, module: TrainModule) -> None:
+        self._run = self._loop = None
+        module._trainer = None  # pyright: ignore[reportPrivateUsage]
+        self.strategy.teardown()
+
+    @contextmanager
+    def _telling_callbacks(self, run: Run) -> Generator[None]:
+        try:
+            yield
+        except BaseException as error:
+            try:
+                run.call("on_exception", error)
+            except Exception:  # the exception that is under way says more
+                logger.exception("a callback raised in on_exception")
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_state": None}  # it travels in a file
@@ -421,13 +451,28 @@ def _check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def _accelerator(accelerator: Any) -> str:
-    if accelerator not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"accelerator={accelerator!r} is none of 'auto', 'cpu', 'cuda'")
+    if accelerator not in ("auto", "cpu", "cuda", "gpu"):
+        raise ValueError(f"accelerator={accelerator!r} is none of 'auto', 'cpu', 'cuda', 'gpu'")
+    if accelerator == "gpu":
+        accelerator = "cuda"
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator == "cuda" and not torch.cuda.is_available():
         raise ValueError("accelerator='cuda' and torch finds no GPU; use 'cpu'")
     return accelerator
+
+
+def _check_loader(name: str, loader: Any, epochs: int) -> None:
+    kind = cast("type[object]", type(loader)).__name__
+    if isinstance(loader, Dataset):
+        raise TypeError(f"{name} is a {kind}; wrap it: DataLoader(dataset, batch_size=...)")
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"{name} is a {kind}; give a DataLoader, or what can be iterated for batches")
+    if isinstance(loader, Iterator) and epochs > 1:
+        raise TypeError(
+            f"{name} is a {kind}, which is over after one epoch, and there are {epochs} to come; give"
+            " what can be iterated again"
+        )
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:

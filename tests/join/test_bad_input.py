@@ -253,3 +253,13 @@ def test_rank_that_does_not_enter() -> None:
                 Join([Counter(collective)], timeout=0.2).__enter__()
 
     run_threads(2, enter)
+
+
+def test_a_typo_of_weight() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with Join([Counter(collective)]) as join:
+            with pytest.raises(AttributeError, match="no attribute 'weigth' to set; did you mean weight"):
+                join.weigth = 3  # type: ignore[attr-defined]
+            join.weight = torch.tensor(3)
+            assert join.weight == 3.0

@@ -68,8 +68,13 @@ def refused(rank: int) -> None:
     x = batch(rank, 0, 0)[0]
     with pytest.raises(ValueError, match="cannot tell in which order"):
         Join([ddp, other], steps=1).__enter__()
-    with pytest.raises(ValueError, match=r"set join\.weight before entering"), Join([ddp], steps=1) as join:
+    with pytest.raises(JoinError, match="join = Join"), Join([ddp], steps=1) as join:
         join.weight = 3
+    ddp.zero_grad()
+    join = Join([ddp], steps=1)
+    join.weight = 3
+    with pytest.raises(ValueError, match=r"set join\.weight before entering"), join:
+        join.weight = None
         ddp(x).sum().backward()
     with pytest.raises(ValueError, match=r"steps= needs zero_grad\(\) between backwards"), Join([ddp], steps=3):
         for _ in range(3):

@@ -234,3 +234,18 @@ def test_early_termination(pool: Pool, parts: str, initial: bool) -> None:
     everyone = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
     expected = [(2, everyone), (2, "Rank 1 exhausted all inputs."), (2, everyone)]
     assert pool.run(throwing, parts, initial, ranks=RANKS) == expected
+
+
+def counting_by_oneself(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    with pytest.raises(ProtocolError) as caught, Join([ddp]):
+        for step in range([5, 0, 3][rank]):
+            ddp.zero_grad()
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+            dist.all_reduce(torch.tensor(1))  # as large as a header, which it meets
+    return str(caught.value)
+
+
+def test_collectives_of_others_in_the_block(pool: Pool) -> None:
+    for text in pool.run(counting_by_oneself, ranks=RANKS):
+        assert text.startswith("other collectives ran on the group inside the block")

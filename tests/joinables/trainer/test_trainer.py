@@ -22,6 +22,7 @@ from joinables.trainer import (
     NotPicklable,
     TensorBoardMetrics,
     Trainer,
+    TrainModule,
     WorkerDied,
 )
 from tests.joinables.trainer.modules import Classifier, loader
@@ -304,3 +305,67 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
     assert not trainer.is_global_zero
+
+
+class Wrong(Classifier):
+    """Returns something else than a loss."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.returned = returned
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.returned(self(batch[0]))
+
+
+class Only(TrainModule):
+    """Has a step and nothing else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "kind", "text"),
+    [
+        (Wrong(lambda scores: "loss"), loader(), TypeError, "training_step of Wrong returned 'loss'"),
+        (Wrong(lambda scores: scores), loader(), ValueError, r"has the shape \[6, 3\]; return the mean"),
+        (Wrong(lambda scores: scores.detach().mean()), loader(), ValueError, "does not depend on a parameter"),
+        (Only(), loader(), TypeError, "Only has no configure_optimizers, which fit needs"),
+        (Classifier(), None, TypeError, "train_loader is a NoneType"),
+        (Classifier(), iter(loader()), TypeError, "over after one epoch, and there are 2 to come"),
+    ],
+)
+def test_what_cannot_be_fitted(module: Any, data: Any, kind: type[Exception], text: str) -> None:
+    trainer = Trainer(max_epochs=2)
+    with pytest.raises(kind, match=text):
+        trainer.fit(module, data)
+    assert trainer.fit(Classifier(), loader()).epochs == 2, "the trainer works afterwards"
+
+
+class Raises(Callback):
+    def __init__(self, *hooks: str) -> None:
+        for hook in hooks:
+            setattr(self, hook, lambda *args, hook=hook: self.fail(hook))
+
+    def fail(self, hook: str) -> None:
+        raise KeyError(hook)
+
+
+def test_callbacks_that_raise(caplog: pytest.LogCaptureFixture) -> None:
+    module = Classifier().eval()
+    for hooks, told in ((("on_train_start", "on_exception"), "on_train_start"), (("on_end",), "on_end")):
+        trainer = Trainer(callbacks=Raises(*hooks))
+        with pytest.raises(KeyError, match=told):
+            trainer.fit(module, loader())
+        assert not any(part.training for part in module.modules()), "each part is in its own mode again"
+        trainer.callbacks = []
+        trainer.fit(module, loader())
+    assert "a callback raised in on_exception" in caplog.text
+
+
+def test_nothing_to_train_on() -> None:
+    trainer = Trainer(max_epochs=2)
+    assert trainer.fit(Classifier(), loader(0)).global_step == 0
+    assert trainer.validate(Classifier(), loader(0)) == [{}]
+    assert trainer.predict(Classifier(), loader(0)) == []

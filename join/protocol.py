@@ -249,6 +249,10 @@ class Channel:
         except JoinTimeoutError as error:
             self._close_with(error)
 
+    def announced(self, burst: Burst) -> int:
+        """How many ranks announced ``burst`` in the last header; waits for it."""
+        return self.read().announcements.get(self._index[id(burst)], 0)
+
     def flags(self, burst: Burst) -> Sequence[int]:
         """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
         if self._unsettled:

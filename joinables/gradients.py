@@ -152,7 +152,7 @@ class GradientSync(DDPBurst):
     @override
     def main_hook(self) -> None:
         with_buffers, holding, _, weighted = self._channel.flags(self)
-        self._with_buffers, self._weighted = with_buffers > 0, weighted == self._channel.read().active
+        self._with_buffers, self._weighted = with_buffers > 0, weighted == self._channel.announced(self)
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         self._weights.take_back()
@@ -321,8 +321,7 @@ class GradientSync(DDPBurst):
         if not self._weighted:
             return
         if not self._weights_agreed:
-            header = self._channel.read()
-            if self._channel.flags(self)[3] != header.active:
+            if self._channel.flags(self)[3] != self._channel.announced(self):
                 self._weighted = False
                 raise ValueError(
                     "join.weight is set on this rank and not on all others; set it on all ranks or on none"

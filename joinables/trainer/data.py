@@ -165,9 +165,12 @@ class Plan:
     @staticmethod
     def agree(collective: Collective, loader: Any) -> Plan:
         """Compare the loaders of all ranks: one object all-gather, none where there is one rank."""
-        mine = length_of(loader), _sizes(loader)
+        mine: tuple[int | None, tuple[int, int] | None] = length_of(loader), _sizes(loader)
         everyone: list[tuple[int | None, Any]] = collective.all_gather_object(mine)
-        known = mine[1] is not None and all(sizes == mine[1] for _, sizes in everyone)
+        sizes = mine[1]
+        known = sizes is not None and all(each == sizes for _, each in everyone)
+        if sizes is not None and len({length for length, _ in everyone}) > 1:
+            known &= sizes[0] == sizes[1]  # else a rank's smaller last batch meets another's full one
         return Plan(tuple(length for length, _ in everyone), known or len(everyone) == 1)
 
     @property

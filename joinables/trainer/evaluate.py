@@ -22,6 +22,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
     """Go through ``loader`` and return what was logged, over all ranks; ``stage`` is ``"validate"`` or ``"test"``."""
     name = {"validate": "validation", "test": "test"}[stage]
     with run.fresh_metrics() as store:
+        run.samples = 1  # a hook's values weigh the same on all ranks
         getattr(run.module, f"on_{name}_epoch_start")()
         for _ in _outputs(run, loader, stage):
             pass

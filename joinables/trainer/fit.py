@@ -22,6 +22,7 @@ import torch
 from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
+from joinables.trainer.callback import Callback
 from joinables.trainer.data import Plan, distribute, set_epoch
 from joinables.trainer.evaluate import evaluate
 from joinables.trainer.members import Meeting, Ticker
@@ -83,6 +84,7 @@ class FitLoop:
         self._module.train()
         self._module.on_train_start()
         run.call("on_train_start")
+        trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while run.counters.epochs < trainer.max_epochs and not self._has_enough_steps and not trainer.should_stop:
             self._epoch()
         self._module.on_train_end()
@@ -103,6 +105,8 @@ class FitLoop:
         trainer.plan = plan
         self._module.on_train_epoch_start()
         run.call("on_train_epoch_start")
+        # A hook may have frozen or unfrozen parameters: then a fresh wrapper.
+        self._strategy.wrap(self._module, run.device, several_backwards=not self._module.automatic_optimization)
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = run.collective.reduce_boolean_decision(self._train(plan))
         trainer.metrics.update(run.store.reduce(run.collective))
@@ -137,6 +141,7 @@ class FitLoop:
             *(each.scheduler for each in run.schedulers),
             *([] if run.scaler is None else [run.scaler]),
             run.counters,
+            *(each for each in run.trainer.callbacks if type(each).state_dict is not Callback.state_dict),
             self.take_snapshot,
         ]
         block = self._strategy.block(

@@ -108,10 +108,9 @@ class ModelCheckpoint(Callback):
         self._saved_step = trainer.global_step
         folder = self._folder or trainer.default_root_dir / "checkpoints"
         score = self._score(trainer.metrics)
-        path = str(folder / f"{self._name(trainer)}.ckpt")
+        path = self._free(folder / f"{self._name(trainer)}.ckpt")
         discarded: list[str] = []
         if self._top_k:
-            self._kept.pop(path, None)
             self._kept[path] = score
             if self._top_k > 0:
                 by_worth = sorted(self._kept, key=lambda each: self._rank(self._kept[each]))
@@ -123,13 +122,19 @@ class ModelCheckpoint(Callback):
         if self._last:
             self.last_model_path = str(folder / "last.ckpt")
         # The checkpoint holds this callback's state, so that is brought up to date first.
+        writes = False
         if path in self._kept:
-            trainer.save_checkpoint(path)
+            writes = trainer.save_checkpoint(path)
         if self._last:
-            trainer.save_checkpoint(self.last_model_path)
+            writes = trainer.save_checkpoint(self.last_model_path) or writes
         for each in discarded:
-            if each != path:
-                Path(each).unlink(missing_ok=True)  # any rank may be the one that sees the file system
+            if writes and each != path:  # only here is it known that the new file is there
+                Path(each).unlink(missing_ok=True)
+
+    def _free(self, path: Path) -> str:
+        """A name that no kept file has: a better one under the same name must not be overwritten."""
+        names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(self._kept) + 1)))
+        return next(str(name) for name in names if str(name) not in self._kept)
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         if self._monitor is None:

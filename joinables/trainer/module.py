@@ -183,6 +183,6 @@ class TrainModule(torch.nn.Module):
         return self.trainer.global_rank
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = dict(super().__getstate__())
         state.pop("_trainer", None)  # a copy of the module is in no run
         return state

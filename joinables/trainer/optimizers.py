@@ -29,10 +29,10 @@ class Scheduler:
         Raises:
             ValueError: if its metric was not logged.
         """
-        if self.monitor is None:
+        if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step()
             return
-        if self.monitor not in metrics:
+        if self.monitor is None or self.monitor not in metrics:
             raise ValueError(
                 f"monitor={self.monitor!r} was not logged; there are {', '.join(sorted(metrics)) or 'none'}"
             )
@@ -79,6 +79,9 @@ def _scheduler(given: Any) -> Scheduler:
     options = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"scheduler": given}
     if not hasattr(options.get("scheduler"), "step") or isinstance(options["scheduler"], torch.optim.Optimizer):
         raise TypeError(f"configure_optimizers returned {given!r} where a scheduler belongs")
+    unknown = sorted(options.keys() - {"scheduler", "interval", "monitor", "name"})
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} of a scheduler is unknown; use scheduler, interval and monitor")
     made = Scheduler(options["scheduler"], options.get("interval", "epoch"), options.get("monitor"))
     if made.interval not in ("epoch", "step"):
         raise ValueError(f"interval={made.interval!r} of a scheduler is neither 'epoch' nor 'step'")

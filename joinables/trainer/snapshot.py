@@ -23,11 +23,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from joinables.trainer import rng
 from joinables.trainer.sharding import optimizer_state
 
 if TYPE_CHECKING:
     from joinables.trainer.run import FitRun
+
+
+_OWN = {"epochs", "global_step", "module", "optimizers", "schedulers", "scaler", "callbacks", "metrics", "ranks"}
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 
 def take(run: FitRun, active: bool) -> dict[str, Any] | None:
@@ -62,6 +69,13 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
     run.module.on_save_checkpoint(state)
     for callback in run.trainer.callbacks:
         callback.on_save_checkpoint(run.trainer, run.module, state)
+    for key in ("callbacks", *(state.keys() - _OWN)):
+        for leaf in pytree.tree_leaves(state[key]):
+            if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"the checkpoint's {key!r} holds a {type(leaf).__name__}, which could not be read again; give plain"
+                    " data and tensors"
+                )
     return state
 
 

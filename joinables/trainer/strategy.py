@@ -139,7 +139,18 @@ class SingleStrategy(Strategy):
             loss.backward()
             return
         self._window += weight
-        (loss * weight).backward()
+
+        # At the parameters, as under DDP: a loss times its weight could overflow in half precision.
+        def weigh(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * weight
+
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        handles: list[Any] = [parameter.register_hook(weigh) for parameter in parameters]
+        try:
+            loss.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
         if sync:
             for parameter in self._module.parameters():
                 if parameter.grad is not None:

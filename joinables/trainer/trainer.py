@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -93,12 +94,14 @@ class Trainer:
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
-        for argument, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if value is not None:
-                _check_count(argument, value, least=0)
+        _check_count("max_epochs", max_epochs, least=0)
+        if max_steps is not None:
+            _check_count("max_steps", max_steps, least=0)
         _check_count("accumulate_grad_batches", accumulate_grad_batches)
         self.max_epochs, self.max_steps = max_epochs, max_steps
         self.accumulate_grad_batches = accumulate_grad_batches
+        if isinstance(gradient_clip_val, str):
+            raise TypeError(f"gradient_clip_val={gradient_clip_val!r} must be a number, or None for no limit")
         if gradient_clip_val is not None and not gradient_clip_val > 0:
             raise ValueError(f"gradient_clip_val={gradient_clip_val!r} must be positive, or None for no limit")
         self.gradient_clip_val = gradient_clip_val
@@ -124,7 +127,7 @@ class Trainer:
         """How many epochs were completed, over all fits."""
         self._steps = 0
         self._state: dict[str, Any] | None = None  # what the next fit goes on from
-        self._state_of: int | None = None  # of which module
+        self._state_of: weakref.ref[TrainModule] | None = None  # of which module
         self._run: Run | None = None
         self._loop: FitLoop | None = None
 
@@ -168,10 +171,16 @@ class Trainer:
             ckpt_path: a checkpoint to go on from instead, with its weights.
         """
         _check_loader("train_loader", train_loader, self.max_epochs - self.epochs)
+        if not module_is_automatic(module) and (self.gradient_clip_val is not None or self.accumulate_grad_batches > 1):
+            raise ValueError(
+                "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
+                " training_step"
+            )
         if val_loader is not None:
+            self._check_module(module, "validate")
             _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
-        if self._state_of != id(module):
-            self._state, self._state_of = None, id(module)
+        if self._state_of is None or self._state_of() is not module:
+            self._state, self._state_of = None, weakref.ref(module)
             self.epochs = self._steps = 0
         if ckpt_path is not None:
             read_checkpoint(ckpt_path)  # a missing or broken file is told here, and not by a worker
@@ -330,8 +339,13 @@ class Trainer:
             raise RuntimeError("manual_backward is for training_step")
         self._loop.backward(loss)
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted.
+
+        Not on one rank alone: all ranks hold parts of it.
+
+        Returns:
+            Whether this rank is the one that wrote it.
 
         Raises:
             RuntimeError: outside a fit.
@@ -341,6 +355,7 @@ class Trainer:
         state = self._loop.take_snapshot()
         if state is not None:
             write_checkpoint(state, path)
+        return state is not None
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -364,12 +379,12 @@ class Trainer:
         state: dict[str, Any] | None = None
         metrics: dict[str, float] = {}
         predictions: tuple[Any, ...] | None = None
-        saved = read_checkpoint(ckpt_path) if ckpt_path is not None and run.rank == 0 else None
         with ExitStack() as stack:
             stack.callback(self._end_run, module)
             stack.enter_context(keeping_modes(module))
             stack.callback(run.call, "on_end", stage)
             stack.enter_context(self._telling_callbacks(run))
+            saved = read_checkpoint(ckpt_path) if ckpt_path is not None and run.rank == 0 else None
             run.call("on_start", stage)
             if isinstance(run, FitRun):
                 self._loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)
@@ -420,7 +435,7 @@ class Trainer:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_state": None}  # it travels in a file
+        return {**self.__dict__, "_state": None, "_state_of": None}  # the state travels in a file
 
 
 def _work(
@@ -460,6 +475,11 @@ def _accelerator(accelerator: Any) -> str:
     if accelerator == "cuda" and not torch.cuda.is_available():
         raise ValueError("accelerator='cuda' and torch finds no GPU; use 'cpu'")
     return accelerator
+
+
+def module_is_automatic(module: Any) -> bool:
+    """Whether the trainer steps the module's optimizer itself."""
+    return bool(getattr(module, "automatic_optimization", True))
 
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:

@@ -90,6 +90,10 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     found, keeper = kept("latest", every_n_epochs=2)
     assert (found, keeper.best_model_score) == ({"epoch=3-score=0.4.ckpt"}, None)
     assert len(kept("all", save_top_k=-1)[0]) == 5
+    keeper = ModelCheckpoint(tmp_path / "same name", "best", monitor="score")
+    Trainer(max_epochs=5, callbacks=keeper).fit(Scripted(), loader(12), loader(12))
+    assert (names(tmp_path / "same name"), keeper.best_model_score) == ({"best-v1.ckpt"}, 0.3)
+    assert read_checkpoint(keeper.best_model_path)["epochs"] == 2
     found, keeper = kept("steps", every_n_train_steps=4, save_top_k=0, save_last=True)
     assert found == {"last.ckpt"}
     assert read_checkpoint(tmp_path / "steps" / "last.ckpt")["global_step"] == 8

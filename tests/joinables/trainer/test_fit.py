@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from join import ProtocolError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -403,3 +404,105 @@ def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tupl
         assert_same(state, results[0][0])
         assert tracked == 2 * max(counts)
         torch.testing.assert_close(mean, norm.running_mean, atol=TOLERANCE, rtol=0)
+
+
+class Unfreezing(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.body[0].requires_grad_(trainer.current_epoch > 0)
+
+
+def unfreezes(rank: int, ranks: int, samples: int) -> dict[str, torch.Tensor]:
+    module = Classifier(optimizer="sgd")
+    trainer(max_epochs=3, callbacks=Unfreezing()).fit(module, loader(samples, GLOBAL_BATCH // ranks))
+    return flat_state(module.state_dict())
+
+
+@pytest.mark.parametrize("samples", [48, 50])
+def test_freezing_in_the_middle_of_a_fit(pool: Pool, samples: int) -> None:
+    for state in pool.run(unfreezes, 2, samples, ranks=2):
+        assert_same(state, unfreezes(0, 1, samples), TOLERANCE)
+
+
+def keeps(rank: int, folder: str) -> tuple[str, str]:
+    keeper = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
+    run = trainer(callbacks=keeper)
+    run.fit(Classifier(), torch.utils.data.DataLoader(Stream((1, 4)), batch_size=None))
+    return keeper.best_model_path, keeper.last_model_path
+
+
+def test_callbacks_of_a_rank_that_ran_out(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(keeps, str(tmp_path), ranks=2)
+    assert first == second
+    assert all(Path(path).is_file() for path in first)
+
+
+class SavesAlone(Callback):
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "mine.ckpt"
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(self.path)
+
+
+def saves_alone(rank: int, folder: str) -> None:
+    with pytest.raises(ProtocolError, match="announced different bursts"):
+        trainer(callbacks=SavesAlone(folder)).fit(Classifier(), loader(50, 6))
+
+
+def test_a_checkpoint_on_one_rank_only_is_an_error(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saves_alone, str(tmp_path), ranks=2)
+
+
+class StopsAtOnce(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.should_stop = trainer.global_rank == 1
+
+
+def stops(rank: int) -> int:
+    return trainer(max_epochs=3, callbacks=StopsAtOnce()).fit(Classifier(), loader(20, 4)).epochs
+
+
+def test_stopping_on_one_rank(pool: Pool) -> None:
+    assert pool.run(stops, ranks=2) == [0, 0]
+
+
+class Own(torch.utils.data.Sampler[int]):
+    """14 samples for rank 0, 8 for rank 1: both end with a batch of 2."""
+
+    def __iter__(self) -> Any:
+        return iter(range(14) if torch.distributed.get_rank() == 0 else range(14, 22))
+
+    def __len__(self) -> int:
+        return 14 if torch.distributed.get_rank() == 0 else 8
+
+
+def own_shares(rank: int) -> dict[str, torch.Tensor]:
+    module = Classifier()
+    trainer().fit(module, torch.utils.data.DataLoader(dataset(22), 6, sampler=Own()))
+    return flat_state(module.state_dict())
+
+
+def test_a_last_batch_beside_a_full_one(pool: Pool) -> None:
+    module = Classifier()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    x, y = dataset(22).tensors
+    for indices in ([*range(6), *range(14, 20)], [*range(6, 12), 20, 21], [12, 13]):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x[indices]), y[indices]).backward()
+        optimizer.step()
+    for state in pool.run(own_shares, ranks=2):
+        assert_same(state, flat_state(module.state_dict()), TOLERANCE)
+
+
+def half_accumulated(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    module = Classifier(optimizer="sgd")
+    run = trainer(max_epochs=2, precision="bf16-mixed", accumulate_grad_batches=2 // ranks)
+    run.fit(module, loader(50, 6))
+    return flat_state(module.state_dict())
+
+
+def test_half_precision_equals_accumulation_in_one_process(pool: Pool) -> None:
+    """The same batches of 6, weighed at the parameters in both."""
+    for state in pool.run(half_accumulated, 2, ranks=2):
+        assert_same(state, half_accumulated(0, 1), TOLERANCE)

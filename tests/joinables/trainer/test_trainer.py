@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -369,3 +370,74 @@ def test_nothing_to_train_on() -> None:
     assert trainer.fit(Classifier(), loader(0)).global_step == 0
     assert trainer.validate(Classifier(), loader(0)) == [{}]
     assert trainer.predict(Classifier(), loader(0)) == []
+
+
+def test_every_module_is_a_new_one() -> None:
+    """Also one at the address of another that is gone."""
+    trainer = Trainer(max_epochs=1)
+    for _ in range(20):
+        module = Classifier()
+        before = module.body[0].weight.clone()
+        assert trainer.fit(module, loader(12)).epochs == 1
+        assert not torch.equal(before, module.body[0].weight)
+        del module
+
+
+def test_a_missing_checkpoint_leaves_a_trainer_that_works() -> None:
+    trainer = Trainer()
+    with pytest.raises(FileNotFoundError):
+        trainer.test(Classifier(), loader(), ckpt_path="nope")
+    assert trainer.test(Classifier(), loader())
+
+
+class Adds(Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = self.value
+
+
+def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the checkpoint's 'mine' holds a PosixPath"):
+        Trainer(callbacks=Adds({"path": tmp_path})).fit(Classifier(), loader())
+    Trainer(callbacks=Adds({"x": [1, "text", torch.ones(2)]})).fit(Classifier(), loader())
+
+
+def test_a_compiled_module_can_be_pickled() -> None:
+    module = Classifier()
+    module.compile(backend="eager")
+    assert isinstance(pickle.loads(pickle.dumps(module)), Classifier)
+
+
+def test_automatic_settings_with_manual_optimization() -> None:
+    module = Classifier()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="are for automatic optimization"):
+        Trainer(gradient_clip_val=1.0).fit(module, loader())
+
+
+def test_schedulers_that_are_not_understood() -> None:
+    class Scheduled(Classifier):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.options = options
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
+
+    with pytest.raises(ValueError, match="'frequency' of a scheduler is unknown"):
+        Trainer().fit(Scheduled(frequency=2), loader())
+    with pytest.raises(ValueError, match="interval='batch'"):
+        Trainer().fit(Scheduled(interval="batch"), loader())
+    module = Scheduled(monitor="train_loss")
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    Trainer(callbacks=Rates(), max_epochs=2).fit(module, loader())
+    assert rates == pytest.approx([0.1, 0.01])

@@ -121,7 +121,10 @@ class FitLoop:
             if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
         run.counters.epochs += 1
+        run.samples = 1  # a hook's values weigh the same on all ranks
         self._module.on_train_epoch_end()
+        trainer.metrics.update(run.store.reduce(run.collective))
+        run.store.metrics.clear()
         run.call("on_train_epoch_end")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
@@ -191,11 +194,16 @@ class FitLoop:
         iterator = enumerate(self._loader)
         for _ in range(skipped):
             next(iterator, None)
+        if resumed is not None and skipped:
+            # The batch that comes next had been read before the step before it drew its random numbers.
+            rng.restore(resumed["random_before_read"])
+        run.random_before_read = rng.glance()
         following = next(iterator, None) if limit is None or skipped < limit else None
         if resumed is not None and skipped:
             rng.restore(resumed["random"])
         while following is not None:
             index, batch = following
+            run.random_before_read = rng.glance()
             following = next(iterator, None) if limit is None or index + 1 < limit else None
             yield index, batch, following is None
 

@@ -1,4 +1,4 @@
-"""The random numbers of a process: :func:`seed_all`, :func:`capture`, :func:`restore`.
+"""The random numbers of a process: :func:`seed_all`, :func:`glance`, :func:`capture`, :func:`restore`.
 
 Python's, torch's, those of this process's GPU, and numpy's where the program uses numpy. Captured states are plain data
 and tensors, so that a checkpoint can hold them.
@@ -22,14 +22,23 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def capture() -> dict[str, Any]:
-    """The state of all generators."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
+def glance() -> dict[str, Any]:
+    """The state of all generators, as they give it: cheap enough for every step."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
-        kind, keys, *rest = cast("tuple[Any, ...]", sys.modules["numpy"].random.get_state())
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def capture(seen: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state of all generators, now or when it was ``seen``, as plain data and tensors."""
+    state = dict(glance() if seen is None else seen)
+    version, words, gauss = state["python"]
+    state["python"] = [version, list(words), gauss]
+    if "numpy" in state:
+        kind, keys, *rest = cast("tuple[Any, ...]", state["numpy"])
         state["numpy"] = [kind, torch.tensor(keys.astype("int64")), *rest]
     return state
 

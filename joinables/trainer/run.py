@@ -91,5 +91,7 @@ class FitRun(Run):
         """How many batches of the epoch under way this rank has trained on; 0 between epochs."""
         self.random_at_start: dict[str, Any] | None = None
         """The random state before the epoch's first batch was read."""
+        self.random_before_read: dict[str, Any] | None = None
+        """The random state before the batch that comes next was read."""
         self.resume_from: dict[str, Any] | None = None
         """This rank's part of the state that the fit goes on from, until the first epoch."""

@@ -49,6 +49,7 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
         "batches": run.batches_read,
         "metrics": run.store.state_dict(),
         "random_at_start": run.random_at_start,
+        "random_before_read": None if run.random_before_read is None else rng.capture(run.random_before_read),
         "random": rng.capture(),
     }
     parts = run.collective.all_gather_object(part)

@@ -216,8 +216,8 @@ class Trainer:
             here = os.getpid()
             job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
-            result = cast(
-                "Result",
+            pid, result = cast(
+                "tuple[int, Result]",
                 self.strategy.launch(
                     self.world_size,
                     self._accelerator,
@@ -231,6 +231,7 @@ class Trainer:
             home = Path(folder) / "to"
             if home.exists():
                 result = replace(result, state=read_checkpoint(home))
+            if pid != here:
                 self._bring_home(result, module)
             if result.state is not None:
                 self._state = {key: _own(value) for key, value in result.state.items() if key != "module"}
@@ -331,6 +332,10 @@ class Trainer:
     def record(self, name: str, value: Any, *, batch_size: int | None, **options: Any) -> None:
         """What ``module.log`` calls."""
         run = self.run
+        if run.stage == "predict":
+            raise RuntimeError(
+                f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test"
+            )
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -446,8 +451,8 @@ def _work(
     ckpt_path: str | None,
     folder: str,
     home: int,
-) -> Result:
-    return trainer.work(stage, module, loaders, ckpt_path, folder, home)
+) -> tuple[int, Result]:
+    return os.getpid(), trainer.work(stage, module, loaders, ckpt_path, folder, home)
 
 
 def _own(value: Any) -> Any:

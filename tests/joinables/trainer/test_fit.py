@@ -152,6 +152,12 @@ class Interrupting(Callback):
             raise Interrupt
 
 
+def augmented(rows: Any) -> Any:
+    """Batches that depend on random numbers of the process that trains."""
+    x, y = torch.utils.data.default_collate(rows)
+    return x + 0.1 * torch.randn_like(x), y
+
+
 def resumed(rank: int, folder: str, samples: int, every: int, fail_at: int | None, shard: bool) -> Any:
     """Fit with checkpoints; with ``fail_at``, fail there and go on in a new trainer, from the last checkpoint."""
 
@@ -162,7 +168,7 @@ def resumed(rank: int, folder: str, samples: int, every: int, fail_at: int | Non
         return trainer(strategy=strategy, seed=3, max_epochs=3, callbacks=callbacks), Classifier(dropout=0.3)
 
     run, module = build()
-    data = loader(samples, 4, shuffle=True), loader(20, 4)
+    data = loader(samples, 4, shuffle=True, collate_fn=augmented), loader(20, 4)
     if fail_at is not None:
         with pytest.raises(Interrupt):
             run.fit(module, *data)

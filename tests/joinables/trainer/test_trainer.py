@@ -89,6 +89,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
     tested = trainer.test(module, data[1])[0]
     assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
+    assert trainer.metrics["test_loss"] == tested["test_loss"]
     predictions = trainer.predict(module, data[1])
     assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)
     module.train()
@@ -441,3 +442,25 @@ def test_schedulers_that_are_not_understood() -> None:
 
     Trainer(callbacks=Rates(), max_epochs=2).fit(module, loader())
     assert rates == pytest.approx([0.1, 0.01])
+
+
+class LogsLate(Classifier):
+    def on_train_epoch_end(self) -> None:
+        self.log("late", float(self.current_epoch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("lost", 1.0)
+
+
+def test_metrics_of_hooks() -> None:
+    seen: list[float] = []
+
+    class Sees(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.metrics["late"])
+
+    trainer = Trainer(max_epochs=2, callbacks=Sees())
+    trainer.fit(LogsLate(), loader())
+    assert seen == [0.0, 1.0]
+    with pytest.raises(RuntimeError, match="'lost' was logged in a prediction"):
+        trainer.predict(LogsLate(), loader())

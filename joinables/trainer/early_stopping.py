@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from joinables.trainer.callback import Callback
+from joinables.trainer.metrics import monitored
 
 if TYPE_CHECKING:
     from joinables.trainer.module import TrainModule
@@ -47,10 +48,7 @@ class EarlyStopping(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._monitor not in trainer.metrics:
-            there = ", ".join(sorted(trainer.metrics)) or "none"
-            raise ValueError(f"monitor={self._monitor!r} was not logged; the metrics are {there}")
-        value = self._sign * trainer.metrics[self._monitor]
+        value = self._sign * monitored(trainer.metrics, self._monitor)
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
         else:

@@ -24,7 +24,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
     with run.fresh_metrics() as store:
         run.samples = 1  # a hook's values weigh the same on all ranks
         getattr(run.module, f"on_{name}_epoch_start")()
-        for _ in _outputs(run, loader, stage):
+        for _ in _outputs(run, _local(run, loader), stage):
             pass
         run.samples = 1
         getattr(run.module, f"on_{name}_epoch_end")()
@@ -39,10 +39,11 @@ def predict(run: Run, loader: Any) -> list[Any]:
 
     They are in that order where the trainer deals out the data; otherwise each rank's come after the other's.
     """
-    mine = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), list(_outputs(run, loader, "predict")))
+    local = _local(run, loader)
+    mine = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), list(_outputs(run, local, "predict")))
     parts: list[list[Any]] = run.collective.all_gather_object(mine)
     run.call("on_evaluation_end", "predict")
-    if _local(run, loader) is loader:
+    if local is loader:
         return [output for part in parts for output in part]
     rounds = max(map(len, parts))
     return [part[index] for index in range(rounds) for part in parts if index < len(part)]
@@ -52,11 +53,11 @@ def _local(run: Run, loader: Any) -> Any:
     return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
 
 
-def _outputs(run: Run, loader: Any, stage: str) -> Generator[Any]:
+def _outputs(run: Run, local: Any, stage: str) -> Generator[Any]:
     step = getattr(run.module, _STEPS[stage])
     run.call("on_evaluation_start", stage)
     with evaluating(run.module):
-        for index, batch in enumerate(_local(run, loader)):
+        for index, batch in enumerate(local):
             batch = run.take(batch)
             with run.precision.forward_context():
                 output = step(batch, index)

@@ -21,6 +21,17 @@ from join.collectives import Collective
 Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
+def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
+    """Return the metric that something monitors.
+
+    Raises:
+        ValueError: if it was not logged.
+    """
+    if monitor is None or monitor not in metrics:
+        raise ValueError(f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'}")
+    return metrics[monitor]
+
+
 class ExactSum:
     """A sum of floats without rounding error.
 

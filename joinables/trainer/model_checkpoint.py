@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from joinables.trainer.callback import Callback
+from joinables.trainer.metrics import monitored
 
 if TYPE_CHECKING:
     from joinables.trainer.module import TrainModule
@@ -107,7 +108,7 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
         folder = self._folder or trainer.default_root_dir / "checkpoints"
-        score = self._score(trainer.metrics)
+        score = 0.0 if self._monitor is None else monitored(trainer.metrics, self._monitor)
         path = self._free(folder / f"{self._name(trainer)}.ckpt")
         discarded: list[str] = []
         if self._top_k:
@@ -135,14 +136,6 @@ class ModelCheckpoint(Callback):
         """A name that no kept file has: a better one under the same name must not be overwritten."""
         names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(self._kept) + 1)))
         return next(str(name) for name in names if str(name) not in self._kept)
-
-    def _score(self, metrics: Mapping[str, float]) -> float:
-        if self._monitor is None:
-            return 0.0
-        if self._monitor not in metrics:
-            there = ", ".join(sorted(metrics)) or "none"
-            raise ValueError(f"monitor={self._monitor!r} was not logged; the metrics are {there}")
-        return metrics[self._monitor]
 
     def _name(self, trainer: Trainer) -> str:
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 
+from joinables.trainer.metrics import monitored
+
 
 @dataclass
 class Scheduler:
@@ -32,11 +34,7 @@ class Scheduler:
         if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step()
             return
-        if self.monitor is None or self.monitor not in metrics:
-            raise ValueError(
-                f"monitor={self.monitor!r} was not logged; there are {', '.join(sorted(metrics)) or 'none'}"
-            )
-        self.scheduler.step(metrics[self.monitor])
+        self.scheduler.step(monitored(metrics, self.monitor))
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:

@@ -133,7 +133,7 @@ class Trainer:
 
     def _check_strategy(self, sync_batchnorm: bool, num_nodes: int) -> None:
         strategy = self.strategy
-        Precision(self.precision, self._accelerator)
+        precision = Precision(self.precision, self._accelerator)
         if not strategy.is_distributed and self.world_size > 1:
             raise ValueError(
                 f"strategy='single' is for one process, and devices and num_nodes ask for {self.world_size}"
@@ -148,7 +148,7 @@ class Trainer:
             if not isinstance(strategy, DDPStrategy):
                 raise ValueError("sync_batchnorm=True needs a strategy with several processes, such as 'ddp'")
             strategy.sync_batchnorm = True
-        if strategy.shards_optimizers and Precision(self.precision, self._accelerator).scales_loss:
+        if strategy.shards_optimizers and precision.scales_loss:
             raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed'")
 
     # -- runs ---------------------------------------------------------------------------------------------------------
@@ -170,8 +170,10 @@ class Trainer:
             val_loader: batches to validate on after every epoch.
             ckpt_path: a checkpoint to go on from instead, with its weights.
         """
+        self._check_module(module, "fit")
         _check_loader("train_loader", train_loader, self.max_epochs - self.epochs)
-        if not module_is_automatic(module) and (self.gradient_clip_val is not None or self.accumulate_grad_batches > 1):
+        sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
+        if sets_steps and not module.automatic_optimization:
             raise ValueError(
                 "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
                 " training_step"
@@ -205,8 +207,8 @@ class Trainer:
         return list(self._launch("predict", module, (loader,), ckpt_path).predictions or ())
 
     def _launch(self, stage: str, module: TrainModule, loaders: tuple[Any, ...], ckpt_path: Any) -> Result:
-        self._check_module(module, stage)
         if stage != "fit":
+            self._check_module(module, stage)
             _check_loader("loader", loaders[0], 1)
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="joinables-"))
@@ -480,11 +482,6 @@ def _accelerator(accelerator: Any) -> str:
     if accelerator == "cuda" and not torch.cuda.is_available():
         raise ValueError("accelerator='cuda' and torch finds no GPU; use 'cpu'")
     return accelerator
-
-
-def module_is_automatic(module: Any) -> bool:
-    """Whether the trainer steps the module's optimizer itself."""
-    return bool(getattr(module, "automatic_optimization", True))
 
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:

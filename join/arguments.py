@@ -15,7 +15,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -43,17 +43,19 @@ def checked_timeout(timeout: Any) -> float | None:
     return timeout
 
 
-def checked_steps(steps: Any, timeout: Any) -> int | None:
-    """Return ``steps`` if it is a number of steps.
+def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
+    """Return ``steps`` if it is a number of steps, or ``"loader"``.
 
     Raises:
-        TypeError: if it is no whole number.
-        ValueError: if it is negative, or given together with ``timeout``.
+        TypeError: if it is neither.
+        ValueError: if it is negative, or a number given together with ``timeout``.
     """
-    if steps is None:
-        return None
+    if steps is None or steps == "loader":
+        return steps
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps={steps!r} must be a whole number, or None if it is not known")
+        raise TypeError(
+            f"steps={steps!r} must be a whole number, 'loader' for a loop over join.iterate, or None if it is not known"
+        )
     if steps < 0:
         raise ValueError(f"steps={steps} must not be negative")
     if timeout is not None:

@@ -81,6 +81,12 @@ class Channel:
     """Whether ranks know each other's steps, so that headers need not be sent."""
     weighted = False
     """Where they do: whether ``join.weight`` is in use."""
+    in_lockstep = False
+    """Whether all ranks run the same steps (``Join.iterate``), so that nothing is announced or shadowed."""
+    active_ranks = 0
+    """There: which ranks have data in this step, as a bit mask."""
+    loop = 0
+    """There: the number of the loop."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective

@@ -41,8 +41,13 @@ class Weights:
         del self._join
 
     @property
+    def in_use(self) -> bool:
+        """Whether this rank has set a weight."""
+        return self._join.weight is not None and not self._join.shadowing
+
+    @property
     def current(self) -> float | None:
-        """The weight of this rank's batch; ``None`` if weights are not in use."""
+        """The weight of this rank's batch: 0 for a dummy; ``None`` if weights are not in use."""
         return self._join.weight
 
     def watch(self) -> None:
@@ -58,11 +63,11 @@ class Weights:
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 
     @torch.no_grad()
-    def begin_backward(self, *, may_hold_result: bool) -> None:
-        """A backward begins; the gradients may still hold the last reduction's result."""
+    def begin_backward(self, *, holds_result: bool) -> None:
+        """A backward begins; the gradients may hold the last reduction's result, and nothing but that."""
         if self.current is None:
             return
-        if may_hold_result and not self.window:
+        if holds_result:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     self._aside.append((parameter, parameter.grad.clone()))
@@ -70,11 +75,11 @@ class Weights:
         self.window += self.current
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """A reduction begins: add the last result with this rank's weight, so that the weighted mean has it once."""
+    def take_back(self, share: float) -> None:
+        """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
         for parameter, result in self._aside:
             if parameter.grad is not None:
-                parameter.grad.add_(result, alpha=self.window)
+                parameter.grad.add_(result, alpha=share)
         self._aside.clear()
 
     def end_reduction(self) -> None:

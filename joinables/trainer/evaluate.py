@@ -24,7 +24,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
     with run.fresh_metrics() as store:
         run.samples = 1  # a hook's values weigh the same on all ranks
         getattr(run.module, f"on_{name}_epoch_start")()
-        for _ in _outputs(run, _local(run, loader), stage):
+        for _ in _outputs(run, local_loader(run, loader), stage):
             pass
         run.samples = 1
         getattr(run.module, f"on_{name}_epoch_end")()
@@ -39,7 +39,7 @@ def predict(run: Run, loader: Any) -> list[Any]:
 
     They are in that order where the trainer deals out the data; otherwise each rank's come after the other's.
     """
-    local = _local(run, loader)
+    local = local_loader(run, loader)
     mine = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), list(_outputs(run, local, "predict")))
     parts: list[list[Any]] = run.collective.all_gather_object(mine)
     run.call("on_evaluation_end", "predict")
@@ -49,7 +49,8 @@ def predict(run: Run, loader: Any) -> list[Any]:
     return [part[index] for index in range(rounds) for part in parts if index < len(part)]
 
 
-def _local(run: Run, loader: Any) -> Any:
+def local_loader(run: Run, loader: Any) -> Any:
+    """This rank's part of a loader, in order; one that was dealt out already stays as it is."""
     return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
 
 

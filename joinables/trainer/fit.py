@@ -24,7 +24,7 @@ from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
 from joinables.trainer.data import Plan, distribute, set_epoch
-from joinables.trainer.evaluate import evaluate
+from joinables.trainer.evaluate import evaluate, local_loader
 from joinables.trainer.members import Meeting, Ticker
 from joinables.trainer.optimizers import parse_optimizers
 from joinables.trainer.run import FitRun
@@ -45,7 +45,7 @@ class FitLoop:
         self._run = run
         self._trainer, self._module, self._strategy = run.trainer, run.module, run.strategy
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
-        self._val_loader = val_loader
+        self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
         self._weighted = False
         self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))

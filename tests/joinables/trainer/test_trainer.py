@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from joinables.trainer import (
     Callback,
@@ -26,7 +27,7 @@ from joinables.trainer import (
     TrainModule,
     WorkerDied,
 )
-from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 
 
@@ -214,6 +215,18 @@ def test_what_cannot_be_pickled() -> None:
         Trainer(devices=2).fit(Classifier(), loader(collate_fn=lambda rows: rows))
 
 
+class Remembered(DataLoader[Any]):
+    """Keeps which objects were gone through."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__(dataset(8), 4, shuffle=True)
+        self.seen = seen
+
+    def __iter__(self) -> Any:
+        self.seen.append(self)
+        return super().__iter__()
+
+
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +238,15 @@ def test_early_stopping(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
     with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
         trainer.fit(Classifier(), loader(), loader(20))
+
+
+def test_one_validation_loader_a_run() -> None:
+    """Its workers may persist."""
+    given = Remembered([])
+    Trainer(max_epochs=3).fit(Classifier(), loader(), given)
+    assert len(given.seen) == 3
+    assert len(set(map(id, given.seen))) == 1
+    assert given.seen[0] is not given
 
 
 def test_csv_metrics(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class FitLoop:
         trainer.metrics.update(run.store.reduce(run.collective))
         run.store.metrics.clear()
         run.call("on_train_epoch_end")
+        run.store.reduced.clear()
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def _train(self, plan: Plan) -> bool:
@@ -174,6 +175,7 @@ class FitLoop:
                     outputs = self._module.training_step(batch, index)
             run.batches_read = index + 1
             run.call("on_train_batch_end", outputs, batch, index)
+            run.store.singles.clear()
             if self._has_enough_steps:
                 return is_last
         return True

@@ -73,6 +73,7 @@ class Run:
         try:
             yield self.store
         finally:
+            outer.reduced.update(self.store.reduced)
             self.store = outer
 
 

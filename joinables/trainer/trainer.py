@@ -28,6 +28,7 @@ from joinables.trainer.data import Plan
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, keeping_modes, predict
 from joinables.trainer.fit import FitLoop
+from joinables.trainer.metric_files import MetricFiles
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
 from joinables.trainer.precision import Precision
@@ -518,7 +519,8 @@ def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
             raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
     if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
         listed.append(ProgressBar())
-    listed.sort(key=lambda each: isinstance(each, ModelCheckpoint))  # a checkpoint holds what the others did
+    # Files hold what the others logged, and a checkpoint what they did.
+    listed.sort(key=lambda each: isinstance(each, (MetricFiles, ModelCheckpoint)))
     keys = [each.state_key for each in listed]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:

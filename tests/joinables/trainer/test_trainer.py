@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import multiprocessing
 import os
 import pickle
@@ -255,6 +256,42 @@ def test_csv_metrics(tmp_path: Path) -> None:
     assert rows[0] == "epoch,step,name,value"
     assert rows[1].startswith("0,9,train_accuracy,0.")
     assert len(rows) == 5
+
+
+class LogsNowAndThen(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx % 4 == 0:
+            self.log("rare", float(batch_idx), on_step=True)
+        self.log("quiet", 1.0, on_step=True, logger=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("quiet_val", 1.0, logger=False)
+        if self.current_epoch == 0:
+            self.log("first", 1.0)
+
+
+class LogsAfterwards(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.log("late", float(batch_idx), on_step=True)
+
+
+def test_files_have_what_was_logged(tmp_path: Path) -> None:
+    """A step, and an epoch, has what was logged in it and nothing else."""
+    path = tmp_path / "metrics.csv"
+    trainer = Trainer(max_epochs=2, callbacks=[CSVMetrics(path), LogsAfterwards()])
+    trainer.fit(LogsNowAndThen(), loader(), loader(4))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["epoch"], row["step"], row["value"]) for row in rows if row["name"] == "rare_step"]
+    expected = [(0, 1, 0.0), (0, 5, 4.0), (0, 9, 8.0), (1, 10, 0.0), (1, 14, 4.0), (1, 18, 8.0)]
+    assert found == [tuple(map(str, row)) for row in expected]
+    assert [row["step"] for row in rows if row["name"] == "late_step"] == [str(step) for step in range(1, 19)]
+    assert [row["epoch"] for row in rows if row["name"] == "first"] == ["0"]
+    assert {row["name"] for row in rows if "_step" not in row["name"]} == {
+        "first", "late", "rare", "train_accuracy", "train_loss",
+    }  # fmt: skip
+    assert trainer.metrics["quiet"] == trainer.metrics["quiet_val"] == 1.0
 
 
 def test_16_bits() -> None:

@@ -14,7 +14,6 @@ from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
@@ -138,14 +137,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
         tell = getattr(each, "set_epoch", None)
         if callable(tell):
             tell(epoch)
-
-
-def samples_in(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor that has one; 1 without any."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return 1
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,14 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of ``loss``.
 
         Args:
             loss: the mean over the samples of a batch.
             weight: how many samples that are, where batches weigh differently; ``None`` if all weigh the same.
             sync: whether this ends a window: gradients are then the mean over all of its batches on all ranks.
+            **options: of ``torch.Tensor.backward``.
         """
 
     @abstractmethod
@@ -133,10 +134,10 @@ class SingleStrategy(Strategy):
         return contextlib.nullcontext()
 
     @override
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         assert self._module is not None
         if weight is None or (sync and not self._window):
-            loss.backward()
+            loss.backward(**options)
             return
         self._window += weight
 
@@ -147,7 +148,7 @@ class SingleStrategy(Strategy):
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         handles: list[Any] = [parameter.register_hook(weigh) for parameter in parameters]
         try:
-            loss.backward()
+            loss.backward(**options)
         finally:
             for handle in handles:
                 handle.remove()
@@ -277,12 +278,12 @@ class DDPStrategy(Strategy):
             self._join = None
 
     @override
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         assert self._ddp is not None
         if self._join is not None:
             self._join.weight = weight
         with contextlib.nullcontext() if sync else self._ddp.no_sync():
-            self._ddp(loss).backward()
+            self._ddp(loss).backward(**options)
 
     @override
     def teardown(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
 from joinables.trainer.callback import Callback
@@ -28,6 +28,7 @@ from joinables.trainer.data import Plan
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, keeping_modes, predict
 from joinables.trainer.fit import FitLoop
+from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
 from joinables.trainer.metric_files import MetricFiles
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
@@ -179,6 +180,11 @@ class Trainer:
                 "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
                 " training_step"
             )
+        if val_loader is None and callable(getattr(module, "val_dataloader", None)):
+            raise TypeError(
+                f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"
+                " as val_loader, and rename it if it is your own"
+            )
         if val_loader is not None:
             self._check_module(module, "validate")
             _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
@@ -265,9 +271,11 @@ class Trainer:
             "validate": ("validation_step",),
             "test": ("test_step",),
         }
-        for name in needed.get(stage, ()):
+        for name in needed.get(stage, ()):  # predict_step has a default
             if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
                 raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one")
+        check_step(module, needed.get(stage, ("predict_step",))[0])
+        check_hooks(module)
         if self._run is not None:
             raise RuntimeError(f"this trainer is in a run already; {stage} cannot be called from within")
 
@@ -341,11 +349,11 @@ class Trainer:
             )
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """What ``module.manual_backward`` calls."""
         if self._loop is None:
             raise RuntimeError("manual_backward is for training_step")
-        self._loop.backward(loss)
+        self._loop.backward(loss, **options)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted.
@@ -487,6 +495,11 @@ def _accelerator(accelerator: Any) -> str:
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:
     kind = cast("type[object]", type(loader)).__name__
+    if _is_several(loader):
+        raise TypeError(
+            f"{name} is a {kind} of loaders, and one at a time is gone through; join their data sets in a"
+            " torch.utils.data.ConcatDataset, or make several calls"
+        )
     if isinstance(loader, Dataset):
         raise TypeError(f"{name} is a {kind}; wrap it: DataLoader(dataset, batch_size=...)")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
@@ -496,6 +509,13 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
             f"{name} is a {kind}, which is over after one epoch, and there are {epochs} to come; give"
             " what can be iterated again"
         )
+
+
+def _is_several(loader: Any) -> bool:
+    """Whether this holds loaders and is none itself."""
+    if isinstance(loader, (list, tuple)):
+        return any(isinstance(each, DataLoader) for each in cast("Sequence[Any]", loader))
+    return isinstance(loader, Mapping)
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:
@@ -517,6 +537,7 @@ def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
     for each in listed:
         if not isinstance(each, Callback):
             raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
+        check_callback_hooks(each)
     if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
         listed.append(ProgressBar())
     # Files hold what the others logged, and a checkpoint what they did.

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from join.collectives import run_threads
 from joinables.trainer import UnevenDistributedSampler
-from joinables.trainer.data import Plan, distribute, samples_in
+from joinables.trainer.data import Plan, distribute
 from tests.joinables.trainer.modules import dataset, loader
 
 
@@ -126,8 +125,3 @@ def test_plans() -> None:
     assert plan(shares(15, drop_last=True)).lengths == (2, 1)
     unknown = plan([DataLoader(Endless()), loader(8, 4)])
     assert (unknown.lengths, unknown.even, unknown.shortest) == ((None, 2), False, None)
-
-
-def test_samples_in_a_batch() -> None:
-    assert samples_in({"text": "abc", "x": [torch.tensor(3.0), torch.zeros(7, 2)]}) == 7
-    assert samples_in("text") == 1

@@ -29,6 +29,7 @@ from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, keeping_modes, predict
 from joinables.trainer.fit import FitLoop
 from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
+from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.metric_files import MetricFiles
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
@@ -71,6 +72,7 @@ class Trainer:
         ValueError: if one is out of range, or does not go with another.
     """
 
+    @checks_keywords
     def __init__(
         self,
         *,
@@ -116,6 +118,8 @@ class Trainer:
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.callbacks = _callbacks(callbacks, enable_progress_bar)
         self._check_strategy(sync_batchnorm, num_nodes)
+        if sync_batchnorm:
+            self.strategy = cast("DDPStrategy", self.strategy).with_sync_batchnorm()
 
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
@@ -149,7 +153,6 @@ class Trainer:
                 raise ValueError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs")
             if not isinstance(strategy, DDPStrategy):
                 raise ValueError("sync_batchnorm=True needs a strategy with several processes, such as 'ddp'")
-            strategy.sync_batchnorm = True
         if strategy.shards_optimizers and precision.scales_loss:
             raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed'")
 

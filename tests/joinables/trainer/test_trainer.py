@@ -333,6 +333,7 @@ BAD = [
     ({"sync_batchnorm": True, "devices": 2}, ValueError, "needs GPUs"),
     ({"num_nodes": 2}, ValueError, "use torchrun, SLURM or MPI"),
     ({"seed": "1"}, TypeError, "seed='1'"),
+    ({"max_epoch": 3}, TypeError, "max_epoch=3: Trainer takes devices, .*Did you mean max_epochs"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
     ({"callbacks": [CSVMetrics(), CSVMetrics()]}, ValueError, "callbacks has several CSVMetrics"),
 ]
@@ -343,6 +344,13 @@ BAD = [
 def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Trainer(**options)
+
+
+def test_bad_keywords_of_callbacks() -> None:
+    with pytest.raises(TypeError, match="Did you mean save_top_k"):
+        ModelCheckpoint(save_topk=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"wait=1: EarlyStopping takes monitor, mode, patience, min_delta$"):
+        EarlyStopping("x", wait=1)  # type: ignore[call-arg]
 
 
 def test_bad_runs(tmp_path: Path) -> None:

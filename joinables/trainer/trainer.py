@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -63,7 +64,8 @@ class Trainer:
             ends the epoch with the first rank that has no more, ``"error"`` raises.
         sync_batchnorm: whether BatchNorm layers are SyncBatchNorm while they train; on GPUs only.
         callbacks: what hooks into runs.
-        enable_progress_bar: whether rank 0 shows a bar; needs tqdm.
+        enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
+            ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
         seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone.
 
@@ -228,6 +230,8 @@ class Trainer:
             here = os.getpid()
             job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
+            for name, loader in zip(names, loaders, strict=True):
+                self._warn_of_copies(name, loader)
             pid, result = cast(
                 "tuple[int, Result]",
                 self.strategy.launch(
@@ -248,6 +252,16 @@ class Trainer:
             if result.state is not None:
                 self._state = {key: _own(value) for key, value in result.state.items() if key != "module"}
         return result
+
+    def _warn_of_copies(self, name: str, loader: Any) -> None:
+        if loader is None or isinstance(loader, DataLoader) or self.world_size == 1 or not self.is_global_zero:
+            return
+        warnings.warn(
+            f"{name} is a {cast('type[object]', type(loader)).__name__} and no DataLoader, so it is not dealt out: each"
+            f" of the {self.world_size} ranks goes through what it gives there. If that differs by rank, make it an"
+            " IterableDataset, in DataLoader(dataset, batch_size=None)",
+            stacklevel=4,  # of whoever called fit, validate, test or predict
+        )
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
         """Take over what happened in other processes."""

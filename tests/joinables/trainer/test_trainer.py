@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader
 from joinables.trainer import (
     Callback,
     CSVMetrics,
+    DDPStrategy,
     EarlyStopping,
     ModelCheckpoint,
     NotPicklable,
+    ProgressBar,
     TensorBoardMetrics,
     Trainer,
     TrainModule,
@@ -302,11 +304,39 @@ def test_16_bits() -> None:
 
 
 def test_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    Trainer(max_epochs=1, enable_progress_bar=True).fit(Classifier(), loader(), loader(20))
+    Trainer(max_epochs=1, callbacks=ProgressBar(disable=False)).fit(Classifier(), loader(), loader(20))
     shown = capfd.readouterr().err
     assert "epoch 0: 100%" in shown
     assert "9/9" in shown
     assert "val_loss=" in shown
+
+
+def test_no_progress_bar_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_epochs=1, enable_progress_bar=True).fit(Classifier(), loader(), loader(20))
+    assert capfd.readouterr().err == ""
+
+
+class Launched(Exception):
+    pass
+
+
+class LaunchesNothing(DDPStrategy):
+    def launch(self, world_size: int, accelerator: str, fn: Any, *args: Any) -> Any:
+        raise Launched
+
+
+def test_what_is_not_dealt_out_is_told() -> None:
+    batches = list(loader(8, 4))
+    run = Trainer(devices=2, strategy=LaunchesNothing())
+    with (
+        pytest.warns(UserWarning, match="train_loader is a list .* each of the 2 ranks") as told,
+        pytest.raises(Launched),
+    ):
+        run.fit(Classifier(), batches, loader())
+    assert told[0].filename == __file__
+    with pytest.raises(Launched):
+        run.fit(Classifier(), loader(), loader())
+    Trainer(max_steps=1).fit(Classifier(), batches)
 
 
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:

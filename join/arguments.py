@@ -161,9 +161,14 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
         if name in taken:
             continue
         known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
-        meant = difflib.get_close_matches(name, [*taken, *own], n=1)
-        hint = f". Did you mean {meant[0]}?" if meant else ""
+        hint = did_you_mean(name, [*taken, *own])
         raise TypeError(f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that it resembles, if there is one."""
+    meant = difflib.get_close_matches(name, list(known), n=1)
+    return f". Did you mean {meant[0]}?" if meant else ""
 
 
 def check_agreement(

@@ -221,7 +221,7 @@ class Join:
         self._iteration = Iteration(
             self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw
         )
-        return self._iteration
+        return self._iteration.handed_out()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":

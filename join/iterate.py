@@ -117,6 +117,14 @@ class Iteration(Iterator[Any]):
         """Whether the batch that was handed out last is a dummy."""
         return self.running and self._channel.shadowing
 
+    def handed_out(self) -> Iterator[Any]:
+        """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
+        try:
+            yield from self
+        except GeneratorExit:
+            self._channel.leave_loop = lambda: self.leave(None)  # not here, where nothing can be raised
+            raise
+
     # -- handing out --------------------------------------------------------------------------------------------------
 
     @override
@@ -139,6 +147,7 @@ class Iteration(Iterator[Any]):
                 raise StopIteration
         if self._throw and self._at >= min(self._counts):
             self._throw_early_termination()
+        self._channel.meet(self._line, f"came to step {self._step + 1} of join.iterate")
         mine = self._at < self._counts[self._collective.rank]
         self._channel.step(self._mask(self._at))
         self._at += 1  # from here on, what goes wrong goes wrong in this step
@@ -148,7 +157,7 @@ class Iteration(Iterator[Any]):
 
     def _batch(self) -> Any:
         self.is_empty_dummy = False
-        if self._length is not None:
+        if self._length is not None and not self._read:
             self._read_ahead(1)
             if self._error is not None:
                 raise self._error
@@ -324,6 +333,7 @@ class Iteration(Iterator[Any]):
 
     def _over(self) -> None:
         self._state = "over"
+        self._channel.leave_loop = None
 
     def _close_with(self, error: JoinError) -> NoReturn:
         self._channel.closed = f"{type(error).__name__}: {error}"

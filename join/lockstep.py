@@ -16,9 +16,13 @@ time before. It shadows them, so that the others come to where they can be told 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+import torch
 from typing_extensions import override
 
-from join.collectives import Work
+from join.collectives import Collective, Work
 from join.collectives.base import Done
 from join.errors import PeerError
 from join.header import ACTIVE, LEADER, Header
@@ -31,6 +35,9 @@ class LockstepChannel(Channel):
 
     _in_last_burst = 0  # the ranks that had data in the loop's last burst
     _last_active = 0  # these, of the last loop in which some ranks ran out before others
+
+    leave_loop: Callable[[], None] | None = None
+    """What is to be done before the next announcement, because this rank has broken out of the loop."""
 
     @property
     def shadowing(self) -> bool:
@@ -63,6 +70,13 @@ class LockstepChannel(Channel):
         self._in_last_burst = 0
         self._usual = [index for index, member in enumerate(self._members) if not member.interjects]
 
+    def meet(self, line: Collective, doing: str) -> None:
+        """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
+        if self._timeout is not None:
+            now = time.monotonic()
+            self._away, self._last_sent = now - self._last_sent, now
+            self.wait(line.all_reduce(torch.zeros(1)), doing)
+
     def step(self, active: int) -> None:
         """A step begins.
 
@@ -90,6 +104,8 @@ class LockstepChannel(Channel):
 
     @override
     def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
+        if self.leave_loop is not None:
+            self.leave_loop()
         if not self.in_lockstep:
             return super().announce(joinable, confirm=confirm)
         self._check_open()
@@ -106,6 +122,8 @@ class LockstepChannel(Channel):
 
     @override
     def follow(self, joinable: Joinable) -> None:
+        if self.leave_loop is not None:
+            self.leave_loop()
         if not self.in_lockstep:
             super().follow(joinable)
             return

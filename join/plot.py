@@ -36,7 +36,7 @@ def draw(report: JoinReport) -> Any:
     _draw_idle(axes["idle"], ranks)
     _draw_step_times(axes["times"], ranks)
     if not ranks:
-        figure.suptitle("nothing was recorded: the block did nothing (enable=False)")
+        figure.suptitle("nothing was recorded: there was one process, or enable=False")
     return figure
 
 

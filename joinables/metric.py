@@ -14,7 +14,8 @@ own, as after torchmetrics' own synchronisation. So no sample counts twice: not 
 in an ``update`` between two blocks.
 
 A batch without samples (the first tensor given has length 0, as where ranks run in lockstep) is skipped; ``forward``
-returns ``None`` for it. Not done: values over all ranks of single batches. ``forward`` returns the rank's own.
+returns ``None`` for it. Not done: values over all ranks of single batches, which would come between the forward and the
+backward of the model and hold up both. ``forward`` returns the rank's own.
 
 Here, and nowhere else, private attributes of torchmetrics are used: which states a metric has and how they are reduced
 (``_defaults``, ``_reductions``), ``_update_count``, ``_computed``, ``_is_synced`` and ``_wrap_compute``.

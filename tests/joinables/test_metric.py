@@ -215,6 +215,18 @@ def test_no_sample_counts_twice() -> None:
     assert on_threads(3, body) == [[3.0, 9.0, 309.0, 5.0]] * 3
 
 
+def test_declared_steps() -> None:
+    def body(collective: ThreadCollective, counter: Counter) -> float:
+        metric = SumMetric()
+        with Join([counter, metric], steps=collective.rank):
+            for _ in range(collective.rank):
+                counter()
+                metric.update(1.0)
+        return metric.compute().item()
+
+    assert on_threads(3, body) == [3.0] * 3
+
+
 def test_the_last_value_is_not_taken_for_this_ranks_inside_the_next_block() -> None:
     def body(collective: ThreadCollective, counter: Counter) -> tuple[float, float]:
         metric = SumMetric()

@@ -17,8 +17,8 @@ A batch without samples (the first tensor given has length 0, as where ranks run
 returns ``None`` for it. Not done: values over all ranks of single batches, which would come between the forward and the
 backward of the model and hold up both. ``forward`` returns the rank's own.
 
-Here, and nowhere else, private attributes of torchmetrics are used: which states a metric has and how they are reduced
-(``_defaults``, ``_reductions``), ``_update_count``, ``_computed``, ``_is_synced`` and ``_wrap_compute``.
+Here, and nowhere else, private attributes of torchmetrics 1.9 are used: which states a metric has and how they are
+reduced (``_defaults``, ``_reductions``), ``_update_count``, ``_computed``, ``_is_synced`` and ``_wrap_compute``.
 """
 
 from __future__ import annotations
@@ -77,11 +77,10 @@ class Metric(Silent, JoinHook):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        modules = dict(self._target.named_modules())
-        metrics = {name: each for name, each in modules.items() if isinstance(each, self._library.Metric)}
+        modules = self._target.named_modules()
+        metrics = {name: each for name, each in modules if isinstance(each, self._library.Metric)}
         # What is no part passes on what the metrics inside it compute.
         self._parts = {name: each for name, each in metrics.items() if self._keeps_value(each)}
-        self._collections = [each for each in modules.values() if isinstance(each, self._library.MetricCollection)]
         for each in metrics.values():
             self._check(each)
         self._replaced = ExitStack()
@@ -128,8 +127,6 @@ class Metric(Silent, JoinHook):
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
-        for collection in self._collections:
-            _ = collection.metric_state  # metrics that share a state get it now
         mine = {name: _contribution(part) for name, part in self._parts.items()}
         ranks = gather_trees(self._collective, mine)
         if len({tuple(rank) for rank in ranks}) > 1:

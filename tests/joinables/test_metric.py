@@ -322,7 +322,9 @@ def test_a_copy_is_in_no_block(make_metric: Any, duplicate: Any) -> None:
             other.update(10.0)
             (part,) = [each for each in other.modules() if isinstance(each, Metric)]
             assert part.distributed_available_fn is original
-            assert other(torch.tensor([100.0])) is not None
+            other(torch.tensor([100.0]))
+            other.update(torch.empty(0))
+            assert part.update_count == 4  # nothing is skipped
         numbers = [
             each if isinstance(each := m.compute(), torch.Tensor) else each["SumMetric"] for m in (metric, other)
         ]

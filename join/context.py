@@ -274,6 +274,8 @@ class Join:
             raise
         self._tally = replace(self._channel.tally)
         self._started = time.monotonic()
+        for member in members:
+            member.times.start(self._started)
         return self
 
     def __exit__(
@@ -317,8 +319,9 @@ class Join:
         ran_out = None if self._iteration is None else self._iteration.joined_at
         joined_at = (time.monotonic() if ran_out is None else ran_out) - self._started
         outcome = self._channel.drain()
+        ended_at = time.monotonic() - self._started
         with ExitStack() as calls:  # runs them all, whatever one of them raises: the collectives must stay in step
-            calls.callback(self._gather_report, outcome.even, joined_at)
+            calls.callback(self._gather_report, outcome.even, joined_at, ended_at)
             for member in reversed(self._scope.members):
                 calls.callback(member.hook.post_hook, outcome.last)
             if not outcome.even:
@@ -326,16 +329,19 @@ class Join:
                 for member in reversed([member for scope in self._channel.scopes for member in scope.members]):
                     calls.callback(member.joinable.synchronise, self._channel.leader)
 
-    def _gather_report(self, even: bool, joined_at: float) -> None:
+    def _gather_report(self, even: bool, joined_at: float, ended_at: float) -> None:
         spent = self._channel.tally.since(self._tally)
+        busiest = max(self._scope.announcing, key=lambda member: member.steps)
         mine = RankReport(
             rank=self._collective.rank,
-            steps=max(member.steps for member in self._scope.announcing),
+            steps=busiest.steps,
             shadowed=max(member.shadowed for member in self._scope.announcing),
             joined_at=joined_at,
+            ended_at=ended_at,
             idle=spent.idle,
             headers=spent.headers,
             header_bytes=spent.nbytes,
+            step_times=tuple(busiest.times.counts),
         )
         report = JoinReport.gather(self._collective, mine, even)
         if len({row.headers for row in report.ranks}) > 1:

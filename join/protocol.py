@@ -198,7 +198,7 @@ class Channel:
         self._sent_by = member
         if not member.interjects:
             self._outstanding = list(member.followers)
-        member.steps += 1
+        member.count_step()
         if self._awaits_all or (confirm and self.has_several_bursts and member is not self._ahead):
             self.confirm()
         return work

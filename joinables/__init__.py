@@ -18,13 +18,14 @@ from joinables._torch_reducer import compiled_from
 from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync
+from joinables.metric import Metric, is_metric
 from joinables.stateful import State
 from joinables.third_party import TorchJoinable
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroStep
 
-__all__ = ["BucketRebuild", "BufferSync", "GradientSync", "State", "TorchJoinable", "ZeroStep"]
+__all__ = ["BucketRebuild", "BufferSync", "GradientSync", "Metric", "State", "TorchJoinable", "ZeroStep"]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +46,7 @@ def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable:
 
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
-    """A plain module is state (an EMA copy); a compiled one stands for what was compiled; sharded ones communicate."""
+    """A plain module is state (an EMA copy), a metric is not; a compiled one stands for what was compiled."""
     original = compiled_from(module)
     if original is not None:
         return joinables_of(original)
@@ -56,7 +57,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
             f"{type(module).__name__} shards its parameters (FSDP), which Join cannot shadow yet; use"
             " DistributedDataParallel"
         )
-    return State(module)
+    return Metric(module) if is_metric(module) else State(module)
 
 
 register_state_adapter(State)

@@ -32,7 +32,15 @@ def test_public_names() -> None:
         "ProtocolError",
         "register_joinable",
     ]
-    assert joinables.__all__ == ["BucketRebuild", "BufferSync", "GradientSync", "State", "TorchJoinable", "ZeroStep"]
+    assert joinables.__all__ == [
+        "BucketRebuild",
+        "BufferSync",
+        "GradientSync",
+        "Metric",
+        "State",
+        "TorchJoinable",
+        "ZeroStep",
+    ]
     assert joinables.trainer.__all__ == [
         "CSVMetrics",
         "Callback",
@@ -106,7 +114,7 @@ def test_private_torch_names_live_in_one_module() -> None:
 
 @pytest.mark.parametrize("statement", ["import join", "import joinables", "import joinables.trainer"])
 def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
-    weight = ["torch.distributed.optim", "matplotlib", "sklearn", "horovod", "torch_xla"]
+    weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
     probe = f"import sys; {statement}; print([m for m in {weight} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True

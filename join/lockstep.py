@@ -116,7 +116,7 @@ class LockstepChannel(Channel):
         if self.shadowing:
             member.shadowed += 1
         else:
-            member.steps += 1
+            member.count_step()
         self._compute(index)
         return Done()
 

@@ -13,8 +13,8 @@ block returns it, without communication, until the next ``update`` or ``reset``.
 own, as after torchmetrics' own synchronisation. So no sample counts twice: not in a second block without ``reset``, nor
 in an ``update`` between two blocks.
 
-A batch without samples (the first tensor given has length 0, as where ranks run in lockstep) is skipped; ``forward``
-returns ``None`` for it. Not done: values over all ranks of single batches, which would come between the forward and the
+A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (the first tensor given has length 0);
+``forward`` returns ``None`` for it. Not done: values over all ranks of single batches, which would come between the forward and the
 backward of the model and hold up both. ``forward`` returns the rank's own.
 
 Here, and nowhere else, private attributes of torchmetrics 1.9 are used: which states a metric has and how they are
@@ -88,7 +88,7 @@ class Metric(Silent, JoinHook):
             part._computed = None  # the last block's value is not this rank's
             self._replace(part, "distributed_available_fn", _Local(part.distributed_available_fn))
         for name in ("update", "forward"):
-            self._replace(self._target, name, _WithSamples(getattr(self._target, name)))
+            self._replace(self._target, name, _WithSamples(getattr(self._target, name), join))
 
     @override
     def detach(self) -> None:
@@ -172,10 +172,12 @@ class _Local:
 class _WithSamples:
     """A method of a metric, for batches that have samples. A copy of the metric is in no block and has its own."""
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
+    def __init__(self, method: Callable[..., Any], join: Join) -> None:
+        self._method, self._join = method, join
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._join.shadowing:
+            return None
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         first = next(tensors, None)
         if first is not None and first.ndim and not len(first):

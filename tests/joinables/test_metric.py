@@ -333,6 +333,19 @@ def test_a_copy_is_in_no_block(make_metric: Any, duplicate: Any) -> None:
     assert on_threads(2, body) == [(2.0, 111.0)] * 2
 
 
+@pytest.mark.parametrize("dummy", ["empty", "last"])
+def test_dummies_do_not_count(dummy: Any) -> None:
+    def body(collective: ThreadCollective, counter: Counter) -> float:
+        metric = SumMetric()
+        with Join([counter, metric]) as join:
+            for x in join.iterate([torch.tensor([1.0 + collective.rank])] * (2 * collective.rank), dummy=dummy):
+                metric.update(x)
+                counter()
+        return metric.compute().item()
+
+    assert on_threads(2, body) == [4.0, 4.0]
+
+
 def test_nobody_has_data() -> None:
     def body(collective: ThreadCollective, counter: Counter) -> None:
         metric = MeanMetric()

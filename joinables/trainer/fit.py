@@ -4,7 +4,8 @@ Order of what communicates, on every rank::
 
     start      state to resume from (from rank 0), DDP's own start
     an epoch   what is known of the ranks' data (one object all-gather)
-               the block: see joinables.ddp; a rank that is out of data shadows the others
+               the block: see joinables.ddp; a rank that is out of data shadows the others.
+               With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
                the epoch's metrics; validation's metrics
                checkpoints of an epoch's end: see joinables.trainer.snapshot
 
@@ -19,7 +20,6 @@ from typing import Any, cast
 
 import torch
 
-from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
@@ -50,6 +50,10 @@ class FitLoop:
         self._weighted = False
         self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
         self.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
+        self._has_another = False
+        self._all_have_another = Meeting(
+            run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
+        )
 
     def start(self) -> None:
         """Wrap the module, build its optimizers, and put in what the fit goes on from."""
@@ -135,7 +139,8 @@ class FitLoop:
             raise ValueError(
                 f"uneven='error' and the ranks have {list(plan.lengths)} batches; make them even, or use uneven='join'"
             )
-        throw = uneven != "join" and plan.shortest is None and len(plan.lengths) > 1
+        unknown = plan.shortest is None and len(plan.lengths) > 1
+        vote = unknown and uneven == "stop"
         self._weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
@@ -146,25 +151,23 @@ class FitLoop:
             run.counters,
             *(each for each in run.trainer.callbacks if type(each).state_dict is not Callback.state_dict),
             self.take_snapshot,
+            *([self._all_have_another] if vote else []),
         ]
         block = self._strategy.block(
-            listed, enable=not even or self._weighted, throw=throw, transform_gradients=self._clip
+            listed,
+            enable=not even or self._weighted,
+            throw=unknown and uneven == "error",
+            transform_gradients=self._clip,
         )
         limit = plan.shortest if uneven == "stop" else None
-        finished = False
-        try:
-            with block:
-                finished = self._train_batches(limit)
-        except EarlyTerminationError:
-            if uneven == "error":
-                raise
-            finished = True
+        with block:
+            finished = self._train_batches(limit, vote=vote)
         self._trainer.join_report = self._strategy.report
         return finished
 
-    def _train_batches(self, limit: int | None) -> bool:
+    def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         run = self._run
-        for index, batch, is_last in self._batches(limit):
+        for index, batch, is_last in self._batches(limit, vote=vote):
             run.call("on_train_batch_start", batch, index)
             batch = run.take(batch)
             if self._module.automatic_optimization:
@@ -178,10 +181,14 @@ class FitLoop:
                 return is_last
         return True
 
-    def _batches(self, limit: int | None) -> Iterator[tuple[int, Any, bool]]:
+    def _batches(self, limit: int | None, *, vote: bool) -> Iterator[tuple[int, Any, bool]]:
         """This rank's batches with their index and whether it is the last, from where the fit goes on.
 
         The next batch is read before the one at hand is used: only then is it known which is the last.
+
+        Args:
+            limit: how many there may be.
+            vote: whether there are only as many as all ranks have, which nobody knows beforehand.
         """
         run, resumed = self._run, self._run.resume_from
         run.resume_from = None
@@ -198,14 +205,22 @@ class FitLoop:
             # The batch that comes next had been read before the step before it drew its random numbers.
             rng.restore(resumed["random_before_read"])
         run.random_before_read = rng.glance()
-        following = next(iterator, None) if limit is None or skipped < limit else None
+        following = self._read(iterator, vote) if limit is None or skipped < limit else None
         if resumed is not None and skipped:
             rng.restore(resumed["random"])
         while following is not None:
             index, batch = following
             run.random_before_read = rng.glance()
-            following = next(iterator, None) if limit is None or index + 1 < limit else None
+            following = self._read(iterator, vote) if limit is None or index + 1 < limit else None
             yield index, batch, following is None
+
+    def _read(self, iterator: Iterator[tuple[int, Any]], vote: bool) -> tuple[int, Any] | None:
+        """The next batch; ``None`` if there is none, or in a vote if another rank has none."""
+        found = next(iterator, None)
+        if vote:
+            self._has_another = found is not None
+            return found if self._all_have_another() else None
+        return found
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from join import ProtocolError
+from join import PeerError, ProtocolError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -387,6 +387,7 @@ class Normalised(Classifier):
         self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log("forwards", 1.0, reduce_fx="sum")
         return self.body(self.norm(x))
 
 
@@ -410,6 +411,41 @@ def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tupl
         assert_same(state, results[0][0])
         assert tracked == 2 * max(counts)
         torch.testing.assert_close(mean, norm.running_mean, atol=TOLERANCE, rtol=0)
+
+
+def stops_normalised(rank: int, counts: tuple[int, ...], k: int) -> Any:
+    run, module = trainer(max_epochs=2, uneven="stop", accumulate_grad_batches=k), Normalised()
+    run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), run.global_step, module.norm.num_batches_tracked.item(), run.metrics
+
+
+@pytest.mark.parametrize(("counts", "k"), [((4, 3, 5), 1), ((4, 3, 5), 2), ((2, 0, 3), 1)])
+def test_the_batch_that_some_rank_lacks_leaves_no_trace(pool: Pool, counts: tuple[int, ...], k: int) -> None:
+    """As if the streams had been cut to the shortest: buffers, logged values, windows of accumulation."""
+    cut = (min(counts),) * 3
+    for found, expected in zip(
+        pool.run(stops_normalised, counts, k, ranks=3), pool.run(stops_normalised, cut, k, ranks=3), strict=True
+    ):
+        assert_same(found[0], expected[0])
+        assert found[1:] == expected[1:]
+        assert found[2] == 2 * min(counts)
+        assert found[3].get("forwards", 0.0) == 3 * min(counts)
+
+
+def fails_reading(rank: int) -> None:
+    class Breaks(Stream):
+        def __iter__(self) -> Any:
+            yield from super().__iter__()
+            if rank == 1:
+                raise Interrupt
+
+    with pytest.raises(Interrupt if rank == 1 else PeerError):
+        stopping = trainer(uneven="stop")
+        stopping.fit(Classifier(), torch.utils.data.DataLoader(Breaks((5, 2)), batch_size=None))
+
+
+def test_a_stream_that_breaks_where_all_stop_together(pool: Pool) -> None:
+    pool.run(fails_reading, ranks=2)
 
 
 class Unfreezing(Callback):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from joinables.trainer import rng
 from joinables.trainer.data import distribute
 from joinables.trainer.run import Run
 
@@ -57,7 +58,7 @@ def _outputs(run: Run, local: Any, stage: str) -> Generator[Any]:
     step = getattr(run.module, _STEPS[stage])
     run.call("on_evaluation_start", stage)
     with evaluating(run.module):
-        for index, batch in enumerate(local):
+        for index, batch in enumerate(rng.iterate(local)):
             batch = run.take(batch)
             with run.precision.forward_context():
                 output = step(batch, index)

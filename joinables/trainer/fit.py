@@ -116,15 +116,14 @@ class FitLoop:
         trainer.metrics.update(run.store.reduce(run.collective))
         if not finished:
             return  # a later fit goes on in the middle of it
-        run.batches_read, run.random_at_start = 0, None
-        run.store.metrics.clear()
+        run.random_to_resume = rng.glance()  # until the epoch is counted, a resumed fit does again what now comes
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
         for scheduler in run.schedulers:
             # Before the first optimizer step of all there is nothing to schedule, and torch warns.
             if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
-        run.counters.epochs += 1
+        run.end_epoch()
         run.samples = 1  # a hook's values weigh the same on all ranks
         self._module.on_train_epoch_end()
         trainer.metrics.update(run.store.reduce(run.collective))
@@ -175,7 +174,7 @@ class FitLoop:
             else:
                 with run.precision.forward_context():
                     outputs = self._module.training_step(batch, index)
-            run.batches_read = index + 1
+            run.advance()
             run.call("on_train_batch_end", outputs, batch, index)
             if self._has_enough_steps:
                 return is_last
@@ -190,27 +189,28 @@ class FitLoop:
             limit: how many there may be.
             vote: whether there are only as many as all ranks have, which nobody knows beforehand.
         """
-        run, resumed = self._run, self._run.resume_from
+        run, part = self._run, self._run.resume_from
         run.resume_from = None
-        skipped = resumed["batches"] if resumed is not None else 0
-        if resumed is not None and skipped:
+        resumed = part if part is not None and part["random_at_start"] is not None else None
+        skipped = 0 if resumed is None else resumed["batches"]
+        if resumed is not None:
             rng.restore(resumed["random_at_start"])
             run.store.load_state_dict(resumed["metrics"])
         run.random_at_start = rng.capture()
         run.batches_read = skipped
-        iterator = enumerate(self._loader)
+        iterator = enumerate(rng.iterate(self._loader))
         for _ in range(skipped):
             next(iterator, None)
-        if resumed is not None and skipped:
+        if resumed is not None:
             # The batch that comes next had been read before the step before it drew its random numbers.
             rng.restore(resumed["random_before_read"])
         run.random_before_read = rng.glance()
         following = self._read(iterator, vote) if limit is None or skipped < limit else None
-        if resumed is not None and skipped:
+        if resumed is not None:
             rng.restore(resumed["random"])
         while following is not None:
             index, batch = following
-            run.random_before_read = rng.glance()
+            run.random_to_resume = rng.glance()
             following = self._read(iterator, vote) if limit is None or index + 1 < limit else None
             yield index, batch, following is None
 

@@ -87,11 +87,31 @@ class FitRun(Run):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Scheduler] = []
         self.scaler = self.precision.make_scaler()
+        self.epoch_store = self.store
+        """The metrics of the epoch under way, also while those of its validation are recorded."""
         self.batches_read = 0
         """How many batches of the epoch under way this rank has trained on; 0 between epochs."""
         self.random_at_start: dict[str, Any] | None = None
-        """The random state before the epoch's first batch was read."""
+        """The random state before the epoch's first batch was read; ``None`` between epochs."""
         self.random_before_read: dict[str, Any] | None = None
         """The random state before the batch that comes next was read."""
+        self.random_to_resume: dict[str, Any] | None = None
+        """The random state where a fit that is resumed from now goes on; ``None`` if it is the present one.
+
+        Before a step is over it is the one before the batch after it was read, which will be read again; in a
+        validation, the one that the validation began with.
+        """
         self.resume_from: dict[str, Any] | None = None
-        """This rank's part of the state that the fit goes on from, until the first epoch."""
+        """This rank's part of the state that the fit goes on from, until the first epoch's batches are read."""
+
+    def advance(self) -> None:
+        """Count a batch as trained on; what a resumed fit would do first is to read the batch after the next."""
+        self.batches_read += 1
+        self.random_before_read, self.random_to_resume = self.random_to_resume, None
+
+    def end_epoch(self) -> None:
+        """Count the epoch as completed, with its validation: a resumed fit would begin with the next."""
+        self.counters.epochs += 1
+        self.batches_read = 0
+        self.random_at_start = self.random_before_read = self.random_to_resume = None
+        self.epoch_store.metrics.clear()

@@ -349,7 +349,8 @@ class Trainer:
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted.
 
-        Not on one rank alone: all ranks hold parts of it.
+        Not on one rank alone: all ranks hold parts of it. A fit resumes from there bit for bit, whichever hook it was
+        in; in the middle of a window of accumulation, without the gradients so far.
 
         Returns:
             Whether this rank is the one that wrote it.

@@ -137,6 +137,26 @@ def test_a_second_fit_goes_on_bit_for_bit(pool: Pool, parts: Any, shard: bool) -
         assert loss == expected_loss
 
 
+def test_a_fit_without_a_step_keeps_the_place_in_the_epoch() -> None:
+    state, loss = in_parts(0, [{"max_steps": 2}, {"max_steps": 2}, {"max_steps": 7}], {}, False)
+    expected, expected_loss = in_parts(0, [{"max_steps": 7}], {}, False)
+    assert_same(state, expected)
+    assert loss == expected_loss
+
+
+def test_workers_that_persist_draw_the_same_over_two_fits() -> None:
+    """A second fit starts them anew, and that draws a seed."""
+
+    def state(*epochs: int) -> dict[str, torch.Tensor]:
+        run, module = trainer(seed=3), Classifier(dropout=0.3)
+        for run.max_epochs in epochs:
+            data = [loader(20, 4, shuffle=shuffle, num_workers=1, persistent_workers=True) for shuffle in (True, False)]
+            run.fit(module, *data)
+        return flat_state(module.state_dict())
+
+    assert_same(state(1, 2), state(2))
+
+
 class Interrupt(Exception):
     """What ends a fit from within."""
 
@@ -193,6 +213,65 @@ def test_resume_in_the_middle_of_an_epoch(
     for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
         assert_same(state, expected)
         assert loss == expected_loss
+
+
+class SavesAt(Callback):
+    """Writes a checkpoint in a hook, each time over the one before, and raises in the second epoch's."""
+
+    def __init__(self, hook: str, path: str, fails: bool) -> None:
+        self.path, self.fails = path, fails
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        if self.fails and trainer.current_epoch == 1:
+            raise Interrupt
+
+
+class DrawsInValidation(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_noise", torch.rand(()))
+
+
+def resumed_from_hook(rank: int, hook: str, folder: str, fails: bool) -> Any:
+    path = Path(folder) / "file.ckpt"
+
+    def fit(fails: bool, **options: Any) -> Any:
+        run, module = trainer(seed=3, max_epochs=3, callbacks=SavesAt(hook, str(path), fails)), DrawsInValidation(0.3)
+        run.fit(module, loader(18, 4, shuffle=True, collate_fn=augmented), loader(20, 4), **options)
+        return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics
+
+    if not fails:
+        return fit(False)
+    with pytest.raises(Interrupt):
+        fit(True)
+    return fit(False, ckpt_path=path)
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_evaluation_start",
+    "on_evaluation_end",
+    "on_train_epoch_end",
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_going_on_from_a_checkpoint_of_any_hook(tmp_path: Path, hook: str) -> None:
+    state, metrics = resumed_from_hook(0, hook, str(tmp_path), True)
+    expected, expected_metrics = resumed_from_hook(0, hook, str(tmp_path), False)
+    assert_same(state, expected)
+    assert metrics == expected_metrics
+
+
+def test_going_on_from_between_training_and_validation(pool: Pool, tmp_path: Path) -> None:
+    interrupted = pool.run(resumed_from_hook, "on_evaluation_end", str(tmp_path), True, ranks=2)
+    whole = pool.run(resumed_from_hook, "on_evaluation_end", str(tmp_path), False, ranks=2)
+    for (state, metrics), (expected, expected_metrics) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert metrics == expected_metrics
 
 
 # -- other data, other loops ------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class FitLoop:
         self._val_loader = val_loader
         self._state = state
         self._weighted = False
+        self._hooks: list[Any] = []
         self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
         self.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
         self._has_another = False
@@ -75,7 +76,7 @@ class FitLoop:
                     retarget(scheduler.scheduler, mine)
         if not automatic:
             for optimizer in run.optimizers:
-                optimizer.register_step_post_hook(self._count_step)
+                self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + run.rank)
         state = broadcast_tree(run.collective, self._state if run.rank == 0 else None, 0)
@@ -93,6 +94,13 @@ class FitLoop:
             self._epoch()
         self._module.on_train_end()
         run.call("on_train_end")
+
+    def end(self) -> None:
+        """Take back what was added to the user's objects, free the gradients, and let workers that persist end."""
+        for hook in self._hooks:
+            hook.remove()
+        self._loader = self._val_loader = None
+        self._module.zero_grad(set_to_none=True)
 
     @property
     def _has_enough_steps(self) -> bool:

@@ -58,8 +58,8 @@ def restore(state: Mapping[str, Any]) -> None:
 def iterate(loader: Any) -> Iterator[Any]:
     """Iterate over ``loader``, drawing as many random numbers whether or not its workers are there already.
 
-    A ``DataLoader`` draws a seed when it starts workers: each time, or with ``persistent_workers`` the first time, which
-    comes again in another fit. What such workers have drawn is theirs; in another fit they start from a new seed.
+    A ``DataLoader`` draws a seed when it starts workers: each time, or with ``persistent_workers`` the first time, and
+    that comes again in another fit. What such workers draw is their own: in another fit they start from a new seed.
     """
     if not getattr(loader, "persistent_workers", False):
         return iter(loader)

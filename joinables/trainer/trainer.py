@@ -427,6 +427,8 @@ class Trainer:
         )
 
     def _end_run(self, module: TrainModule) -> None:
+        if self._loop is not None:
+            self._loop.end()
         self._run = self._loop = None
         module._trainer = None  # pyright: ignore[reportPrivateUsage]
         self.strategy.teardown()

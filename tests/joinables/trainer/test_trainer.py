@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -364,6 +365,43 @@ def test_callbacks_that_raise(caplog: pytest.LogCaptureFixture) -> None:
         trainer.callbacks = []
         trainer.fit(module, loader())
     assert "a callback raised in on_exception" in caplog.text
+
+
+class KeepsItsOptimizer(Classifier):
+    """Manual optimization, with one optimizer for all fits."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.mine.zero_grad()
+        self.manual_backward(self.shared_step(batch, "train"))
+        self.mine.step()
+
+    def configure_optimizers(self) -> Any:
+        return self.mine
+
+
+def test_a_fit_leaves_nothing_at_what_it_trained() -> None:
+    trainer, module = Trainer(), KeepsItsOptimizer()
+    for epochs in (1, 2):
+        trainer.max_epochs = epochs
+        assert trainer.fit(module, loader(24)).global_step == 4 * epochs
+        assert all(parameter.grad is None for parameter in module.parameters())
+        assert not module.mine._optimizer_step_post_hooks
+
+
+def test_workers_end_with_the_fit() -> None:
+    others = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        Trainer().fit(Classifier(), loader(12, shuffle=True, num_workers=1, persistent_workers=True))
+        assert set(multiprocessing.active_children()) <= others
+    finally:
+        gc.enable()
 
 
 def test_nothing_to_train_on() -> None:

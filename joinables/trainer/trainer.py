@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from join import JoinReport
+from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import Plan
@@ -162,7 +163,9 @@ class Trainer:
     ) -> Result:
         """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
 
-        A second call with the same module goes on where the first ended, once one of these was raised.
+        A second call with the same module goes on where the first ended, once one of these was raised. A fit that raises
+        leaves everything as it was before, if processes are started for it; what is trained in this process keeps the
+        weights that it had come to.
 
         Args:
             module: what to train; it has the trained weights afterwards.
@@ -193,7 +196,11 @@ class Trainer:
     def validate(
         self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over ``loader``; return a list with the metrics, by name."""
+        """Run ``validation_step`` over ``loader``; return a list with the metrics, by name.
+
+        With ``ckpt_path``, ``module`` gets the weights of that checkpoint first, and keeps them; so in ``test`` and
+        ``predict``.
+        """
         return [dict(self._launch("validate", module, (loader,), ckpt_path).metrics)]
 
     def test(
@@ -231,10 +238,15 @@ class Trainer:
                 ),
             )
             home = Path(folder) / "to"
+            buffers: dict[str, torch.Tensor] = {}
             if home.exists():
-                result = replace(result, state=read_checkpoint(home))
+                came = read_checkpoint(home)
+                result, buffers = replace(result, state=came["state"]), came["buffers"]
             if pid != here:
                 self._bring_home(result, module)
+                put_buffers(module, buffers)
+                if stage != "fit" and ckpt_path is not None:
+                    module.load_state_dict(read_checkpoint(ckpt_path)["module"])
             if result.state is not None:
                 self._state = {key: _own(value) for key, value in result.state.items() if key != "module"}
         return result
@@ -248,8 +260,8 @@ class Trainer:
         for callback in self.callbacks:
             if callback.state_key in result.callbacks:
                 callback.load_state_dict(result.callbacks[callback.state_key])
+        Precision(self.precision, "cpu").convert_module(module)
         if "module" in state:
-            Precision(self.precision, "cpu").convert_module(module)
             module.load_state_dict(state["module"])
 
     def _check_module(self, module: Any, stage: str) -> None:
@@ -408,7 +420,8 @@ class Trainer:
                 else:
                     metrics = evaluate(run, loaders["loader"], stage)
         if os.getpid() != home and state is not None:
-            write_checkpoint(state, Path(folder) / "to", durable=False)
+            home_state = {"state": state, "buffers": unsaved_buffers(module)}
+            write_checkpoint(home_state, Path(folder) / "to", durable=False)
             state = None
         keeper = self.checkpoint_callback
         return Result(

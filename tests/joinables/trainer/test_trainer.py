@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -63,6 +64,20 @@ class Metrics(Callback):
         self.seen = list(state["seen"])
 
 
+class Counting(Classifier):
+    """Has a buffer that checkpoints leave out, and one that is made on the way."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("shape", None, persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        self.shape = torch.tensor(batch[0].shape[1:])
+        return super().training_step(batch, batch_idx)
+
+
 def test_everything_comes_back(tmp_path: Path) -> None:
     """fit, test, predict, fit on one trainer: counters, metrics, weights, callbacks; and as one longer fit."""
     environ = dict(os.environ)
@@ -73,7 +88,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         return Trainer(devices=2, max_epochs=epochs, seed=0, callbacks=callbacks, default_root_dir=tmp_path)
 
     data = loader(30, 4, shuffle=True), loader(21, 4, num_workers=1)
-    module = Classifier(dropout=0.2)
+    module = Counting()
     trainer = build(1, "parts")
     result = trainer.fit(module, *data)
     assert (result.stage, result.epochs, result.global_step, result.stopped) == ("fit", 1, 4, False)
@@ -88,21 +103,27 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     kept = torch.load(result.best_model_path, weights_only=True)["module"]
     assert_same(flat_state(kept), flat_state(module.state_dict()))
 
-    tested = trainer.test(module, data[1])[0]
+    steps = module.steps
+    assert (steps.item(), module.shape.tolist()) == (4, [6])
+
+    restored = Counting()
+    tested = trainer.test(restored, data[1], ckpt_path=result.best_model_path)[0]
+    assert_same(flat_state(restored.state_dict()), flat_state(kept))
     assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
     assert trainer.metrics["test_loss"] == tested["test_loss"]
     predictions = trainer.predict(module, data[1])
     assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)
     module.train()
+    assert module.steps is steps
 
     trainer.max_epochs = 3
     result = trainer.fit(module, *data)
-    assert (result.epochs, result.global_step) == (3, 12)
+    assert (result.epochs, result.global_step, steps.item()) == (3, 12, 12)
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
     assert trainer.callbacks[0].seen == ["epoch 0", "epoch 1", "epoch 2"]
     assert len(list((tmp_path / "parts").glob("*.ckpt"))) == 2
 
-    whole = Classifier(dropout=0.2)
+    whole = Counting()
     expected = build(3, "whole")
     expected.fit(whole, *data)
     assert_same(flat_state(module.state_dict()), flat_state(whole.state_dict()))
@@ -126,7 +147,12 @@ class Failing(Callback):
 
 
 def fails(how: str) -> None:
-    Trainer(devices=2, callbacks=Failing(how)).fit(Classifier(), loader(30, 4))
+    module = Classifier()
+    before = flat_state(copy.deepcopy(module.state_dict()))
+    try:
+        Trainer(devices=2, callbacks=Failing(how)).fit(module, loader(30, 4))
+    finally:
+        assert_same(flat_state(module.state_dict()), before)
 
 
 def test_a_worker_that_raises() -> None:
@@ -256,7 +282,9 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     module = Classifier()
     path = trainer.fit(module, loader()).best_model_path
     tested = trainer.test(module, loader(20))
-    assert Trainer().test(Classifier(), loader(20), ckpt_path=path) == tested
+    restored = Classifier()
+    assert Trainer().test(restored, loader(20), ckpt_path=path) == tested
+    assert_same(flat_state(restored.state_dict()), flat_state(module.state_dict()))
 
 
 BAD = [

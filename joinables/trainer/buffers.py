@@ -18,7 +18,7 @@ def unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def put_buffers(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Give ``module`` the values of ``buffers``: in place, or as new ones where there were none of that shape and type."""
+    """Give ``module`` the values of ``buffers``: in place, or as new ones where it had none of that shape and type."""
     own = dict(module.named_buffers())
     with torch.no_grad():
         for name, buffer in buffers.items():

@@ -23,7 +23,7 @@ Taking one is collective, since ranks hold parts of it. All ranks take part, tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +82,20 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
     return state
 
 
+def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN - {"module"})) -> None:
+    """See whether what was read from the file ``path`` is a checkpoint.
+
+    Raises:
+        ValueError: if it lacks one of ``needed``; by default, what a fit needs.
+    """
+    missing = sorted(needed - state.keys())
+    if missing:
+        raise ValueError(
+            f"ckpt_path={path!r} is no checkpoint of a Trainer: it has no {', '.join(missing)}. If it holds weights,"
+            " load them with module.load_state_dict(torch.load(...)), and leave ckpt_path out"
+        )
+
+
 def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     """Put ``state``, which is the same on all ranks, into a fit that has its optimizers but has not begun.
 
@@ -110,6 +124,7 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     if run.scaler is not None and state["scaler"] is not None:
         run.scaler.load_state_dict(state["scaler"])
     run.counters.load_state_dict(state)
+    run.epoch = run.counters.epochs
     run.trainer.metrics = dict(state["metrics"])
     for callback in run.trainer.callbacks:
         if callback.state_key in state["callbacks"]:

@@ -7,6 +7,7 @@ optimizer state, counters, metrics. So a second ``fit`` goes on where the first 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from join import JoinReport
+from joinables.trainer import snapshot
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
@@ -129,6 +131,7 @@ class Trainer:
         self._steps = 0
         self._state: dict[str, Any] | None = None  # what the next fit goes on from
         self._state_of: weakref.ref[TrainModule] | None = None  # of which module
+        self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit
         self._run: Run | None = None
         self._loop: FitLoop | None = None
 
@@ -163,9 +166,9 @@ class Trainer:
     ) -> Result:
         """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
 
-        A second call with the same module goes on where the first ended, once one of these was raised. A fit that raises
-        leaves everything as it was before, if processes are started for it; what is trained in this process keeps the
-        weights that it had come to.
+        A second call with the same module goes on where the first ended, once one of these was raised; one with another
+        module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes are
+        started for it; what is trained in this process keeps the weights that it had come to.
 
         Args:
             module: what to train; it has the trained weights afterwards.
@@ -184,11 +187,13 @@ class Trainer:
         if val_loader is not None:
             self._check_module(module, "validate")
             _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
-        if self._state_of is None or self._state_of() is not module:
-            self._state, self._state_of = None, weakref.ref(module)
-            self.epochs = self._steps = 0
         if ckpt_path is not None:
-            read_checkpoint(ckpt_path)  # a missing or broken file is told here, and not by a worker
+            # A missing or broken file is told here, before anything changes, and not by a worker.
+            snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))
+        if self._state_of is None or self._state_of() is not module:
+            self._begin_anew(module)
+        for each in self.callbacks:
+            self._first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
         self.should_stop = False
         result = self._launch("fit", module, (train_loader, val_loader), ckpt_path)
         return replace(result, state=None)
@@ -212,6 +217,15 @@ class Trainer:
     def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
         """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
         return list(self._launch("predict", module, (loader,), ckpt_path).predictions or ())
+
+    def _begin_anew(self, module: TrainModule) -> None:
+        """Forget the module before; callbacks get back the state that they had before their first fit."""
+        self._state, self._state_of = None, weakref.ref(module)
+        self.epochs = self._steps = 0
+        self.metrics = {}
+        for each in self.callbacks:
+            if each.state_key in self._first_states:
+                each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
 
     def _launch(self, stage: str, module: TrainModule, loaders: tuple[Any, ...], ckpt_path: Any) -> Result:
         if stage != "fit":
@@ -413,6 +427,8 @@ class Trainer:
                 state = self._loop.take_snapshot()
                 self.epochs, self._steps = run.counters.epochs, run.counters.global_step
             else:
+                if saved is not None:
+                    snapshot.check(saved, str(ckpt_path), {"module"})
                 if ckpt_path is not None:
                     run.load_weights(saved and saved["module"])
                 if stage == "predict":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -245,13 +246,58 @@ def test_what_cannot_be_pickled() -> None:
 
 
 def test_early_stopping(tmp_path: Path) -> None:
-    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
-    trainer = Trainer(max_epochs=50, callbacks=[stopping])
-    result = trainer.fit(Classifier(), loader(), loader(20))
-    assert (result.epochs, result.stopped) == (3, True)
+    def epochs(patience: int, **options: Any) -> int:
+        stopping = EarlyStopping("val_loss", patience=patience, min_delta=10.0)
+        result = Trainer(max_epochs=6, callbacks=stopping).fit(Classifier(), loader(12), loader(12), **options)
+        return result.epochs
+
+    assert [epochs(patience) for patience in (0, 1, 2, 4, 5, 9)] == [2, 2, 3, 5, 6, 6]
     trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
     with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
         trainer.fit(Classifier(), loader(), loader(20))
+
+
+def test_a_fit_that_was_stopped_early_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Over fits and from a checkpoint; with more patience it goes on."""
+
+    def build(patience: int) -> Trainer:
+        keeper, stopping = ModelCheckpoint(tmp_path), EarlyStopping("val_loss", patience=patience, min_delta=10.0)
+        return Trainer(max_epochs=10, callbacks=[keeper, stopping])
+
+    data = loader(12), loader(12)
+    trainer, module = build(2), Classifier()
+    path = trainer.fit(module, *data).best_model_path
+    result = trainer.fit(module, *data)
+    assert (result.epochs, result.stopped) == (3, True)
+    result = build(2).fit(Classifier(), *data, ckpt_path=path)
+    assert (result.epochs, result.stopped) == (3, True)
+    assert caplog.text.count("EarlyStopping(val_loss) has ended this fit after 3 epochs") == 2
+    assert build(4).fit(Classifier(), *data, ckpt_path=path).epochs == 5
+
+
+class Diverging(Classifier):
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", math.nan if self.current_epoch > 0 else 1.0)
+
+
+def test_early_stopping_where_there_is_no_number() -> None:
+    for mode in ("min", "max"):
+        trainer, module = Trainer(max_epochs=6, callbacks=EarlyStopping("score", mode=mode)), Diverging()
+        for _ in range(2):
+            result = trainer.fit(module, loader(12), loader(12))
+            assert (result.epochs, result.stopped) == (2, True)
+
+
+def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
+    stopping, keeper = (
+        EarlyStopping("val_loss", patience=1, min_delta=10.0),
+        ModelCheckpoint(tmp_path, monitor="val_loss"),
+    )
+    trainer = Trainer(max_epochs=6, callbacks=[stopping, keeper, Metrics()])
+    for _ in range(2):
+        result = trainer.fit(Classifier(), loader(12), loader(12))
+        assert (result.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])
+        assert len(keeper.state_dict()["kept"]) == 1
 
 
 def test_csv_metrics(tmp_path: Path) -> None:
@@ -323,6 +369,11 @@ def test_bad_runs(tmp_path: Path) -> None:
     (tmp_path / "bad.ckpt").write_text("text")
     with pytest.raises(ValueError, match="cannot be read as plain data"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
+    torch.save(Classifier().state_dict(), tmp_path / "weights.ckpt")
+    told = r"ckpt_path='.*weights\.ckpt' is no checkpoint of a Trainer.*module\.load_state_dict"
+    for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
+        with pytest.raises(ValueError, match=told):
+            run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
     with pytest.raises(RuntimeError, match="is not in a run"):
         Classifier().log("x", 1.0)
 

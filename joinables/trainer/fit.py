@@ -86,6 +86,7 @@ class FitLoop:
     def run(self) -> None:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
         run, trainer = self._run, self._trainer
+        run.random_to_resume = rng.glance()
         self._module.train()
         self._module.on_train_start()
         run.call("on_train_start")
@@ -111,7 +112,7 @@ class FitLoop:
 
     def _epoch(self) -> None:
         run, trainer = self._run, self._trainer
-        run.epoch = run.counters.epochs
+        run.epoch, run.random_to_resume = run.counters.epochs, rng.glance()
         set_epoch(self._loader, run.epoch)
         plan = Plan.agree(run.collective, self._loader)
         trainer.plan = plan
@@ -124,7 +125,7 @@ class FitLoop:
         trainer.metrics.update(run.store.reduce(run.collective))
         if not finished:
             return  # a later fit goes on in the middle of it
-        run.random_to_resume = rng.glance()  # until the epoch is counted, a resumed fit does again what now comes
+        run.random_to_resume = rng.glance()
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
         for scheduler in run.schedulers:
@@ -204,7 +205,7 @@ class FitLoop:
         if resumed is not None:
             rng.restore(resumed["random_at_start"])
             run.store.load_state_dict(resumed["metrics"])
-        run.random_at_start = rng.capture()
+        run.random_at_start, run.random_to_resume = rng.capture(), None
         run.batches_read = skipped
         iterator = enumerate(rng.iterate(self._loader))
         for _ in range(skipped):

@@ -86,11 +86,11 @@ class ModelCheckpoint(Callback):
         """Its metric; ``None`` without any, or without ``monitor``."""
         return self._kept[self.best_model_path] if self._kept and self._monitor is not None else None
 
-    def _rank(self, score: float) -> float:
-        """Small is good; NaN is the worst."""
+    def _rank(self, score: float) -> tuple[bool, float]:
+        """Small is good; NaN is the worst, and of several the first is the best."""
         if math.isnan(score):
-            return math.inf
-        return score if self._mode == "min" else -score
+            return True, 0.0
+        return False, score if self._mode == "min" else -score
 
     @override
     def on_train_batch_end(

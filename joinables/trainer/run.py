@@ -98,14 +98,14 @@ class FitRun(Run):
         self.random_to_resume: dict[str, Any] | None = None
         """The random state where a fit that is resumed from now goes on; ``None`` if it is the present one.
 
-        Before a step is over it is the one before the batch after it was read, which will be read again; in a
-        validation, the one that the validation began with.
+        It is an older one where the resumed fit does something again: in the hooks before an epoch's batches, in a
+        step, before which the next batch was read, and in a validation.
         """
         self.resume_from: dict[str, Any] | None = None
         """This rank's part of the state that the fit goes on from, until the first epoch's batches are read."""
 
     def advance(self) -> None:
-        """Count a batch as trained on; what a resumed fit would do first is to read the batch after the next."""
+        """Count a batch as trained on; a resumed fit would begin with the next."""
         self.batches_read += 1
         self.random_before_read, self.random_to_resume = self.random_to_resume, None
 

@@ -94,6 +94,8 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     Trainer(max_epochs=5, callbacks=keeper).fit(Scripted(), loader(12), loader(12))
     assert (names(tmp_path / "same name"), keeper.best_model_score) == ({"best-v1.ckpt"}, 0.3)
     assert read_checkpoint(keeper.best_model_path)["epochs"] == 2
+    Scripted.scores = (float("nan"), float("inf"), float("nan"), float("inf"), float("nan"))
+    assert kept("worst", monitor="score")[0] == {"epoch=1-score=inf.ckpt"}
     found, keeper = kept("steps", every_n_train_steps=4, save_top_k=0, save_last=True)
     assert found == {"last.ckpt"}
     assert read_checkpoint(tmp_path / "steps" / "last.ckpt")["global_step"] == 10

@@ -381,6 +381,7 @@ class Iteration(Iterator[Any]):
             self._accompany_window()
             if not self._await(patience if error is not None else _LIMIT_SECONDS):
                 self._give_up(error)
+                return
         replies = self._roll_call.answers()
         if all(reply == answer for reply in replies):
             if error is None:

@@ -14,8 +14,8 @@ own, as after torchmetrics' own synchronisation. So no sample counts twice: not 
 in an ``update`` between two blocks.
 
 A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (the first tensor given has length 0);
-``forward`` returns ``None`` for it. Not done: values over all ranks of single batches, which would come between the forward and the
-backward of the model and hold up both. ``forward`` returns the rank's own.
+``forward`` returns ``None`` for it. Not done: values over all ranks of single batches, which would come between the
+forward and the backward of the model and hold up both. ``forward`` returns the rank's own.
 
 Here, and nowhere else, private attributes of torchmetrics 1.9 are used: which states a metric has and how they are
 reduced (``_defaults``, ``_reductions``), ``_update_count``, ``_computed``, ``_is_synced`` and ``_wrap_compute``.

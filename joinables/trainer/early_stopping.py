@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,13 +18,19 @@ if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer
 
 
+logger = logging.getLogger("joinables")
+
+
 class EarlyStopping(Callback):
     """Ends the fit when a metric has not improved for some epochs, or is no number any more.
+
+    A fit that was ended stays so: a second one, or one from its last checkpoint, does not train, and a warning says so.
+    With more patience, or without this callback, it goes on.
 
     Args:
         monitor: the metric.
         mode: whether small or large values are good.
-        patience: how many epochs without improvement to wait.
+        patience: after how many epochs in a row without improvement to stop; 0 is the same as 1.
         min_delta: what counts as improvement.
 
     Raises:
@@ -40,13 +47,29 @@ class EarlyStopping(Callback):
             raise ValueError(f"patience={patience} and min_delta={min_delta} must not be negative")
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
-        self._best = math.inf
+        self._best = self._latest = math.inf
         self._waited = 0
 
     @property
     @override
     def state_key(self) -> str:
         return f"EarlyStopping({self._monitor})"
+
+    @property
+    def _is_over(self) -> bool:
+        return self._waited >= max(self._patience, 1) or math.isnan(self._latest)
+
+    @override
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._is_over:
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                logger.warning(
+                    "%s has ended this fit after %d epochs; to go on, give it more than patience=%d, or leave it out",
+                    self.state_key,
+                    trainer.current_epoch,
+                    self._patience,
+                )
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -55,13 +78,14 @@ class EarlyStopping(Callback):
             self._best, self._waited = value, 0
         else:
             self._waited += 1
-        if self._waited > self._patience or math.isnan(value):
+        self._latest = value
+        if self._is_over:
             trainer.should_stop = True
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
+        return {"best": self._best, "waited": self._waited, "latest": self._latest}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]
+        self._best, self._waited, self._latest = state["best"], state["waited"], state["latest"]

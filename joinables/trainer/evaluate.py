@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from joinables.trainer import rng
 from joinables.trainer.batch import map_tensors
 from joinables.trainer.data import distribute
 from joinables.trainer.run import Run
@@ -59,7 +60,7 @@ def _outputs(run: Run, local: Any, stage: str) -> Generator[Any]:
     run.samples = 1  # a hook's values weigh the same on all ranks
     getattr(module, f"on_{name}_start")()
     getattr(module, f"on_{name}_epoch_start")()
-    for index, batch in enumerate(local):
+    for index, batch in enumerate(rng.iterate(local)):
         batch = run.take(batch)
         starts(batch, index)
         with run.precision.forward_context():

@@ -4,7 +4,8 @@ Order of what communicates, on every rank::
 
     start      state to resume from (from rank 0), DDP's own start
     an epoch   what is known of the ranks' data (one object all-gather)
-               the block: see joinables.ddp; a rank that is out of data shadows the others
+               the block: see joinables.ddp; a rank that is out of data shadows the others.
+               With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
                the epoch's metrics; validation's metrics
                checkpoints of an epoch's end: see joinables.trainer.snapshot
 
@@ -19,7 +20,6 @@ from typing import Any, cast
 
 import torch
 
-from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
@@ -48,8 +48,13 @@ class FitLoop:
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
         self._weighted = False
+        self._hooks: list[Any] = []
         self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
         self.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
+        self._has_another = False
+        self._all_have_another = Meeting(
+            run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
+        )
 
     def start(self) -> None:
         """Wrap the module, build its optimizers, and put in what the fit goes on from."""
@@ -71,8 +76,8 @@ class FitLoop:
                     retarget(scheduler.scheduler, mine)
         if not automatic:
             for optimizer in run.optimizers:
-                optimizer.register_step_pre_hook(self._announce_step)
-                optimizer.register_step_post_hook(self._count_step)
+                self._hooks.append(optimizer.register_step_pre_hook(self._announce_step))
+                self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + run.rank)
         state = broadcast_tree(run.collective, self._state if run.rank == 0 else None, 0)
@@ -82,6 +87,7 @@ class FitLoop:
     def run(self) -> None:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
         run, trainer = self._run, self._trainer
+        run.random_to_resume = rng.glance()
         self._module.train()
         self._module.on_train_start()
         run.call("on_train_start")
@@ -90,6 +96,13 @@ class FitLoop:
             self._epoch()
         self._module.on_train_end()
         run.call("on_train_end")
+
+    def end(self) -> None:
+        """Take back what was added to the user's objects, free the gradients, and let workers that persist end."""
+        for hook in self._hooks:
+            hook.remove()
+        self._loader = self._val_loader = None
+        self._module.zero_grad(set_to_none=True)
 
     @property
     def _has_enough_steps(self) -> bool:
@@ -100,7 +113,7 @@ class FitLoop:
 
     def _epoch(self) -> None:
         run, trainer = self._run, self._trainer
-        run.epoch = run.counters.epochs
+        run.epoch, run.random_to_resume = run.counters.epochs, rng.glance()
         set_epoch(self._loader, run.epoch)
         plan = Plan.agree(run.collective, self._loader)
         trainer.plan = plan
@@ -113,15 +126,14 @@ class FitLoop:
         trainer.metrics.update(run.store.reduce(run.collective))
         if not finished:
             return  # a later fit goes on in the middle of it
-        run.batches_read, run.random_at_start = 0, None
-        run.store.metrics.clear()
+        run.random_to_resume = rng.glance()
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
         for scheduler in run.schedulers:
             # Before the first optimizer step of all there is nothing to schedule, and torch warns.
             if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
-        run.counters.epochs += 1
+        run.end_epoch()
         run.samples = 1  # a hook's values weigh the same on all ranks
         self._module.on_train_epoch_end()
         trainer.metrics.update(run.store.reduce(run.collective))
@@ -137,7 +149,8 @@ class FitLoop:
             raise ValueError(
                 f"uneven='error' and the ranks have {list(plan.lengths)} batches; make them even, or use uneven='join'"
             )
-        throw = uneven != "join" and plan.shortest is None and len(plan.lengths) > 1
+        unknown = plan.shortest is None and len(plan.lengths) > 1
+        vote = unknown and uneven == "stop"
         self._weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
@@ -148,26 +161,24 @@ class FitLoop:
             run.counters,
             *(each for each in run.trainer.callbacks if type(each).state_dict is not Callback.state_dict),
             self.take_snapshot,
+            *([self._all_have_another] if vote else []),
         ]
         block = self._strategy.block(
-            listed, enable=not even or self._weighted, throw=throw, transform_gradients=self._prepare_gradients
+            listed,
+            enable=not even or self._weighted,
+            throw=unknown and uneven == "error",
+            transform_gradients=self._prepare_gradients,
         )
         limit = plan.shortest if uneven == "stop" else None
-        finished = False
-        try:
-            with block:
-                finished = self._train_batches(limit)
-                run.samples = 0  # what this rank logs while it shadows others weighs nothing
-        except EarlyTerminationError:
-            if uneven == "error":
-                raise
-            finished = True
+        with block:
+            finished = self._train_batches(limit, vote=vote)
+            run.samples = 0  # what this rank logs while it shadows others weighs nothing
         self._trainer.join_report = self._strategy.report
         return finished
 
-    def _train_batches(self, limit: int | None) -> bool:
+    def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         run = self._run
-        for index, batch, is_last in self._batches(limit):
+        for index, batch, is_last in self._batches(limit, vote=vote):
             batch = run.take(batch)
             if cast("Any", self._module.on_train_batch_start(batch, index)) == -1:
                 raise ValueError(
@@ -179,7 +190,7 @@ class FitLoop:
             else:
                 with run.precision.forward_context():
                     outputs = self._module.training_step(batch, index)
-            run.batches_read = index + 1
+            run.advance()
             self._module.on_train_batch_end(outputs, batch, index)
             run.call("on_train_batch_end", outputs, batch, index)
             run.store.singles.clear()
@@ -187,34 +198,47 @@ class FitLoop:
                 return is_last
         return True
 
-    def _batches(self, limit: int | None) -> Iterator[tuple[int, Any, bool]]:
+    def _batches(self, limit: int | None, *, vote: bool) -> Iterator[tuple[int, Any, bool]]:
         """This rank's batches with their index and whether it is the last, from where the fit goes on.
 
         The next batch is read before the one at hand is used: only then is it known which is the last.
+
+        Args:
+            limit: how many there may be.
+            vote: whether there are only as many as all ranks have, which nobody knows beforehand.
         """
-        run, resumed = self._run, self._run.resume_from
+        run, part = self._run, self._run.resume_from
         run.resume_from = None
-        skipped = resumed["batches"] if resumed is not None else 0
-        if resumed is not None and skipped:
+        resumed = part if part is not None and part["random_at_start"] is not None else None
+        skipped = 0 if resumed is None else resumed["batches"]
+        if resumed is not None:
             rng.restore(resumed["random_at_start"])
             run.store.load_state_dict(resumed["metrics"])
-        run.random_at_start = rng.capture()
+        run.random_at_start, run.random_to_resume = rng.capture(), None
         run.batches_read = skipped
-        iterator = enumerate(self._loader)
+        iterator = enumerate(rng.iterate(self._loader))
         for _ in range(skipped):
             next(iterator, None)
-        if resumed is not None and skipped:
+        if resumed is not None:
             # The batch that comes next had been read before the step before it drew its random numbers.
             rng.restore(resumed["random_before_read"])
         run.random_before_read = rng.glance()
-        following = next(iterator, None) if limit is None or skipped < limit else None
-        if resumed is not None and skipped:
+        following = self._read(iterator, vote) if limit is None or skipped < limit else None
+        if resumed is not None:
             rng.restore(resumed["random"])
         while following is not None:
             index, batch = following
-            run.random_before_read = rng.glance()
-            following = next(iterator, None) if limit is None or index + 1 < limit else None
+            run.random_to_resume = rng.glance()
+            following = self._read(iterator, vote) if limit is None or index + 1 < limit else None
             yield index, batch, following is None
+
+    def _read(self, iterator: Iterator[tuple[int, Any]], vote: bool) -> tuple[int, Any] | None:
+        """The next batch; ``None`` if there is none, or in a vote if another rank has none."""
+        found = next(iterator, None)
+        if vote:
+            self._has_another = found is not None
+            return found if self._all_have_another() else None
+        return found
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

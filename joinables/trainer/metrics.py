@@ -2,7 +2,8 @@
 
 A logged value is the mean over a batch; the metric of an epoch is the mean over all samples of all ranks. Sums of
 floating-point numbers depend on their order, and so on who had which batch; these do not: :class:`ExactSum` keeps the
-sum without rounding, as a few floats whose exact sum it is, and rounds once, at the end.
+sum without rounding, as a few floats whose exact sum it is, and rounds once, at the end. One NaN makes any metric NaN,
+a minimum or maximum too.
 
 Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic (1997), as used by ``math.fsum``.
 """
@@ -43,12 +44,15 @@ class ExactSum:
         self.partials: list[float] = list(partials)
 
     def add(self, value: float) -> None:
-        """Add a float; a value that is not finite makes the sum not finite."""
+        """Add a float; a value that is not finite makes the sum not finite, whatever comes before or after it."""
         if not math.isfinite(value):
             self.partials.append(value)
             return
         kept: list[float] = []
         for partial in self.partials:
+            if not math.isfinite(partial):
+                kept.append(partial)
+                continue
             if abs(value) < abs(partial):
                 value, partial = partial, value
             high = value + partial
@@ -115,8 +119,10 @@ class Metric:
             self.last = other.last
 
     def _pick(self, value: float) -> float:
+        if self.extreme is None or math.isnan(value):
+            return value
         pick = min if self.reduce_fx == "min" else max
-        return value if self.extreme is None else pick(self.extreme, value)
+        return self.extreme if math.isnan(self.extreme) else pick(self.extreme, value)
 
     @property
     def value(self) -> float:

@@ -24,7 +24,7 @@ class ModelCheckpoint(Callback):
     """Writes checkpoints after epochs or steps, and keeps the best.
 
     All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
-    old one goes, so there is a whole one at any moment.
+    old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -33,7 +33,7 @@ class ModelCheckpoint(Callback):
         monitor: the metric that says which is best; ``None`` takes the latest for the best.
         mode: whether small or large values are good.
         save_top_k: how many to keep; -1 for all, 0 for none but the last.
-        save_last: whether to keep the latest too, as ``last.ckpt``.
+        save_last: whether to keep the latest too, as ``last.ckpt``; it is also written at the end of a fit.
         every_n_epochs: after how many epochs.
         every_n_train_steps: after how many optimizer steps, instead of after epochs.
 
@@ -88,11 +88,11 @@ class ModelCheckpoint(Callback):
         """Its metric; ``None`` without any, or without ``monitor``."""
         return self._kept[self.best_model_path] if self._kept and self._monitor is not None else None
 
-    def _rank(self, score: float) -> float:
-        """Small is good; NaN is the worst."""
+    def _rank(self, score: float) -> tuple[bool, float]:
+        """Small is good; NaN is the worst, and of several the first is the best."""
         if math.isnan(score):
-            return math.inf
-        return score if self._mode == "min" else -score
+            return True, 0.0
+        return False, score if self._mode == "min" else -score
 
     @override
     def on_train_batch_end(
@@ -107,9 +107,19 @@ class ModelCheckpoint(Callback):
         if self._steps is None and (trainer.current_epoch + 1) % self._epochs == 0:
             self._save(trainer)
 
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._last and trainer.global_step not in (0, self._saved_step):
+            self._saved_step = trainer.global_step
+            self.last_model_path = str(self._folder_of(trainer) / "last.ckpt")
+            trainer.save_checkpoint(self.last_model_path)
+
+    def _folder_of(self, trainer: Trainer) -> Path:
+        return self._folder or trainer.default_root_dir / "checkpoints"
+
     def _save(self, trainer: Trainer) -> None:
         self._saved_step = trainer.global_step
-        folder = self._folder or trainer.default_root_dir / "checkpoints"
+        folder = self._folder_of(trainer)
         score = 0.0 if self._monitor is None else monitored(trainer.metrics, self._monitor)
         path = self._free(folder / f"{self._name(trainer)}.ckpt")
         discarded: list[str] = []

@@ -1,4 +1,4 @@
-"""The random numbers of a process: :func:`seed_all`, :func:`glance`, :func:`capture`, :func:`restore`.
+"""The random numbers of a process: :func:`seed_all`, :func:`glance`, :func:`capture`, :func:`restore`, :func:`iterate`.
 
 Python's, torch's, those of this process's GPU, and numpy's where the program uses numpy. Captured states are plain data
 and tensors, so that a checkpoint can hold them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -53,3 +53,19 @@ def restore(state: Mapping[str, Any]) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """Iterate over ``loader``, drawing as many random numbers whether or not its workers are there already.
+
+    A ``DataLoader`` draws a seed when it starts workers: each time, or with ``persistent_workers`` the first time, and
+    that comes again in another fit. What such workers draw is their own: in another fit they start from a new seed.
+    """
+    if not getattr(loader, "persistent_workers", False):
+        return iter(loader)
+    torch.empty((), dtype=torch.int64).random_()  # workers that are started in the next epoch get another seed
+    state = torch.get_rng_state()
+    try:
+        return iter(loader)
+    finally:
+        torch.set_rng_state(state)

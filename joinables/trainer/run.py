@@ -87,11 +87,31 @@ class FitRun(Run):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Scheduler] = []
         self.scaler = self.precision.make_scaler()
+        self.epoch_store = self.store
+        """The metrics of the epoch under way, also while those of its validation are recorded."""
         self.batches_read = 0
         """How many batches of the epoch under way this rank has trained on; 0 between epochs."""
         self.random_at_start: dict[str, Any] | None = None
-        """The random state before the epoch's first batch was read."""
+        """The random state before the epoch's first batch was read; ``None`` between epochs."""
         self.random_before_read: dict[str, Any] | None = None
         """The random state before the batch that comes next was read."""
+        self.random_to_resume: dict[str, Any] | None = None
+        """The random state where a fit that is resumed from now goes on; ``None`` if it is the present one.
+
+        It is an older one where the resumed fit does something again: in the hooks before an epoch's batches, in a
+        step, before which the next batch was read, and in a validation.
+        """
         self.resume_from: dict[str, Any] | None = None
-        """This rank's part of the state that the fit goes on from, until the first epoch."""
+        """This rank's part of the state that the fit goes on from, until the first epoch's batches are read."""
+
+    def advance(self) -> None:
+        """Count a batch as trained on; a resumed fit would begin with the next."""
+        self.batches_read += 1
+        self.random_before_read, self.random_to_resume = self.random_to_resume, None
+
+    def end_epoch(self) -> None:
+        """Count the epoch as completed, with its validation: a resumed fit would begin with the next."""
+        self.counters.epochs += 1
+        self.batches_read = 0
+        self.random_at_start = self.random_before_read = self.random_to_resume = None
+        self.epoch_store.metrics.clear()

@@ -12,6 +12,9 @@ dict of plain data and tensors::
     ranks                        a list, by rank: batches read in the epoch under way, its metrics so far, random
                                  numbers
 
+An epoch counts when its validation is over and schedulers have stepped. From a snapshot of the time before, a fit reads
+past all batches and validates again.
+
 Taking one is collective, since ranks hold parts of it. All ranks take part, those without data through ``Meeting``::
 
     all-gather of the ranks' parts; the lowest rank with data becomes the writer
@@ -20,7 +23,7 @@ Taking one is collective, since ranks hold parts of it. All ranks take part, tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,15 +47,14 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
         run: the fit.
         active: whether this rank still has data, or all ranks are out of the block.
     """
-    part = {
-        "active": active,
+    part = run.resume_from or {
         "batches": run.batches_read,
-        "metrics": run.store.state_dict(),
+        "metrics": run.epoch_store.state_dict(),
         "random_at_start": run.random_at_start,
         "random_before_read": None if run.random_before_read is None else rng.capture(run.random_before_read),
-        "random": rng.capture(),
+        "random": rng.capture(run.random_to_resume),
     }
-    parts = run.collective.all_gather_object(part)
+    parts = run.collective.all_gather_object({**part, "active": active})
     writer = next(rank for rank, each in enumerate(parts) if each["active"])
     optimizers = [optimizer_state(each, writer=writer, rank=run.rank) for each in run.optimizers]
     if run.rank != writer:
@@ -78,6 +80,20 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
                     " data and tensors"
                 )
     return state
+
+
+def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN - {"module"})) -> None:
+    """See whether what was read from the file ``path`` is a checkpoint.
+
+    Raises:
+        ValueError: if it lacks one of ``needed``; by default, what a fit needs.
+    """
+    missing = sorted(needed - state.keys())
+    if missing:
+        raise ValueError(
+            f"ckpt_path={path!r} is no checkpoint of a Trainer: it has no {', '.join(missing)}. If it holds weights,"
+            " load them with module.load_state_dict(torch.load(...)), and leave ckpt_path out"
+        )
 
 
 def resume(run: FitRun, state: Mapping[str, Any]) -> None:
@@ -108,6 +124,7 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     if run.scaler is not None and state["scaler"] is not None:
         run.scaler.load_state_dict(state["scaler"])
     run.counters.load_state_dict(state)
+    run.epoch = run.counters.epochs
     run.trainer.metrics = dict(state["metrics"])
     for callback in run.trainer.callbacks:
         if callback.state_key in state["callbacks"]:
@@ -115,5 +132,5 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
         callback.on_load_checkpoint(run.trainer, run.module, state)
     if len(parts) == run.collective.world_size:
         part = run.resume_from = parts[run.rank]
-        if not part["batches"]:
+        if part["random_at_start"] is None:
             rng.restore(part["random"])

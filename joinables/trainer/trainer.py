@@ -7,6 +7,7 @@ optimizer state, counters, metrics. So a second ``fit`` goes on where the first 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
@@ -23,6 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
+from joinables.trainer import snapshot
+from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import Plan
@@ -136,6 +139,7 @@ class Trainer:
         self._steps = 0
         self._state: dict[str, Any] | None = None  # what the next fit goes on from
         self._state_of: weakref.ref[TrainModule] | None = None  # of which module
+        self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit
         self._run: Run | None = None
         self._loop: FitLoop | None = None
 
@@ -169,7 +173,9 @@ class Trainer:
     ) -> Result:
         """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
 
-        A second call with the same module goes on where the first ended, once one of these was raised.
+        A second call with the same module goes on where the first ended, once one of these was raised; one with another
+        module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes are
+        started for it; what is trained in this process keeps the weights that it had come to.
 
         Args:
             module: what to train; it has the trained weights afterwards.
@@ -193,11 +199,13 @@ class Trainer:
         if val_loader is not None:
             self._check_module(module, "validate")
             _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
-        if self._state_of is None or self._state_of() is not module:
-            self._state, self._state_of = None, weakref.ref(module)
-            self.epochs = self._steps = 0
         if ckpt_path is not None:
-            read_checkpoint(ckpt_path)  # a missing or broken file is told here, and not by a worker
+            # A missing or broken file is told here, before anything changes, and not by a worker.
+            snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))
+        if self._state_of is None or self._state_of() is not module:
+            self._begin_anew(module)
+        for each in self.callbacks:
+            self._first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
         self.should_stop = False
         result = self._launch("fit", module, (train_loader, val_loader), ckpt_path)
         return replace(result, state=None)
@@ -205,7 +213,11 @@ class Trainer:
     def validate(
         self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over ``loader``; return a list with the metrics, by name."""
+        """Run ``validation_step`` over ``loader``; return a list with the metrics, by name.
+
+        With ``ckpt_path``, ``module`` gets the weights of that checkpoint first, and keeps them; so in ``test`` and
+        ``predict``.
+        """
         return [dict(self._launch("validate", module, (loader,), ckpt_path).metrics)]
 
     def test(
@@ -217,6 +229,15 @@ class Trainer:
     def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
         """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
         return list(self._launch("predict", module, (loader,), ckpt_path).predictions or ())
+
+    def _begin_anew(self, module: TrainModule) -> None:
+        """Forget the module before; callbacks get back the state that they had before their first fit."""
+        self._state, self._state_of = None, weakref.ref(module)
+        self.epochs = self._steps = 0
+        self.metrics = {}
+        for each in self.callbacks:
+            if each.state_key in self._first_states:
+                each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
 
     def _launch(self, stage: str, module: TrainModule, loaders: tuple[Any, ...], ckpt_path: Any) -> Result:
         if stage != "fit":
@@ -245,10 +266,15 @@ class Trainer:
                 ),
             )
             home = Path(folder) / "to"
+            buffers: dict[str, torch.Tensor] = {}
             if home.exists():
-                result = replace(result, state=read_checkpoint(home))
+                came = read_checkpoint(home)
+                result, buffers = replace(result, state=came["state"]), came["buffers"]
             if pid != here:
                 self._bring_home(result, module)
+                put_buffers(module, buffers)
+                if stage != "fit" and ckpt_path is not None:
+                    module.load_state_dict(read_checkpoint(ckpt_path)["module"])
             if result.state is not None:
                 self._state = {key: _own(value) for key, value in result.state.items() if key != "module"}
         return result
@@ -272,8 +298,8 @@ class Trainer:
         for callback in self.callbacks:
             if callback.state_key in result.callbacks:
                 callback.load_state_dict(result.callbacks[callback.state_key])
+        Precision(self.precision, "cpu").convert_module(module)
         if "module" in state:
-            Precision(self.precision, "cpu").convert_module(module)
             module.load_state_dict(state["module"])
 
     def _check_module(self, module: Any, stage: str) -> None:
@@ -375,7 +401,8 @@ class Trainer:
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted.
 
-        Not on one rank alone: all ranks hold parts of it.
+        Not on one rank alone: all ranks hold parts of it. A fit resumes from there bit for bit, whichever hook it was
+        in; in the middle of a window of accumulation, without the gradients so far.
 
         Returns:
             Whether this rank is the one that wrote it.
@@ -426,6 +453,8 @@ class Trainer:
                 state = self._loop.take_snapshot()
                 self.epochs, self._steps = run.counters.epochs, run.counters.global_step
             else:
+                if saved is not None:
+                    snapshot.check(saved, str(ckpt_path), {"module"})
                 if ckpt_path is not None:
                     run.load_weights(saved and saved["module"])
                 if stage == "predict":
@@ -433,7 +462,8 @@ class Trainer:
                 else:
                     metrics = evaluate(run, loaders["loader"], stage)
         if os.getpid() != home and state is not None:
-            write_checkpoint(state, Path(folder) / "to", durable=False)
+            home_state = {"state": state, "buffers": unsaved_buffers(module)}
+            write_checkpoint(home_state, Path(folder) / "to", durable=False)
             state = None
         keeper = self.checkpoint_callback
         return Result(
@@ -452,6 +482,8 @@ class Trainer:
         )
 
     def _end_run(self, module: TrainModule) -> None:
+        if self._loop is not None:
+            self._loop.end()
         self._run = self._loop = None
         module._trainer = None  # pyright: ignore[reportPrivateUsage]
         self.strategy.teardown()

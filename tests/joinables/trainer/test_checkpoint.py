@@ -94,9 +94,24 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     Trainer(max_epochs=5, callbacks=keeper).fit(Scripted(), loader(12), loader(12))
     assert (names(tmp_path / "same name"), keeper.best_model_score) == ({"best-v1.ckpt"}, 0.3)
     assert read_checkpoint(keeper.best_model_path)["epochs"] == 2
+    Scripted.scores = (float("nan"), float("inf"), float("nan"), float("inf"), float("nan"))
+    assert kept("worst", monitor="score")[0] == {"epoch=1-score=inf.ckpt"}
     found, keeper = kept("steps", every_n_train_steps=4, save_top_k=0, save_last=True)
     assert found == {"last.ckpt"}
-    assert read_checkpoint(tmp_path / "steps" / "last.ckpt")["global_step"] == 8
+    assert read_checkpoint(tmp_path / "steps" / "last.ckpt")["global_step"] == 10
+
+
+def test_the_last_is_that_of_the_end(tmp_path: Path) -> None:
+    """Also where that is in the middle of an epoch."""
+    keeper = ModelCheckpoint(tmp_path, save_last=True)
+    trainer, module = Trainer(max_epochs=5, max_steps=0, callbacks=keeper), Classifier()
+    assert trainer.fit(module, loader(30)).global_step == 0
+    assert names(tmp_path) == set()
+    for trainer.max_steps in (3, 7, 10):
+        trainer.fit(module, loader(30))
+        assert keeper.last_model_path == str(tmp_path / "last.ckpt")
+        assert read_checkpoint(keeper.last_model_path)["global_step"] == trainer.max_steps
+    assert names(tmp_path) == {"epoch=1-step=10.ckpt", "last.ckpt"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from join import ProtocolError
+from join import PeerError, ProtocolError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -137,6 +137,26 @@ def test_a_second_fit_goes_on_bit_for_bit(pool: Pool, parts: Any, shard: bool) -
         assert loss == expected_loss
 
 
+def test_a_fit_without_a_step_keeps_the_place_in_the_epoch() -> None:
+    state, loss = in_parts(0, [{"max_steps": 2}, {"max_steps": 2}, {"max_steps": 7}], {}, False)
+    expected, expected_loss = in_parts(0, [{"max_steps": 7}], {}, False)
+    assert_same(state, expected)
+    assert loss == expected_loss
+
+
+def test_workers_that_persist_draw_the_same_over_two_fits() -> None:
+    """A second fit starts them anew, and that draws a seed."""
+
+    def state(*epochs: int) -> dict[str, torch.Tensor]:
+        run, module = trainer(seed=3), Classifier(dropout=0.3)
+        for run.max_epochs in epochs:
+            data = [loader(20, 4, shuffle=shuffle, num_workers=1, persistent_workers=True) for shuffle in (True, False)]
+            run.fit(module, *data)
+        return flat_state(module.state_dict())
+
+    assert_same(state(1, 2), state(2))
+
+
 class Interrupt(Exception):
     """What ends a fit from within."""
 
@@ -193,6 +213,68 @@ def test_resume_in_the_middle_of_an_epoch(
     for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
         assert_same(state, expected)
         assert loss == expected_loss
+
+
+class SavesAt(Callback):
+    """Writes a checkpoint in a hook, each time over the one before, and raises in the second epoch's."""
+
+    def __init__(self, hook: str, path: str, fails: bool) -> None:
+        self.path, self.fails = path, fails
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        if self.fails and trainer.current_epoch == 1:
+            raise Interrupt
+
+
+class DrawsInHooks(Classifier):
+    def on_train_epoch_start(self) -> None:
+        self.log("start_noise", torch.rand(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_noise", torch.rand(()))
+
+
+def resumed_from_hook(rank: int, hook: str, folder: str, fails: bool) -> Any:
+    path = Path(folder) / "file.ckpt"
+
+    def fit(fails: bool, **options: Any) -> Any:
+        run, module = trainer(seed=3, max_epochs=3, callbacks=SavesAt(hook, str(path), fails)), DrawsInHooks(0.3)
+        run.fit(module, loader(18, 4, shuffle=True, collate_fn=augmented), loader(20, 4), **options)
+        return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics
+
+    if not fails:
+        return fit(False)
+    with pytest.raises(Interrupt):
+        fit(True)
+    return fit(False, ckpt_path=path)
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_evaluation_start",
+    "on_evaluation_end",
+    "on_train_epoch_end",
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_going_on_from_a_checkpoint_of_any_hook(tmp_path: Path, hook: str) -> None:
+    state, metrics = resumed_from_hook(0, hook, str(tmp_path), True)
+    expected, expected_metrics = resumed_from_hook(0, hook, str(tmp_path), False)
+    assert_same(state, expected)
+    assert metrics == expected_metrics
+
+
+def test_going_on_from_between_training_and_validation(pool: Pool, tmp_path: Path) -> None:
+    interrupted = pool.run(resumed_from_hook, "on_evaluation_end", str(tmp_path), True, ranks=2)
+    whole = pool.run(resumed_from_hook, "on_evaluation_end", str(tmp_path), False, ranks=2)
+    for (state, metrics), (expected, expected_metrics) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert metrics == expected_metrics
 
 
 # -- other data, other loops ------------------------------------------------------------------------------------------
@@ -387,6 +469,7 @@ class Normalised(Classifier):
         self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log("forwards", 1.0, reduce_fx="sum")
         return self.body(self.norm(x))
 
 
@@ -410,6 +493,42 @@ def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tupl
         assert_same(state, results[0][0])
         assert tracked == 2 * max(counts)
         torch.testing.assert_close(mean, norm.running_mean, atol=TOLERANCE, rtol=0)
+
+
+def stops_normalised(rank: int, counts: tuple[int, ...], k: int, *limits: int) -> Any:
+    run, module = trainer(max_epochs=2, uneven="stop", accumulate_grad_batches=k), Normalised()
+    for run.max_steps in (*limits, None):
+        run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), run.global_step, module.norm.num_batches_tracked.item(), run.metrics
+
+
+@pytest.mark.parametrize(("counts", "k"), [((5, 3), 1), ((3, 5), 2), ((2, 0, 3), 1)])
+def test_the_batch_that_some_rank_lacks_leaves_no_trace(pool: Pool, counts: tuple[int, ...], k: int) -> None:
+    """As if the streams had been cut to the shortest: buffers, logged values, windows; in two fits as in one."""
+    ranks = len(counts)
+    stopped = pool.run(stops_normalised, counts, k, 1, ranks=ranks)
+    cut = pool.run(stops_normalised, (min(counts),) * ranks, k, ranks=ranks)
+    for found, expected in zip(stopped, cut, strict=True):
+        assert_same(found[0], expected[0])
+        assert found[1:] == expected[1:]
+        assert found[2] == 2 * min(counts)
+        assert found[3].get("forwards", 0.0) == ranks * min(counts)
+
+
+def fails_reading(rank: int) -> None:
+    class Breaks(Stream):
+        def __iter__(self) -> Any:
+            yield from super().__iter__()
+            if rank == 1:
+                raise Interrupt
+
+    with pytest.raises(Interrupt if rank == 1 else PeerError):
+        stopping = trainer(uneven="stop")
+        stopping.fit(Classifier(), torch.utils.data.DataLoader(Breaks((5, 2)), batch_size=None))
+
+
+def test_a_stream_that_breaks_where_all_stop_together(pool: Pool) -> None:
+    pool.run(fails_reading, ranks=2)
 
 
 class Unfreezing(Callback):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from join.collectives import SingleCollective, run_threads
-from joinables.trainer.metrics import ExactSum, MetricStore
+from join.collectives import Collective, SingleCollective, run_threads
+from joinables.trainer.metrics import ExactSum, MetricStore, Reduction
 
 FLOATS = st.floats(-1e30, 1e30, allow_nan=False)
 
@@ -25,7 +27,12 @@ def test_sums_are_exact(values: list[float], random: object) -> None:
 
 
 def test_values_that_are_no_numbers() -> None:
-    for values, expected in (((1.0, math.inf), "inf"), ((math.nan, 1.0), "nan"), ((math.inf, -math.inf), "nan")):
+    for values, expected in (
+        ((1.0, math.inf), "inf"),
+        ((math.inf, 1.0), "inf"),
+        ((math.nan, 1.0), "nan"),
+        ((math.inf, -math.inf), "nan"),
+    ):
         total = ExactSum()
         for value in values:
             total.add(value)
@@ -47,6 +54,22 @@ def test_the_same_over_any_number_of_ranks(values: list[tuple[float, int]], rank
     assert expected["min"] == min(value for value, _ in values)
     for found in run_threads(ranks, lambda collective: reduce(collective.rank, ranks, collective)):
         assert found == expected
+
+
+@pytest.mark.parametrize("other", [1.0, math.inf, -math.inf])
+def test_nan_wins_in_any_order(other: float) -> None:
+    def reduce(collective: Collective, values: tuple[float, float]) -> dict[str, float]:
+        store = MetricStore()
+        for value in values[collective.rank :: collective.world_size]:
+            for kind in get_args(Reduction):
+                store.record(kind, value, 1, kind)
+        return store.reduce(collective)
+
+    for ranks in (1, 2):
+        for values in ((math.nan, other), (other, math.nan)):
+            for found in run_threads(ranks, functools.partial(reduce, values=values)):
+                assert len(found) == 4
+                assert all(map(math.isnan, found.values()))
 
 
 def test_state_goes_on() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -66,6 +69,20 @@ class Metrics(Callback):
         self.seen = list(state["seen"])
 
 
+class Counting(Classifier):
+    """Has a buffer that checkpoints leave out, and one that is made on the way."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("shape", None, persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        self.shape = torch.tensor(batch[0].shape[1:])
+        return super().training_step(batch, batch_idx)
+
+
 def test_everything_comes_back(tmp_path: Path) -> None:
     """fit, test, predict, fit on one trainer: counters, metrics, weights, callbacks; and as one longer fit."""
     environ = dict(os.environ)
@@ -76,7 +93,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         return Trainer(devices=2, max_epochs=epochs, seed=0, callbacks=callbacks, default_root_dir=tmp_path)
 
     data = loader(30, 4, shuffle=True), loader(21, 4, num_workers=1)
-    module = Classifier(dropout=0.2)
+    module = Counting()
     trainer = build(1, "parts")
     result = trainer.fit(module, *data)
     assert (result.stage, result.epochs, result.global_step, result.stopped) == ("fit", 1, 4, False)
@@ -91,21 +108,27 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     kept = torch.load(result.best_model_path, weights_only=True)["module"]
     assert_same(flat_state(kept), flat_state(module.state_dict()))
 
-    tested = trainer.test(module, data[1])[0]
+    steps = module.steps
+    assert (steps.item(), module.shape.tolist()) == (4, [6])
+
+    restored = Counting()
+    tested = trainer.test(restored, data[1], ckpt_path=result.best_model_path)[0]
+    assert_same(flat_state(restored.state_dict()), flat_state(kept))
     assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
     assert trainer.metrics["test_loss"] == tested["test_loss"]
     predictions = trainer.predict(module, data[1])
     assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)
     module.train()
+    assert module.steps is steps
 
     trainer.max_epochs = 3
     result = trainer.fit(module, *data)
-    assert (result.epochs, result.global_step) == (3, 12)
+    assert (result.epochs, result.global_step, steps.item()) == (3, 12, 12)
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
     assert trainer.callbacks[0].seen == ["epoch 0", "epoch 1", "epoch 2"]
     assert len(list((tmp_path / "parts").glob("*.ckpt"))) == 2
 
-    whole = Classifier(dropout=0.2)
+    whole = Counting()
     expected = build(3, "whole")
     expected.fit(whole, *data)
     assert_same(flat_state(module.state_dict()), flat_state(whole.state_dict()))
@@ -129,7 +152,12 @@ class Failing(Callback):
 
 
 def fails(how: str) -> None:
-    Trainer(devices=2, callbacks=Failing(how)).fit(Classifier(), loader(30, 4))
+    module = Classifier()
+    before = flat_state(copy.deepcopy(module.state_dict()))
+    try:
+        Trainer(devices=2, callbacks=Failing(how)).fit(module, loader(30, 4))
+    finally:
+        assert_same(flat_state(module.state_dict()), before)
 
 
 def test_a_worker_that_raises() -> None:
@@ -234,10 +262,12 @@ class Remembered(DataLoader[Any]):
 
 
 def test_early_stopping(tmp_path: Path) -> None:
-    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
-    trainer = Trainer(max_epochs=50, callbacks=[stopping])
-    result = trainer.fit(Classifier(), loader(), loader(20))
-    assert (result.epochs, result.stopped) == (3, True)
+    def epochs(patience: int, **options: Any) -> int:
+        stopping = EarlyStopping("val_loss", patience=patience, min_delta=10.0)
+        result = Trainer(max_epochs=6, callbacks=stopping).fit(Classifier(), loader(12), loader(12), **options)
+        return result.epochs
+
+    assert [epochs(patience) for patience in (0, 1, 2, 4, 5, 9)] == [2, 2, 3, 5, 6, 6]
     trainer = Trainer(max_epochs=50, callbacks=[EarlyStopping("val_los")])
     with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
         trainer.fit(Classifier(), loader(), loader(20))
@@ -250,6 +280,49 @@ def test_one_validation_loader_a_run() -> None:
     assert len(given.seen) == 3
     assert len(set(map(id, given.seen))) == 1
     assert given.seen[0] is not given
+
+
+def test_a_fit_that_was_stopped_early_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Over fits and from a checkpoint; with more patience it goes on."""
+
+    def build(patience: int) -> Trainer:
+        keeper, stopping = ModelCheckpoint(tmp_path), EarlyStopping("val_loss", patience=patience, min_delta=10.0)
+        return Trainer(max_epochs=10, callbacks=[keeper, stopping])
+
+    data = loader(12), loader(12)
+    trainer, module = build(2), Classifier()
+    path = trainer.fit(module, *data).best_model_path
+    result = trainer.fit(module, *data)
+    assert (result.epochs, result.stopped) == (3, True)
+    result = build(2).fit(Classifier(), *data, ckpt_path=path)
+    assert (result.epochs, result.stopped) == (3, True)
+    assert caplog.text.count("EarlyStopping(val_loss) has ended this fit after 3 epochs") == 2
+    assert build(4).fit(Classifier(), *data, ckpt_path=path).epochs == 5
+
+
+class Diverging(Classifier):
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", math.nan if self.current_epoch > 0 else 1.0)
+
+
+def test_early_stopping_where_there_is_no_number() -> None:
+    for mode in ("min", "max"):
+        trainer, module = Trainer(max_epochs=6, callbacks=EarlyStopping("score", mode=mode)), Diverging()
+        for _ in range(2):
+            result = trainer.fit(module, loader(12), loader(12))
+            assert (result.epochs, result.stopped) == (2, True)
+
+
+def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
+    stopping, keeper = (
+        EarlyStopping("val_loss", patience=1, min_delta=10.0),
+        ModelCheckpoint(tmp_path, monitor="val_loss"),
+    )
+    trainer = Trainer(max_epochs=6, callbacks=[stopping, keeper, Metrics()])
+    for _ in range(2):
+        result = trainer.fit(Classifier(), loader(12), loader(12))
+        assert (result.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])
+        assert len(keeper.state_dict()["kept"]) == 1
 
 
 def test_csv_metrics(tmp_path: Path) -> None:
@@ -344,7 +417,9 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     module = Classifier()
     path = trainer.fit(module, loader()).best_model_path
     tested = trainer.test(module, loader(20))
-    assert Trainer().test(Classifier(), loader(20), ckpt_path=path) == tested
+    restored = Classifier()
+    assert Trainer().test(restored, loader(20), ckpt_path=path) == tested
+    assert_same(flat_state(restored.state_dict()), flat_state(module.state_dict()))
 
 
 BAD = [
@@ -391,6 +466,11 @@ def test_bad_runs(tmp_path: Path) -> None:
     (tmp_path / "bad.ckpt").write_text("text")
     with pytest.raises(ValueError, match="cannot be read as plain data"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
+    torch.save(Classifier().state_dict(), tmp_path / "weights.ckpt")
+    told = r"ckpt_path='.*weights\.ckpt' is no checkpoint of a Trainer.*module\.load_state_dict"
+    for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
+        with pytest.raises(ValueError, match=told):
+            run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
     with pytest.raises(RuntimeError, match="is not in a run"):
         Classifier().log("x", 1.0)
 
@@ -461,6 +541,43 @@ def test_callbacks_that_raise(caplog: pytest.LogCaptureFixture) -> None:
         trainer.callbacks = []
         trainer.fit(module, loader())
     assert "a callback raised in on_exception" in caplog.text
+
+
+class KeepsItsOptimizer(Classifier):
+    """Manual optimization, with one optimizer for all fits."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.mine.zero_grad()
+        self.manual_backward(self.shared_step(batch, "train"))
+        self.mine.step()
+
+    def configure_optimizers(self) -> Any:
+        return self.mine
+
+
+def test_a_fit_leaves_nothing_at_what_it_trained() -> None:
+    trainer, module = Trainer(), KeepsItsOptimizer()
+    for epochs in (1, 2):
+        trainer.max_epochs = epochs
+        assert trainer.fit(module, loader(24)).global_step == 4 * epochs
+        assert all(parameter.grad is None for parameter in module.parameters())
+        assert not module.mine._optimizer_step_post_hooks
+
+
+def test_workers_end_with_the_fit() -> None:
+    others = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        Trainer().fit(Classifier(), loader(12, shuffle=True, num_workers=1, persistent_workers=True))
+        assert set(multiprocessing.active_children()) <= others
+    finally:
+        gc.enable()
 
 
 def test_nothing_to_train_on() -> None:

@@ -30,7 +30,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -40,6 +39,7 @@ from join.collectives import Work
 from join.dummies import emptied
 from join.errors import EarlyTerminationError, JoinError, PeerError, ProtocolError
 from join.lockstep import LockstepChannel
+from join.patience import is_done_within
 from join.roll_call import RollCall
 from join.transfer import broadcast_tree
 
@@ -254,8 +254,8 @@ class Iteration(Iterator[Any]):
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
-    def _call(self, answer: int) -> None:
-        self._under_way = self._roll_call.call(answer)
+    def _call(self, answer: int, seconds: float | None = None) -> None:
+        self._under_way = self._roll_call.call(answer, seconds)
         self._channel.tally.headers += 1
         self._channel.tally.nbytes += self._roll_call.nbytes
 
@@ -376,10 +376,11 @@ class Iteration(Iterator[Any]):
             answers = self._read_roll_call()
         else:
             answers = [0] * self._collective.world_size
-        self._call(answer)
+        limit = patience if error is not None else _LIMIT_SECONDS
+        self._call(answer, patience + limit + _GRACE_SECONDS)
         if not self._await(patience):
             self._accompany_window()
-            if not self._await(patience if error is not None else _LIMIT_SECONDS):
+            if not self._await(limit):
                 self._give_up(error)
                 return
         replies = self._roll_call.answers()
@@ -418,27 +419,21 @@ class Iteration(Iterator[Any]):
     def _await(self, seconds: float) -> bool:
         """Wait for the roll call under way; whether it came through in time."""
         assert self._under_way is not None
-        deadline = time.monotonic() + seconds
-        while not self._under_way.is_completed():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            try:
-                self._under_way.wait(timedelta(seconds=min(left, 0.5)))
-            except RuntimeError:
-                if self._under_way.is_completed():
-                    raise  # not a timeout: the collective itself failed
-        self._under_way.wait()
-        return True
+        return is_done_within(self._under_way, seconds)
 
     def _give_up(self, error: BaseException | None) -> None:
+        """The others are held up by collectives of the body; they will be free, and read this, when this process ends.
+
+        Raises:
+            ProtocolError: without an ``error``.
+        """
         if error is None:
-            self._close_with(
-                ProtocolError(
-                    f"rank {self._collective.rank} left the loop over join.iterate early, and not all others did: they"
-                    " wait for it in collectives that no joinable stands for. The process group cannot be used any more"
-                )
+            told = ProtocolError(
+                f"rank {self._collective.rank} left the loop over join.iterate early, and not all others did: they"
+                " wait for it in collectives that no joinable stands for. The process group cannot be used any more"
             )
+            self._failed(told)
+            self._close_with(told)
 
 
 def check_arguments(until: Any, dummy: Any, lookahead: Any) -> None:

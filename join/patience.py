@@ -12,6 +12,27 @@ _SLICE_SECONDS = 0.5  # how often a rank that waits looks whether another has gi
 _GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the others' accounts
 
 
+def is_done_within(work: Work, seconds: float) -> bool:
+    """Wait for ``work`` for some time at most; whether it is done.
+
+    Raises:
+        RuntimeError: if the collective itself fails.
+    """
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        try:
+            # Not 0 ms, which backends take for their own timeout; and not for long: gloo's waiting is not interrupted.
+            work.wait(timedelta(seconds=min(max(left, 0.01), _SLICE_SECONDS)))
+        except RuntimeError:
+            if work.is_completed():
+                raise  # not a timeout
+    work.wait()
+    return True
+
+
 class Patience:
     """Waits for headers. The store is not touched before a wait has lasted half a second.
 
@@ -40,17 +61,10 @@ class Patience:
         """
         started = time.monotonic()
         gave_up = f"{self._key}/gave-up"
-        while not work.is_completed():
-            waited = time.monotonic() - started
-            if waited >= self._timeout or (waited >= _SLICE_SECONDS and self._collective.check(gave_up)):
+        while not is_done_within(work, min(_SLICE_SECONDS, self._timeout)):
+            if time.monotonic() - started >= self._timeout or self._collective.check(gave_up):
                 self._collective.set(gave_up, str(self._collective.rank))
                 raise JoinTimeoutError(self._account(doing))
-            try:
-                work.wait(timedelta(seconds=min(_SLICE_SECONDS, max(self._timeout - waited, 0.001))))
-            except RuntimeError:
-                if work.is_completed():
-                    raise  # not a timeout: the collective itself failed
-        work.wait()
         if away >= self._timeout / 2 and self._collective.check(gave_up):
             by = self._collective.get(gave_up)
             raise JoinTimeoutError(f"rank {by} gave up waiting for this rank {self._collective.rank}")

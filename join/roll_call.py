@@ -35,11 +35,18 @@ class RollCall:
         """Size of one call in bytes."""
         return self._tensor.numel() * self._tensor.element_size()
 
-    def call(self, mine: int) -> Work:
-        """Start a call, to which this rank answers ``mine``; the one before must have been read."""
+    def call(self, mine: int, seconds: float | None = None) -> Work:
+        """Start a call, to which this rank answers ``mine``; the one before must have been read.
+
+        Args:
+            mine: the answer.
+            seconds: after how long the call is given up, if this rank does not wait for ever.
+        """
         word, place = divmod(self._collective.rank, self._per_word)
         self._tensor.zero_()
         self._tensor[word] = mine << (self._bits * place)
+        if seconds is not None:
+            return self._collective.all_reduce_for(self._tensor, seconds)
         return self._collective.all_reduce(self._tensor)
 
     def answers(self) -> list[int]:

@@ -93,6 +93,7 @@ class GradientSync(DDPBurst):
         self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._weights.detach()
         self._usage.detach()
+        del self._join
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
         self._credit = self._armed = self._in_backward = False

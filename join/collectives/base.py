@@ -136,6 +136,13 @@ class Collective(ABC):
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
 
+    def all_reduce_for(self, tensor: torch.Tensor, seconds: float) -> Work:
+        """Start summing ``tensor`` as :meth:`all_reduce` does, but give it up after some time, where a backend can.
+
+        For a rank that leaves: an operation that nobody else comes to would keep its process from ending.
+        """
+        return self.all_reduce(tensor)
+
     def companion(self) -> Collective:
         """A second line between the same ranks, whose operations do not mix with this one's; the same at every call.
 

@@ -181,6 +181,12 @@ class TorchCollective(StoreCollective):
         return group.allreduce([tensor], options)
 
     @override
+    def all_reduce_for(self, tensor: torch.Tensor, seconds: float) -> Work:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=seconds)
+        return self._group_of(tensor).allreduce([tensor], options)
+
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._check_source(source)
         options = dist.BroadcastOptions()

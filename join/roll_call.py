@@ -55,3 +55,30 @@ class RollCall:
         mask = (1 << self._bits) - 1
         places = (divmod(rank, self._per_word) for rank in range(self._collective.world_size))
         return [(words[word] >> (self._bits * place)) & mask for word, place in places]
+
+
+class Answers:
+    """What a rank may answer, as one number: how many batches it has for a window, or how it ended.
+
+    Args:
+        window: the most batches it may have.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.failed = window + 1
+        """It raised."""
+        self.wrong = self.largest = 2 * window + 3
+        """It had another number of batches than it declared."""
+
+    def left(self, step: int) -> int:
+        """It left the loop after this many steps of the window."""
+        return self.failed + 1 + min(step, self._window)
+
+    def has_left(self, answer: int) -> bool:
+        """Whether an answer says so."""
+        return self.failed < answer < self.wrong
+
+    def has_ended(self, answer: int) -> bool:
+        """Whether an answer says that the rank takes no further steps, because it has left or failed."""
+        return answer == self.failed or self.has_left(answer)

@@ -143,7 +143,7 @@ def test_leaving_together_is_an_orderly_end(at: int, where: str) -> None:
 @pytest.mark.parametrize("where", ["middle", "end"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_leaving_alone_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch, at: int, where: str) -> None:
-    monkeypatch.setattr("join.iterate._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("join.early_exit._GRACE_SECONDS", 0.1)
 
     def run(collective: ThreadCollective) -> str:
         def body(step: int, place: str) -> str:
@@ -159,7 +159,7 @@ def test_leaving_alone_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch, at: 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("steps", [None, "loader"])
 def test_a_body_that_raises(monkeypatch: pytest.MonkeyPatch, at: int, where: str, steps: Any) -> None:
-    monkeypatch.setattr("join.iterate._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("join.early_exit._GRACE_SECONDS", 0.1)
 
     def run(collective: ThreadCollective) -> str:
         def body(step: int, place: str) -> str:

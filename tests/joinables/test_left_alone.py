@@ -1,4 +1,4 @@
-"""A rank leaves a loop in lockstep whose body has a collective of its own: the others are told, and all processes end."""
+"""A rank leaves a loop whose body has a collective of its own: the others are told, and all processes end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import join.iterate
+import join.early_exit
 from join import Join
 from tests.models import batch, build
 
 
 def rank_main(rank: int, path: str, how: str, results: Any) -> None:
-    join.iterate._LIMIT_SECONDS = 3.0
+    join.early_exit._LIMIT_SECONDS = 3.0
     dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.Adam(ddp.parameters())

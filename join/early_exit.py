@@ -1,0 +1,124 @@
+"""Leaving a loop in lockstep before its end, by ``break`` or an exception: :class:`EarlyExit`.
+
+The others miss this rank in the rest of its step at the earliest. It answers the next roll call that it has not
+answered yet, and waits for the others there::
+
+    rank that leaves                                    rank that goes on
+    ----------------                                    -----------------
+    roll call under way is read                         was read, or will be, when its window begins
+    the next one is answered: "left", or "failed"       is answered when that window begins
+    if nobody comes: bursts of the rest of the window   the rest of the window
+    the next window's bursts                            the next window
+                                                        the answer is read: PeerError or ProtocolError
+
+If all ranks have left at the same step, that was an orderly end, and nothing is shadowed. The bursts that this rank
+shadows are those it knows of the body, from the step before. The body's own collectives it cannot shadow; there the
+others are free only once this process ends, which it can: the roll call is given up after a while.
+"""
+
+from __future__ import annotations
+
+from join.errors import JoinError, PeerError, ProtocolError
+from join.lockstep import LockstepChannel
+from join.patience import is_done_within
+from join.windows import Windows
+
+_GRACE_SECONDS = 2.0
+"""How long a rank that leaves waits for the others before it takes them to be waiting for it, at least."""
+_LIMIT_SECONDS = 60.0
+"""How long it waits for them altogether, at least, unless it has an exception to raise."""
+
+
+class EarlyExit:
+    """One rank leaves the loop.
+
+    Args:
+        channel: the block's.
+        windows: the loop's.
+        longest: how long its longest step took, in seconds.
+    """
+
+    def __init__(self, channel: LockstepChannel, windows: Windows, longest: float) -> None:
+        self._channel, self._windows = channel, windows
+        self._patience = max(_GRACE_SECONDS, 3 * longest)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Bring the others to where they can be told, and tell them.
+
+        Args:
+            error: what this rank raised, if it did.
+
+        Raises:
+            ProtocolError: without an ``error``, if not all ranks have left at this step.
+            PeerError: if another rank has failed, and this one not, or with a ``RuntimeError`` that may come of it.
+        """
+        try:
+            self._leave(error)
+        except (PeerError, ProtocolError) as told:
+            # What a collective raises when a peer is gone is explained by this; anything else is the user's to see.
+            if error is None or (isinstance(error, RuntimeError) and not isinstance(error, JoinError)):
+                raise told from error
+        except Exception:
+            if error is None:
+                raise
+            # The user's exception is under way and must not be replaced by ours; most likely a peer's process is gone.
+        finally:
+            if error is not None:
+                self._channel.closed = self._channel.closed or f"this rank raised {type(error).__name__}"
+
+    def _leave(self, error: BaseException | None) -> None:
+        windows = self._windows
+        windows.check_peers()
+        self._channel.fulfil()
+        answer = windows.answers.left(windows.at) if error is None else windows.failed(error)
+        limit = self._patience if error is not None else _LIMIT_SECONDS
+        counts = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
+        if windows.under_way is not None:
+            if not self._come_within(self._patience + limit):
+                return self._give_up(error)
+            counts = windows.read("left the loop over join.iterate")
+        windows.call(answer, self._patience + limit + _GRACE_SECONDS)
+        if not self._come_within(self._patience):
+            self._channel.accompany(rest=True)
+            self._accompany_window()
+            if not self._come_within(limit):
+                return self._give_up(error)
+        replies = windows.replies()
+        if all(reply == answer for reply in replies):
+            if error is None:
+                self._channel.end()
+            return None
+        windows.begin(counts)
+        if not all(windows.answers.has_ended(reply) for reply in replies):
+            self._accompany_window()
+        if error is None:
+            windows.check(replies)
+        return None
+
+    def _come_within(self, seconds: float) -> bool:
+        """Whether all ranks answer the roll call under way in time."""
+        assert self._windows.under_way is not None
+        return is_done_within(self._windows.under_way, seconds)
+
+    def _accompany_window(self) -> None:
+        """Shadow the steps of this window that the others still make."""
+        windows = self._windows
+        while windows.at < windows.steps:
+            self._channel.step(windows.active)
+            self._channel.accompany()
+            windows.at += 1
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """The others are held up by collectives of the body; they will be free, and read this, when this process ends.
+
+        Raises:
+            ProtocolError: without an ``error``.
+        """
+        if error is None:
+            told = ProtocolError(
+                f"rank {self._channel.collective.rank} left the loop over join.iterate early, and not all others did:"
+                " they wait for it in collectives that no joinable stands for. The process group cannot be used any"
+                " more"
+            )
+            self._windows.failed(told)
+            self._windows.close_with(told)

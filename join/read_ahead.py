@@ -1,0 +1,35 @@
+"""Reading a loader some batches ahead of their use: :class:`ReadAhead`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+
+class ReadAhead:
+    """The batches of one rank that were read and are not yet used.
+
+    Args:
+        loader: what can be iterated.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._source = iter(loader)
+        self._ended = False
+        self.batches: deque[Any] = deque()
+        """In their order."""
+        self.error: Exception | None = None
+        """What the loader raised; it is not asked again."""
+
+    def read(self, wanted: int) -> int:
+        """Read up to ``wanted`` more batches; how many there were."""
+        before = len(self.batches)
+        while len(self.batches) < before + wanted and not self._ended:
+            try:
+                self.batches.append(next(self._source))
+            except StopIteration:
+                self._ended = True
+            except Exception as error:
+                self._ended, self.error = True, error
+        return len(self.batches) - before

@@ -1,0 +1,153 @@
+"""Who has how many batches in the steps to come of a loop in lockstep: :class:`Windows`.
+
+A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
+never meets what the loop's body sends. The order is told in ``join.iterate``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+import torch
+
+from join.collectives import Collective, Work
+from join.errors import JoinError, PeerError, ProtocolError
+from join.lockstep import LockstepChannel
+from join.roll_call import Answers, RollCall
+
+
+class Windows:
+    """The windows of one loop, and what its ranks tell each other.
+
+    Args:
+        channel: the block's, on which all ranks have begun the loop.
+        size: the most batches that a rank may have for a window; ``None`` if all of a rank's batches are one window,
+            whose lengths the ranks declare.
+        until_first: whether the loop, and so a window, ends with the first rank that runs out.
+    """
+
+    def __init__(self, channel: LockstepChannel, size: int | None, *, until_first: bool) -> None:
+        self._until_first = until_first
+        self._channel, self._collective = channel, channel.collective
+        self.line: Collective = self._collective.companion()
+        self.key = f"{channel.key}/loop/{channel.loop}"
+        self.counts: list[int] = []
+        """How many batches each rank has in this window."""
+        self.steps = 0
+        """How many steps this window has."""
+        self.at = 0
+        """How many of them were begun."""
+        self.under_way: Work | None = None
+        """The roll call that was started and not read."""
+        if size is not None:
+            self._hold_roll_calls(size)
+
+    def _hold_roll_calls(self, size: int) -> None:
+        self.answers = Answers(size)
+        self._roll_call = RollCall(self.line, self.answers.largest)
+
+    def declare(self, length: int) -> list[int]:
+        """Tell each other how many batches there are: one all-gather."""
+        lengths = [int(each) for each in self.line.all_gather(torch.tensor([length]))]
+        self._hold_roll_calls(max(lengths))
+        return lengths
+
+    def begin(self, counts: list[int]) -> None:
+        """A window begins in which each rank has so many batches."""
+        self.counts, self.at = counts, 0
+        self.steps = min(counts) if self._until_first else max(counts)
+
+    @property
+    def active(self) -> int:
+        """The ranks that have a batch in the next step, as a bit mask."""
+        return sum(1 << rank for rank, count in enumerate(self.counts) if count > self.at)
+
+    @property
+    def mine(self) -> int:
+        """How many batches this rank has in this window."""
+        return self.counts[self._collective.rank]
+
+    # -- roll calls ---------------------------------------------------------------------------------------------------
+
+    def call(self, answer: int, seconds: float | None = None) -> None:
+        """Start a roll call; ``seconds`` as for :meth:`join.roll_call.RollCall.call`."""
+        self.under_way = self._roll_call.call(answer, seconds)
+        self._channel.tally.headers += 1
+        self._channel.tally.nbytes += self._roll_call.nbytes
+
+    def read(self, doing: str) -> list[int]:
+        """Wait for the roll call under way.
+
+        Args:
+            doing: what this rank does, for the others to read.
+
+        Returns:
+            How many batches each rank has.
+
+        Raises:
+            PeerError: if a rank has failed.
+            ProtocolError: if a rank has left the loop, or had another number of batches than it declared.
+        """
+        assert self.under_way is not None
+        started = time.monotonic()
+        self._channel.wait(self.under_way, doing)
+        if self._channel.shadowing:
+            self._channel.tally.idle += time.monotonic() - started
+        replies = self.replies()
+        self.check(replies)
+        return replies
+
+    def replies(self) -> list[int]:
+        """What the ranks answered, after the roll call is done."""
+        self.under_way = None
+        return self._roll_call.answers()
+
+    def check(self, replies: list[int]) -> None:
+        """Raise what :meth:`read` raises."""
+        failed = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed]
+        if failed:
+            self.close_with(PeerError(self._texts(failed)))
+        wrong = [rank for rank, reply in enumerate(replies) if reply == self.answers.wrong]
+        if wrong:
+            self.close_with(ProtocolError(self._texts(wrong)))
+        left = [rank for rank, reply in enumerate(replies) if self.answers.has_left(reply)]
+        if left:
+            self.close_with(
+                ProtocolError(
+                    f"ranks {left} left the loop over join.iterate early, and the others did not. End it on all ranks"
+                    " at the same step, by something that all ranks know"
+                )
+            )
+
+    # -- texts --------------------------------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> int:
+        """Publish that this rank raised ``error``; the answer that says so."""
+        return self._publish(f"failed: {type(error).__name__}: {error}", self.answers.failed)
+
+    def wrong(self, text: str) -> int:
+        """Publish how this rank's batches differ from what it declared; the answer that says so."""
+        return self._publish(text, self.answers.wrong)
+
+    def _publish(self, text: str, answer: int) -> int:
+        self._collective.set(f"{self.key}/ended/{self._collective.rank}", f"rank {self._collective.rank} {text}")
+        return answer
+
+    def _texts(self, ranks: list[int]) -> str:
+        return "; ".join(self._collective.get(f"{self.key}/ended/{rank}") for rank in ranks)
+
+    def check_peers(self) -> None:
+        """Raise a ``PeerError`` if another rank has published its end: whatever went wrong here comes from that."""
+        ranks = [rank for rank in range(self._collective.world_size) if rank != self._collective.rank]
+        try:
+            ended = [rank for rank in ranks if self._collective.check(f"{self.key}/ended/{rank}")]
+        except Exception:
+            return  # the store is gone with a peer
+        if ended:
+            self.close_with(PeerError(self._texts(ended)))
+
+    def close_with(self, error: JoinError) -> NoReturn:
+        """Raise ``error``, after which nothing can be announced any more."""
+        self._channel.closed = f"{type(error).__name__}: {error}"
+        raise error

@@ -63,6 +63,11 @@ def after_backward(callback: Callable[[], None]) -> None:
     cast("Any", Variable._execution_engine).queue_callback(callback)
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is under way on this thread: a checkpointed module runs its forward again in there."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # -- DistributedDataParallel: buffers -------------------------------------------------------------------------------
 
 

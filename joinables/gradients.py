@@ -20,7 +20,7 @@ from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.hooks import ModuleHook
 from joinables.static_graph import StaticGraph
-from joinables.tensors import tensors_with_grad
+from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.weights import Weights
 
 # From one block of a module to the next: gradients that a rank has not yet reduced are not the last result.
@@ -96,23 +96,10 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
         """
         broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
-        gradients = [parameter.grad for parameter in self._parameters]
-        present = [gradient is not None for gradient in gradients]
-        mine = present, [] if self._unsynced else gradients, self._may_hold_result
-        present, values, may_hold_result = broadcast_tree(self._collective, mine, source)
-        if self._collective.rank == source or self._unsynced:
-            return
-        self._may_hold_result = may_hold_result
-        for index, parameter in enumerate(self._parameters):
-            if not present[index]:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if values:
-                parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
-            else:
-                parameter.grad.zero_()
+        adopt_gradients(self._collective, self._parameters, source, accumulated=self._unsynced)
+        may_hold_result = broadcast_tree(self._collective, self._may_hold_result, source)
+        if not self._unsynced:
+            self._may_hold_result = may_hold_result
 
     # -- the header ---------------------------------------------------------------------------------------------------
 

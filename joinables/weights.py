@@ -28,6 +28,8 @@ class Weights:
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
+        self.silent = False
+        """Whether gradients count for nothing: those of a batch that is not there. Needs ``watch(always=True)``."""
 
     def attach(self, join: Join) -> None:
         """A block is entered."""
@@ -45,14 +47,14 @@ class Weights:
         """The weight of this rank's batch; ``None`` if weights are not in use."""
         return self._join.weight
 
-    def watch(self) -> None:
-        """A forward comes: see to it that its gradients are weighed, if weights are in use."""
-        if self.current is not None and not self._handles:
+    def watch(self, *, always: bool = False) -> None:
+        """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
+        if (always or self.current is not None) and not self._handles:
             parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
             self._handles = [parameter.register_hook(self._weigh) for parameter in parameters]
 
     def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        weight = self.current
+        weight = 0.0 if self.silent else self.current
         if weight is None or weight == 1.0:
             return None
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean

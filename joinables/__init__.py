@@ -19,8 +19,8 @@ from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync
 from joinables.replay import Replay, refuse_fsdp1
-from joinables.shared_call import SharedCall
 from joinables.sharding import is_dtensor, is_sharded
+from joinables.shared_call import SharedCall
 from joinables.stateful import State
 from joinables.step import ShardStep
 from joinables.third_party import TorchJoinable

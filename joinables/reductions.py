@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,10 @@ class Reduction:
 
     scales = False
     """Whether gradients may be scaled."""
+
+    weighs = False
+    """Whether ``join.weight`` may be applied where gradients reach their parameters: not where ranks compute gradients
+    together (SyncBatchNorm), for there each rank has parts of all ranks' losses."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -101,7 +106,7 @@ class DDPReduction(Reduction):
     @property
     @override
     def inner(self) -> torch.nn.Module:
-        return self._ddp.module
+        return cast("torch.nn.Module", self._ddp.module)
 
     @property
     @override
@@ -167,6 +172,7 @@ class ShardedReduction(Reduction):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
+        self.weighs = not any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     @property

@@ -153,9 +153,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _kind_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim()
-    return leaf if isinstance(leaf, (bool, str)) or leaf is None else type(leaf)
+    return leaf if isinstance(leaf, (bool, str)) or leaf is None else cast("type[object]", type(leaf))
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:
-    on = torch.is_autocast_enabled(device.type)
-    return cast("torch.dtype", torch.get_autocast_dtype(device.type)) if on else None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

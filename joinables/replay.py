@@ -22,8 +22,8 @@ Both headers are awaited where they are sent, so ranks that diverge get an error
 are replayed without it, evaluation in evaluation, backwards that reduce nothing without reducing.
 
 *Gradients.* FSDP and DDP divide by the size of the group. The mean over contributors, or the weighted one, is a factor
-on the result. A joined rank clears its gradients where the active ones have, and keeps them where they have. What it had
-accumulated when it ran out goes into the next reduction, natively.
+on the result. A joined rank clears its gradients where the active ones have, and keeps them where they have. What it
+had accumulated when it ran out goes into the next reduction, natively.
 
 *State.* Shards stay with their ranks, so a joined rank must step them too: ``joinables.step``. Unsharded parameters and
 buffers come from the last joiner.
@@ -86,7 +86,8 @@ class Replay:
                 f"example is a {type(example).__name__}; give a tuple of positional arguments, or a function that"
                 " returns (args, kwargs)"
             )
-        self.module, self.example, self.process_group = module, example, process_group
+        self.module, self.process_group = module, process_group
+        self.example: Example | None = cast("Example | None", example)
 
     def joinables(self) -> list[Joinable]:
         """The module's forward and its backward."""
@@ -113,7 +114,7 @@ class _Module:
         parameter = next(module.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         if process_group is None and isinstance(module, DistributedDataParallel):
-            process_group = module.process_group
+            process_group = cast("Any", module).process_group
         if process_group is None:
             process_group = group_of(self.reduction.parameters, type(module).__name__)
         self.process_group = process_group
@@ -355,7 +356,7 @@ class ReplayedBackward(_Replayed):
         super().detach()
         self._weights.detach()
         _unsynced[self._of.module] = self._unsynced
-        if self._in_backward or self._current is not None:
+        if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
             self._reduction.reset()
         self._in_backward, self._current = False, None
         self._through = []
@@ -415,8 +416,8 @@ class ReplayedBackward(_Replayed):
         outputs = list(tensors_with_grad(output))
         if not outputs and hides_tensors(output):
             raise JoinError(
-                f"{type(module).__name__} returns a {type(output).__name__}, in which Join finds no tensor, so it cannot"
-                " tell when a backward begins; return tensors, containers of them, or a dataclass"
+                f"{type(module).__name__} returns a {type(output).__name__}, in which Join finds no tensor, so it"
+                " cannot tell when a backward begins; return tensors, containers of them, or a dataclass"
             )
         self._current = None
         self._reduction.forwarded()
@@ -484,10 +485,10 @@ class ReplayedBackward(_Replayed):
             raise ValueError("join.weight is set on some ranks and not on all others; set it on all ranks or on none")
         self._complete, self._weighted = complete > 0, weighted > 0
         self._contributors, self._total = float(contributors), None
-        if self._weighted and not self._reduction.scales:
+        if self._weighted and not self._reduction.weighs:
             raise ValueError(
-                f"join.weight weighs gradients, and those of {type(self._of.module).__name__} are the loop's own"
-                " business: wrap it in DistributedDataParallel, or weigh the loss"
+                f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
+                " backward ranks compute together; leave it None and multiply the loss by what it should weigh"
             )
         if self._complete and self._weighted:
             total = torch.tensor(self._weights.window, dtype=torch.float64)

@@ -32,7 +32,17 @@ def test_public_names() -> None:
         "ProtocolError",
         "register_joinable",
     ]
-    assert joinables.__all__ == ["BucketRebuild", "BufferSync", "GradientSync", "State", "TorchJoinable", "ZeroStep"]
+    assert joinables.__all__ == [
+        "BucketRebuild",
+        "BufferSync",
+        "GradientSync",
+        "Replay",
+        "ShardStep",
+        "SharedCall",
+        "State",
+        "TorchJoinable",
+        "ZeroStep",
+    ]
     assert joinables.trainer.__all__ == [
         "CSVMetrics",
         "Callback",

@@ -15,7 +15,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -43,17 +43,19 @@ def checked_timeout(timeout: Any) -> float | None:
     return timeout
 
 
-def checked_steps(steps: Any, timeout: Any) -> int | None:
-    """Return ``steps`` if it is a number of steps.
+def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
+    """Return ``steps`` if it is a number of steps, or ``"loader"``.
 
     Raises:
-        TypeError: if it is no whole number.
-        ValueError: if it is negative, or given together with ``timeout``.
+        TypeError: if it is neither.
+        ValueError: if it is negative, or a number given together with ``timeout``.
     """
-    if steps is None:
-        return None
+    if steps is None or steps == "loader":
+        return steps
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps={steps!r} must be a whole number, or None if it is not known")
+        raise TypeError(
+            f"steps={steps!r} must be a whole number, 'loader' for a loop over join.iterate, or None if it is not known"
+        )
     if steps < 0:
         raise ValueError(f"steps={steps} must not be negative")
     if timeout is not None:
@@ -159,9 +161,14 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
         if name in taken:
             continue
         known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
-        meant = difflib.get_close_matches(name, [*taken, *own], n=1)
-        hint = f". Did you mean {meant[0]}?" if meant else ""
+        hint = did_you_mean(name, [*taken, *own])
         raise TypeError(f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that it resembles, if there is one."""
+    meant = difflib.get_close_matches(name, list(known), n=1)
+    return f". Did you mean {meant[0]}?" if meant else ""
 
 
 def check_agreement(

@@ -14,11 +14,11 @@ The order of collectives inside the block is the business of ``join.protocol``; 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import Self
 
@@ -34,11 +34,16 @@ from join.arguments import (
 )
 from join.collectives import Collective, Work
 from join.declared import DeclaredChannel
+from join.dummies import cannot_take_empty
 from join.errors import JoinError, ProtocolError
+from join.iterate import Iteration, check_arguments
 from join.joinable import Joinable, JoinConfig
+from join.lockstep import LockstepChannel
 from join.members import Member, Scope
 from join.protocol import Channel
 from join.report import JoinReport, RankReport
+
+T = TypeVar("T")
 
 # By identity, not on the objects: a joinable must stay picklable inside its block.
 _blocks: dict[int, Join] = {}  # by joinable and by what it stands for
@@ -66,7 +71,8 @@ class Join:
         enable: ``False`` makes the block do nothing, for inputs known to be even.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
         steps: how many steps this rank will make, if that is known: synchronised backwards, each with one step of every
-            sharded optimizer in the list. On all ranks or on none. Then no header is sent at all.
+            sharded optimizer in the list. On all ranks or on none. Then no header is sent at all. ``"loader"``: for a
+            loop over :meth:`iterate`, as many as its loader has batches.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
             active rank awaits every header right before the burst.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
@@ -87,7 +93,7 @@ class Join:
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        steps: int | None = None,
+        steps: int | Literal["loader"] | None = None,
         timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
@@ -100,6 +106,7 @@ class Join:
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
         self._weight: float | None = None
+        self._iteration: Iteration | None = None
         self._entered = False
         self._report: JoinReport | None = None
 
@@ -145,23 +152,76 @@ class Join:
         Gradients become the mean over all ranks, weighted by it, and under accumulation over the micro-batches too, so
         do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then. Set it before the
         forward, on all ranks or on none, to a number that is not negative; it stays until it is set again. ``None``,
-        the default: every rank weighs the same.
+        the default: every rank weighs the same. In a loop over :meth:`iterate`, a dummy weighs 0 whatever is set.
 
         Raises:
             ValueError: on setting, if it is negative, infinite or NaN; in the backward, if it is 0 on all ranks.
             TypeError: on setting, if it is no number.
         """
-        return self._weight
+        return 0.0 if self.shadowing else self._weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
-        if self._entered and self._steps is not None and checked is not None and not self._channel.weighted:
+        declared = isinstance(self._steps, int)
+        if self._entered and declared and checked is not None and not self._channel.weighted:
             raise JoinError(
                 "with steps=, all ranks must know on entering that weights are in use: join = Join(..., steps=n);"
                 " join.weight = w; with join: ..."
             )
         self._weight = checked
+
+    @property
+    def shadowing(self) -> bool:
+        """Whether the batch that :meth:`iterate` handed out last is a dummy, which must not count."""
+        return self._iteration is not None and self._iteration.shadowing
+
+    @property
+    def pending(self) -> list[Any]:
+        """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
+        return [] if self._iteration is None else self._iteration.pending
+
+    def iterate(
+        self,
+        loader: Iterable[T],
+        until: Literal["all", "first"] = "all",
+        *,
+        dummy: Literal["empty", "last"] | Callable[[T], T] = "empty",
+        lookahead: int = 1,
+    ) -> Iterator[T]:
+        """Hand out ``loader``'s batches in lockstep: all ranks run the loop's body equally often.
+
+        So the body may contain any collectives: of the model, of metrics, of clipping. It must do the same on all
+        ranks. A rank that has run out of batches gets dummies, which weigh nothing in gradients; ``shadowing`` tells.
+
+        Args:
+            loader: this rank's batches: anything that can be iterated, also with no length or no batches.
+            until: ``"all"``: until all ranks have run out. ``"first"``: all ranks stop when one has run out; what they
+                had read ahead is in ``pending``.
+            dummy: ``"empty"``: the rank's last batch with all tensors of length 0 along their first dimension.
+                ``"last"``: the last batch itself. A function: what it returns for the last batch, at every step. A rank
+                that never had a batch uses the first one of another rank.
+            lookahead: how many batches are read ahead, and how many steps one header is for.
+
+        Raises:
+            ValueError, TypeError: for arguments that are none of these.
+            ProtocolError: on all ranks, if some leave the loop early and others do not.
+            PeerError: if a rank fails, in its loader or in the body.
+        """
+        if not self._enable:
+            check_arguments(until, dummy, lookahead)
+            return iter(loader)
+        if not self._entered:
+            raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
+        if not isinstance(self._channel, LockstepChannel):
+            raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
+        if self._iteration is not None and self._iteration.running:
+            self._iteration.leave(None)
+        declared = self._steps == "loader"
+        self._iteration = Iteration(
+            self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw
+        )
+        return self._iteration.handed_out()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -199,8 +259,10 @@ class Join:
         self._attached: list[Joinable] = []
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            if self._steps is not None:  # the number may differ
+            if isinstance(self._steps, int):  # the number may differ
                 settings |= {"steps": "declared", "weighted": self._weight is not None}
+            elif self._steps is not None:
+                settings |= {"steps": self._steps}
             check_agreement(self._collective, self._channel.key, self._joinables, settings, self._channel.wait)
             self._channel.agree()
             self._configure()
@@ -212,6 +274,8 @@ class Join:
             raise
         self._tally = replace(self._channel.tally)
         self._started = time.monotonic()
+        for member in members:
+            member.times.start(self._started)
         return self
 
     def __exit__(
@@ -221,6 +285,8 @@ class Join:
             self._unconfigure()
             return
         try:
+            if self._iteration is not None and self._iteration.running:
+                self._leave_loop(self._iteration, error)
             if error is not None:
                 self._channel.fail(error)
             else:
@@ -231,9 +297,9 @@ class Join:
     def _open_channel(self) -> Channel:
         key = id(self._collective)
         channel = _channels.get(key)
-        if channel is None and self._steps is None:
-            channel = Channel(self._collective)
-        elif self._steps is not None:
+        if channel is None and not isinstance(self._steps, int):
+            channel = LockstepChannel(self._collective)
+        elif isinstance(self._steps, int):
             if channel is not None:
                 raise JoinError("steps= needs a block of its own, and another is open on this group")
             channel = DeclaredChannel(self._collective, self._steps, weighted=self._weight is not None)
@@ -242,11 +308,20 @@ class Join:
         _channels[key] = channel
         return channel
 
+    def _leave_loop(self, iteration: Iteration, error: BaseException | None) -> None:
+        if isinstance(error, Exception) and iteration.is_empty_dummy:
+            told = JoinError(cannot_take_empty(error, self._collective.rank, [j.join_target for j in self._joinables]))
+            iteration.leave(told)
+            raise told from error
+        iteration.leave(error)
+
     def _finish(self) -> None:
-        joined_at = time.monotonic() - self._started
+        ran_out = None if self._iteration is None else self._iteration.joined_at
+        joined_at = (time.monotonic() if ran_out is None else ran_out) - self._started
         outcome = self._channel.drain()
+        ended_at = time.monotonic() - self._started
         with ExitStack() as calls:  # runs them all, whatever one of them raises: the collectives must stay in step
-            calls.callback(self._gather_report, outcome.even, joined_at)
+            calls.callback(self._gather_report, outcome.even, joined_at, ended_at)
             for member in reversed(self._scope.members):
                 calls.callback(member.hook.post_hook, outcome.last)
             if not outcome.even:
@@ -254,16 +329,19 @@ class Join:
                 for member in reversed([member for scope in self._channel.scopes for member in scope.members]):
                     calls.callback(member.joinable.synchronise, self._channel.leader)
 
-    def _gather_report(self, even: bool, joined_at: float) -> None:
+    def _gather_report(self, even: bool, joined_at: float, ended_at: float) -> None:
         spent = self._channel.tally.since(self._tally)
+        busiest = max(self._scope.announcing, key=lambda member: member.steps)
         mine = RankReport(
             rank=self._collective.rank,
-            steps=max(member.steps for member in self._scope.announcing),
+            steps=busiest.steps,
             shadowed=max(member.shadowed for member in self._scope.announcing),
             joined_at=joined_at,
+            ended_at=ended_at,
             idle=spent.idle,
             headers=spent.headers,
             header_bytes=spent.nbytes,
+            step_times=tuple(busiest.times.counts),
         )
         report = JoinReport.gather(self._collective, mine, even)
         if len({row.headers for row in report.ranks}) > 1:

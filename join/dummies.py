@@ -1,30 +1,68 @@
-"""Batches without samples: :func:`emptied`."""
+"""Batches without samples, for ranks that have none left: :func:`emptied`, and who cannot take them."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
 
 
-def emptied(tree: Any) -> Any:
-    """Return ``tree`` with every tensor replaced by one of no rows, which holds no memory of the old one.
+def emptied(batch: Any) -> Any:
+    """Return ``batch`` with no samples in it: every tensor has length 0 along its first dimension.
+
+    Containers, dataclasses and mappings of any depth keep their shape. Tensors without dimensions, and what is no
+    tensor, stay as they are. No memory of the batch is held.
+    """
+    return pytree.tree_map(_emptied_leaf, batch, is_leaf=_is_odd_mapping)
+
+
+def _is_odd_mapping(node: Any) -> bool:
+    """Whether ``node`` is a mapping that pytree does not look into, such as a ``UserDict``."""
+    return isinstance(node, Mapping) and not isinstance(node, dict)
+
+
+def _emptied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf[:0].clone() if leaf.dim() else leaf  # a slice alone would keep the storage
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        changed = copy.copy(leaf)
+        for field in fields(leaf):
+            object.__setattr__(changed, field.name, emptied(getattr(leaf, field.name)))
+        return changed
+    if _is_odd_mapping(leaf):
+        changed = copy.copy(cast("Any", leaf))
+        for key, value in cast("Mapping[Any, Any]", leaf).items():
+            changed[key] = emptied(value)
+        return changed
+    return leaf
+
+
+def cannot_take_empty(error: BaseException, rank: int, listed: Sequence[Any]) -> str:
+    """What to tell the user of an ``error`` that came of an empty batch: the rank, who raised, and the way out.
 
     Args:
-        tree: nested containers and dataclasses; tensors of shape ``[n, ...]`` become ``[0, ...]`` of the same dtype and
-            device, and require grad if they did. Scalars and what is no tensor stay as they are.
+        error: as caught; the innermost module in its traceback is taken for the one that raised.
+        rank: this rank.
+        listed: the objects of the block, of which modules are searched for the name of that one.
     """
-    return pytree.tree_map(_empty_leaf, tree)
-
-
-def _empty_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        if leaf.dim() == 0:
-            return leaf.detach()
-        return leaf.detach().new_empty((0, *leaf.shape[1:])).requires_grad_(leaf.requires_grad)
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        values = {field.name: emptied(getattr(leaf, field.name)) for field in fields(leaf) if field.init}
-        return replace(leaf, **values)
-    return leaf
+    culprit: torch.nn.Module | None = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            culprit = owner
+        traceback = traceback.tb_next
+    where = "the loop's body"
+    if culprit is not None:
+        modules = [each for each in listed if isinstance(each, torch.nn.Module)]
+        named = (cast("Iterable[tuple[str, torch.nn.Module]]", each.named_modules()) for each in modules)
+        names = [name for each in named for name, module in each if module is culprit]
+        where = f"{type(culprit).__name__}{f' ({names[0]!r})' if names and names[0] else ''}"
+    return (
+        f"rank {rank} had run out of batches and got an empty one, which {where} cannot take"
+        f" ({type(error).__name__}: {error}). Give dummies with samples: join.iterate(loader, dummy='last')"
+    )

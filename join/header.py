@@ -80,6 +80,11 @@ class Header:
         """Whether active ranks announced different bursts."""
         return any(count != self.active for count in self.announcements.values())
 
+    @property
+    def looping(self) -> int:
+        """How many active ranks announced no burst: they begin a loop in lockstep."""
+        return self.active - sum(self.announcements.values())
+
 
 class HeaderBuffer:
     """Packs and unpacks headers, always through the same tensor.

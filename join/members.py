@@ -6,10 +6,12 @@ follows the nearest announcing one before it: it acts once after each of its bur
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from join.joinable import Burst, Joinable, JoinHook
+from join.step_times import StepTimes
 
 
 @dataclass(eq=False)
@@ -22,6 +24,7 @@ class Member:
         followers: the members that act after each of its bursts, if it announces; they have none themselves.
         steps: how many bursts this rank announced.
         shadowed: how many it shadowed.
+        times: how long this rank's own took, each from the one before.
         burst: the joinable, if it announces by nature and not only because it comes first.
         interjects: whether its bursts come between another one and its followers.
     """
@@ -31,12 +34,18 @@ class Member:
     followers: list[Member] = field(default_factory=list["Member"])
     steps: int = 0
     shadowed: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
     burst: Burst | None = field(init=False)
     interjects: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
         self.interjects = self.burst is not None and self.burst.interjects
+
+    def count_step(self) -> None:
+        """This rank announces a burst."""
+        self.steps += 1
+        self.times.step(time.monotonic())
 
 
 @dataclass(eq=False)

@@ -81,6 +81,12 @@ class Channel:
     """Whether ranks know each other's steps, so that headers need not be sent."""
     weighted = False
     """Where they do: whether ``join.weight`` is in use."""
+    in_lockstep = False
+    """Whether all ranks run the same steps (``Join.iterate``), so that nothing is announced or shadowed."""
+    active_ranks = 0
+    """There: which ranks have data in this step, as a bit mask."""
+    loop = 0
+    """There: the number of the loop."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
@@ -192,7 +198,7 @@ class Channel:
         self._sent_by = member
         if not member.interjects:
             self._outstanding = list(member.followers)
-        member.steps += 1
+        member.count_step()
         if self._awaits_all or (confirm and self.has_several_bursts and member is not self._ahead):
             self.confirm()
         return work
@@ -404,13 +410,14 @@ class Channel:
 
     def _check_converged(self, header: Header) -> None:
         """Raise if active ranks announced different bursts, after helping the one that could not wait."""
-        if not header.diverged:
+        if not (header.diverged or header.looping):
             return
-        ahead = self._ahead
+        ahead = self._ahead if self.has_several_bursts else self._members[0]
         others_ran_ahead = ahead is not None and ahead is not self._sent_by and not self._awaits_all
         if ahead is not None and others_ran_ahead and self._members.index(ahead) in header.announcements:
             self._shadow_member(ahead)
         names = [f"{n} x {self._members[index].joinable.join_name}" for index, n in header.announcements.items()]
+        names += [f"{header.looping} x join.iterate"] if header.looping else []
         mine = "none" if self._sent_by is None else self._sent_by.joinable.join_name
         self._close_with(
             ProtocolError(

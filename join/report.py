@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,18 +22,23 @@ class RankReport:
         steps: bursts that this rank announced, of the joinable that announced most.
         shadowed: bursts of other ranks that it shadowed, likewise.
         joined_at: seconds from entering the block to running out of inputs.
+        ended_at: seconds from entering the block until all ranks had run out.
         idle: seconds of waiting for headers as a joined rank.
         headers: how many headers it sent.
         header_bytes: their size in bytes.
+        step_times: how many of ``steps`` took how long, from one to the next (the first: from entering), counted in the
+            bins of :data:`join.step_times.EDGES`.
     """
 
     rank: int
     steps: int
     shadowed: int
     joined_at: float
+    ended_at: float
     idle: float
     headers: int
     header_bytes: int
+    step_times: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,15 +55,36 @@ class JoinReport:
 
     @classmethod
     def gather(cls, collective: Collective, mine: RankReport, even: bool) -> JoinReport:
-        """Collect all rows: one all-reduce of a ``world_size`` x 7 matrix in which each rank fills its own row."""
-        rows = torch.zeros(collective.world_size, len(astuple(mine)), dtype=torch.float64)
-        rows[mine.rank] = torch.tensor(astuple(mine), dtype=torch.float64)
+        """Collect all rows: one all-reduce of a matrix in which each rank fills its own row."""
+        *values, step_times = astuple(mine)
+        row = torch.tensor([*values, *step_times], dtype=torch.float64)
+        rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64)
+        rows[mine.rank] = row
         collective.all_reduce(rows).wait()
         return cls(tuple(_row(values) for values in cast("list[list[float]]", rows.tolist())), even)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""
         return asdict(self)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draw who was active when, how long each rank waited, and how long steps took.
+
+        Args:
+            path: also write the picture there, in the format of its suffix; whole or not at all.
+
+        Returns:
+            A ``matplotlib.figure.Figure`` of three axes; no window is opened, and pyplot's figures are not touched.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+        """
+        from join.plot import draw, save
+
+        figure = draw(self)
+        if path is not None:
+            save(figure, Path(path))
+        return figure
 
     def __str__(self) -> str:
         head = ("rank", "steps", "shadowed", "joined at", "idle", "headers", "bytes")
@@ -70,5 +98,15 @@ class JoinReport:
 
 
 def _row(values: Sequence[float]) -> RankReport:
-    rank, steps, shadowed, joined_at, idle, headers, header_bytes = values
-    return RankReport(round(rank), round(steps), round(shadowed), joined_at, idle, round(headers), round(header_bytes))
+    rank, steps, shadowed, joined_at, ended_at, idle, headers, header_bytes, *step_times = values
+    return RankReport(
+        rank=round(rank),
+        steps=round(steps),
+        shadowed=round(shadowed),
+        joined_at=joined_at,
+        ended_at=ended_at,
+        idle=idle,
+        headers=round(headers),
+        header_bytes=round(header_bytes),
+        step_times=tuple(map(round, step_times)),
+    )

@@ -1,7 +1,7 @@
-"""Copying state from one rank to all: tensors travel as flat buffers, the rest is pickled.
+"""Copying state from one rank to all, or from all to all: tensors travel as flat buffers, the rest is pickled.
 
 Active and joined ranks run the same code here, so there is one order of collectives: for a tree, first its skeleton
-(two broadcasts), then its tensors, chunk by chunk.
+(two broadcasts, or two all-gathers), then its tensors, chunk by chunk (or in one all-gather).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from join.collectives import Collective
+from join.collectives.base import as_bytes
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -50,6 +51,32 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
     broadcast_tensors(collective, received, source)
     fill = iter(received)
     return pytree.tree_map_only(_Slot, lambda _: next(fill), skeleton)
+
+
+@torch.no_grad()
+def gather_trees(collective: Collective, tree: Any) -> list[Any]:
+    """Return every rank's ``tree`` in rank order, on every rank; they may differ in shape. Tensors arrive on the CPU.
+
+    Raises:
+        RuntimeError: on every rank, if one has a leaf that is no tensor and cannot be pickled.
+    """
+    skeletons = collective.all_gather_object(pytree.tree_map_only(torch.Tensor, _Slot.of, tree))
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    flat = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors]
+    received = collective.all_gather_uneven(torch.cat([torch.empty(0, dtype=torch.uint8), *flat]))
+    return [_filled(skeleton, data) for skeleton, data in zip(skeletons, received, strict=True)]
+
+
+def _filled(skeleton: Any, data: torch.Tensor) -> Any:
+    start = 0
+
+    def take(slot: _Slot) -> torch.Tensor:
+        nonlocal start
+        size = slot.shape.numel() * slot.dtype.itemsize
+        start += size
+        return data[start - size : start].clone().view(slot.dtype).view(slot.shape)  # cloned, so that it is aligned
+
+    return pytree.tree_map_only(_Slot, take, skeleton)
 
 
 @dataclass(frozen=True)

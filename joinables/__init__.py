@@ -18,6 +18,7 @@ from joinables._torch_reducer import compiled_from
 from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync
+from joinables.metric import Metric, is_metric
 from joinables.replay import Replay, refuse_fsdp1
 from joinables.sharding import is_dtensor, is_sharded
 from joinables.shared_call import SharedCall
@@ -32,6 +33,7 @@ __all__ = [
     "BucketRebuild",
     "BufferSync",
     "GradientSync",
+    "Metric",
     "Replay",
     "ShardStep",
     "SharedCall",
@@ -60,7 +62,7 @@ def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable:
 
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
-    """A plain module is state (an EMA copy); a compiled one stands for what was compiled; sharded ones communicate."""
+    """A plain module is state (an EMA copy), a metric is not; a compiled one stands for what was compiled."""
     original = compiled_from(module)
     if original is not None:
         return joinables_of(original)
@@ -74,7 +76,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
             " apply fully_shard to it, or list Replay(module), which leaves gradients alone"
         )
-    return State(module)
+    return Metric(module) if is_metric(module) else State(module)
 
 
 register_state_adapter(State)

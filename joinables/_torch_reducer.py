@@ -98,6 +98,20 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
         ddp._sync_module_buffers(source)
 
 
+def copied_buffers(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """Copies of the module's buffers."""
+    return [buffer.clone() for buffer in ddp.module.buffers()]
+
+
+@torch.no_grad()
+def restore_buffers(ddp: DistributedDataParallel, copies: Sequence[torch.Tensor]) -> None:
+    """Put copies of the module's buffers back; the buffers' versions are kept because autograd may have saved them."""
+    buffers = list(ddp.module.buffers())
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        for buffer, copy in zip(buffers, copies, strict=True):
+            buffer.copy_(copy)
+
+
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
     """Keep the next forward from synchronising buffers by itself. Stands in for a switch that DDP lacks."""
     vars(ddp).update(require_forward_param_sync=False)  # a plain attribute; Module.__setattr__ costs ten times as much

@@ -21,6 +21,7 @@ from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.hooks import ModuleHook
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
+from joinables.usage import Usage
 from joinables.weights import Weights
 
 # From one block of a module to the next: gradients that a rank has not yet reduced are not the last result.
@@ -49,6 +50,8 @@ class GradientSync(DDPBurst):
         self._parameters = reducer.reduced_parameters(ddp)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._weights = Weights(self._parameters)
+        self._usage = Usage(self._parameters)
+        self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
         self._divide_by_initial_world_size = True
         self._credit = False  # announced, and the backward has not begun
         self._with_buffers = False  # this burst's header covers the buffers too
@@ -57,6 +60,7 @@ class GradientSync(DDPBurst):
         self._armed = False  # the reducer will reduce in the next backward
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
+        self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
         self._may_hold_result = True  # grad may still hold the last reduction's result
         self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
@@ -71,7 +75,9 @@ class GradientSync(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self._join = join
         self._weights.attach(join)
+        self._usage.attach(join)
         self._static_graph.check()
         ddp = self._ddp
         self._may_hold_result = _may_hold_result.get(ddp, True)
@@ -85,6 +91,7 @@ class GradientSync(DDPBurst):
             handle.remove()
         self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._weights.detach()
+        self._usage.detach()
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
         self._credit = self._armed = self._in_backward = False
@@ -142,7 +149,9 @@ class GradientSync(DDPBurst):
         self._with_buffers, self._weighted = with_buffers > 0, weighted == self._channel.announced(self)
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
-        self._weights.take_back()
+        if self._channel.in_lockstep:
+            self._weighted = self._weights.agree()
+        self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
             self._drop_gradients()
@@ -188,8 +197,16 @@ class GradientSync(DDPBurst):
             if self._ddp.find_unused_parameters and not self._armed:
                 self._forget_use_of_zeroed()
             self._weights.watch()
+            if self._counts_use:
+                self._usage.watch()
             if self._synchronises:
                 self._announce_forward()
+        if self._join.shadowing:
+            self._buffers_before = reducer.copied_buffers(self._ddp)
+
+    @property
+    def _counts_use(self) -> bool:
+        return self._channel.in_lockstep and self._ddp.find_unused_parameters and not self._ddp.static_graph
 
     def _forget_use_of_zeroed(self) -> None:
         if all(parameter.grad is None for parameter in self._parameters):
@@ -209,7 +226,7 @@ class GradientSync(DDPBurst):
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         worth_it |= self._channel.declared and self._buffers is not None
         early = worth_it and self._channel.may_announce_early(self)
-        self._weighted = self._weights.current is not None
+        self._weighted = self._weights.in_use
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
@@ -220,6 +237,9 @@ class GradientSync(DDPBurst):
             self._buffers.announced()
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
+        if self._join.shadowing:  # a dummy leaves no trace
+            reducer.restore_buffers(self._ddp, self._buffers_before)
+            self._buffers_before = []
         if not torch.is_grad_enabled():
             return
         if self._buffers is not None:
@@ -252,12 +272,15 @@ class GradientSync(DDPBurst):
             return
         self._in_backward = True
         self._see_zeroed(values=True)
-        self._weights.begin_backward(may_hold_result=self._may_hold_result)
+        self._weights.begin_backward(holds_result=self._sets_result_aside())
+        if self._counts_use and not self._had_data:
+            self._usage.begin_window()
+        self._had_data |= self._channel.active_ranks
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
         else:
-            self._unsynced = True
+            self._unsynced |= not self._join.shadowing
             reducer.after_backward(self._end_backward)
 
     def _begin_reduction(self) -> None:
@@ -267,13 +290,17 @@ class GradientSync(DDPBurst):
         if not self._credit:
             if self._channel.declared and self._buffers is not None:
                 raise ProtocolError("with steps=, each backward of a module with buffers needs a forward of its own")
-            self._with_buffers, self._weighted = False, self._weights.current is not None
+            self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
-        self._check_weights()
-        self._weights.take_back()
+        if self._channel.in_lockstep:
+            self._weighted = self._weights.agree()
+        else:
+            self._check_weights()
+        self._weights.take_back(self._share_of_result)
         self._credit = False
         self._count_contributors(self._weights.window if self._weighted else 1.0)
-        if self._may_hold_result and self._divide_by_initial_world_size and not self._weighted:
+        holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
+        if holding and not self._channel.in_lockstep:
             if self._channel.declared:
                 raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
@@ -290,6 +317,9 @@ class GradientSync(DDPBurst):
         self._may_hold_result = True
         self._weights.end_reduction()
         self._scale()
+        if self._counts_use:
+            self._usage.end_reduction(with_dummies=self._had_data.bit_count() < self._collective.world_size)
+        self._had_data = 0
         self._rebuild.run_if_due()
 
     # -- scaling ------------------------------------------------------------------------------------------------------
@@ -299,7 +329,7 @@ class GradientSync(DDPBurst):
 
         A rank that finds itself alone with its weight gives it up, so that its collectives match, and then raises.
         """
-        if self._weighted != (self._weights.current is not None):
+        if self._weighted != self._weights.in_use:
             raise ValueError("join.weight was set or unset between forward and backward; set it before the forward")
         if self._channel.declared and self._weighted != self._channel.weighted:
             raise ValueError(
@@ -319,7 +349,8 @@ class GradientSync(DDPBurst):
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""
         self._contributors = None
         channel, initial = self._channel, self._divide_by_initial_world_size
-        unseen = (self._with_buffers and not channel.declared) or channel.someone_may_contribute_unseen()
+        uncounted = self._with_buffers and not (channel.declared or channel.in_lockstep)
+        unseen = uncounted or channel.someone_may_contribute_unseen()
         if self._weighted or (unseen and not initial):
             count = torch.tensor(mine, dtype=torch.float64)
             self._contributors = count, self._collective.all_reduce(count)
@@ -332,7 +363,9 @@ class GradientSync(DDPBurst):
         """
         if self._divide_by_initial_world_size and not self._weighted:
             return
-        if self._contributors is None:
+        if self._contributors is None and self._channel.in_lockstep:
+            contributors = float(self._had_data.bit_count())
+        elif self._contributors is None:
             contributors = float(self._channel.flags(self)[2])
         else:
             count, work = self._contributors
@@ -347,6 +380,17 @@ class GradientSync(DDPBurst):
             for parameter, used in zip(self._parameters, reducer.used_anywhere(self._ddp), strict=True):
                 if used and parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+    def _sets_result_aside(self) -> bool:
+        """Whether the gradients hold the last result alone, and this rank may not contribute it as it is."""
+        if not self._may_hold_result or self._weights.window:
+            return False
+        return self._weights.in_use or (self._join.shadowing and not self._had_data >> self._collective.rank & 1)
+
+    @property
+    def _share_of_result(self) -> float:
+        """How often this rank contributes a result that was set aside."""
+        return self._weights.window if self._weighted else float(self._divide_by_initial_world_size)
 
     # -- what the gradients hold --------------------------------------------------------------------------------------
 

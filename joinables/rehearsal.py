@@ -54,16 +54,21 @@ class Call:
     @property
     def without_rows(self) -> Call:
         """The same with empty tensors."""
-        args, kwargs = emptied((self.args, self.kwargs))
+        with torch.no_grad():  # nothing of the graph that they come from is held
+            args, kwargs = emptied((self.args, self.kwargs))
         return Call(args, kwargs, self.require_grad, self.autocast)
 
     def told(self, collective: Collective, source: int) -> Call:
         """Rank ``source``'s call on every rank."""
         mine = (self.args, self.kwargs, self.require_grad, self.autocast)
-        call = Call(*broadcast_tree(collective, mine, source))
-        for tensor, requires_grad in zip(_tensors((call.args, call.kwargs)), call.require_grad, strict=True):
+        return Call(*broadcast_tree(collective, mine, source)).prepared
+
+    @property
+    def prepared(self) -> Call:
+        """The same, its tensors requiring grad as they should; it is changed in place."""
+        for tensor, requires_grad in zip(_tensors((self.args, self.kwargs)), self.require_grad, strict=True):
             tensor.requires_grad_(requires_grad)
-        return call
+        return self
 
 
 class Rehearsal:
@@ -85,6 +90,11 @@ class Rehearsal:
         if self.call is None:
             return True
         return self._example is None and Call.of(args, kwargs, self._device).kind != self.call.kind
+
+    def assume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take this rank's call as a model if there is none: in lockstep, only a rank that leaves early needs one."""
+        if self.call is None:
+            self.call = Call.of(args, kwargs, self._device).without_rows.prepared
 
     def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Let all ranks have the call of rank ``source``.

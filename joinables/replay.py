@@ -249,7 +249,10 @@ class ReplayedForward(_Replayed):
         if self._of.replaying or reducer.in_backward():
             return
         of = self._of
-        self._is_other = of.rehearsal.is_other(args, kwargs)
+        if self._channel.in_lockstep:
+            of.rehearsal.assume(args, kwargs)
+        else:
+            self._is_other = of.rehearsal.is_other(args, kwargs)
         if self._is_other and self._channel.declared and of.rehearsal.call is not None:
             raise ValueError(
                 f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
@@ -329,6 +332,7 @@ class ReplayedBackward(_Replayed):
         self._several = False
         self._weighted = self._complete = False
         self._unsynced = False  # something is accumulated since the last complete reduction
+        self._had_data = 0  # in lockstep: the ranks that had data since then, as a bit mask
         self._total: tuple[torch.Tensor, Work] | None = None  # of the weights, under way
         self._contributors = 0.0
 
@@ -340,6 +344,7 @@ class ReplayedBackward(_Replayed):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self._join = join
         self._weights.attach(join)
         self._unsynced = _unsynced.get(self._of.module, False)
         self._in_backward = False
@@ -453,11 +458,11 @@ class ReplayedBackward(_Replayed):
         before = passes[: passes.index(entered)]
         self._through = [*[each for each in before if each.is_pending], entered]
         self._several = self._through != passes[-1:]
-        self._weighted = self._weights.current is not None
+        self._weighted = self._weights.in_use
         self._channel.announce(self)
         self._channel.read()
-        self._weights.begin_backward(may_hold_result=False)
-        self._begin()
+        self._weights.begin_backward(holds_result=False)
+        self._begin(complete=self._reduction.reduces[1])
         # Queued now, it runs before those of FSDP and DDP, and what it queues runs after them.
         reducer.after_backward(lambda: reducer.after_backward(self._end_backward))
 
@@ -477,14 +482,19 @@ class ReplayedBackward(_Replayed):
 
     # -- both sides ---------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, *, complete: bool) -> None:
         """What comes before the module's own collectives."""
         flags, announced = self._channel.flags(self), self._channel.announced(self)
-        _, _, contributors, weighted, _, complete, several = flags
-        if 0 < weighted < announced:
+        _, _, contributors, weighted, _, _, several = flags
+        self._complete, self._total = complete, None
+        if self._channel.in_lockstep:
+            self._weighted = self._weights.agree()
+            self._had_data |= self._channel.active_ranks
+            self._contributors = float(self._had_data.bit_count())
+        elif 0 < weighted < announced:
             raise ValueError("join.weight is set on some ranks and not on all others; set it on all ranks or on none")
-        self._complete, self._weighted = complete > 0, weighted > 0
-        self._contributors, self._total = float(contributors), None
+        else:
+            self._weighted, self._contributors = weighted > 0, float(contributors)
         if self._weighted and not self._reduction.weighs:
             raise ValueError(
                 f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
@@ -517,9 +527,11 @@ class ReplayedBackward(_Replayed):
 
     def _end(self) -> None:
         """What comes after the module's own collectives."""
-        self._unsynced = not self._complete and (self._unsynced or not self._of.replaying)
+        has_data = not (self._of.replaying or self._join.shadowing)
+        self._unsynced = not self._complete and (self._unsynced or has_data)
         if not self._complete:
             return
+        self._had_data = 0
         self._weights.end_reduction()
         if not self._scales:
             self._reduction.scale(1.0)
@@ -541,7 +553,7 @@ class ReplayedBackward(_Replayed):
         announced = self._channel.announced(self)
         self._through = []
         self._clear(cleared == announced, zeroed == announced)
-        self._begin()
+        self._begin(complete=complete > 0)
         if not several:
             self._through = list(self._forward.passes)[-1:]
         outputs = [tensor for each in self._through for tensor in each.outputs]

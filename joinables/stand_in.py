@@ -1,13 +1,13 @@
-"""What all adapters have in common: :class:`StandIn`."""
+"""What adapters have in common: :class:`StandIn`, and :class:`Silent` for objects that do not communicate."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from typing_extensions import override
 
-from join import Joinable
+from join import Join, Joinable, JoinHook
 
 
 class StandIn(Joinable):
@@ -40,3 +40,32 @@ class StandIn(Joinable):
     @override
     def join_target(self) -> Any:
         return self._target
+
+
+class Silent(StandIn):
+    """Stands for an object that issues no collective in the loop; what is to be done comes when the block ends."""
+
+    communicates: ClassVar[bool] = False
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return JoinHook()
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    @override
+    def join_process_group(self) -> None:
+        return None
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._collective = join.collective
+
+    @override
+    def detach(self) -> None:
+        del self._collective

@@ -7,15 +7,14 @@ travel as flat buffers, the rest of the state dict is pickled.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
 
-from join import Join, JoinHook
 from join.transfer import broadcast_tree
 from joinables._torch_reducer import has_stepped, mark_stepped
-from joinables.stand_in import StandIn
+from joinables.stand_in import Silent
 
 
 class Stateful(Protocol):
@@ -28,41 +27,16 @@ class Stateful(Protocol):
         """Take over a state."""
 
 
-class State(StandIn):
+class State(Silent):
     """Brings a stateful object up to date on exit.
 
     Args:
         stateful: the object.
     """
 
-    communicates: ClassVar[bool] = False
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
     def __init__(self, stateful: Stateful) -> None:
         super().__init__(stateful)
         self._stateful = stateful
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return JoinHook()
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> None:
-        return None
-
-    @override
-    def attach(self, join: Join) -> None:
-        self._collective = join.collective
-
-    @override
-    def detach(self) -> None:
-        del self._collective
 
     @override
     def synchronise(self, source: int) -> None:

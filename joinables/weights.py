@@ -25,6 +25,8 @@ class Weights:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
+        self._agreed = False  # in the loop in lockstep of that number, whether weights are in use
+        self._agreed_in = 0
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
@@ -43,9 +45,34 @@ class Weights:
         del self._join
 
     @property
+    def in_use(self) -> bool:
+        """Whether this rank has set a weight."""
+        return self._join.weight is not None and not self._join.shadowing
+
+    @property
     def current(self) -> float | None:
-        """The weight of this rank's batch; ``None`` if weights are not in use."""
+        """The weight of this rank's batch: 0 for a dummy; ``None`` if weights are not in use."""
         return self._join.weight
+
+    def agree(self) -> bool:
+        """In lockstep, once a loop: let all ranks know whether weights are in use; who has only dummies cannot.
+
+        Raises:
+            ValueError: if they are on some ranks only, or no more.
+        """
+        join, shadows = self._join, self._join.shadowing
+        if self._agreed_in != join.channel.loop:
+            self._agreed_in = join.channel.loop
+            votes = torch.tensor([self.in_use, not (self.in_use or shadows)], dtype=torch.int64)
+            join.collective.all_reduce(votes).wait()
+            if votes.all():
+                raise ValueError(
+                    f"join.weight is set on {votes[0]} ranks and not on {votes[1]}; set it on all ranks or on none"
+                )
+            self._agreed = bool(votes[0])
+        if not shadows and self._agreed != self.in_use:
+            raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
+        return self._agreed
 
     def watch(self, *, always: bool = False) -> None:
         """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
@@ -60,11 +87,11 @@ class Weights:
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 
     @torch.no_grad()
-    def begin_backward(self, *, may_hold_result: bool) -> None:
-        """A backward begins; the gradients may still hold the last reduction's result."""
+    def begin_backward(self, *, holds_result: bool) -> None:
+        """A backward begins; the gradients may hold the last reduction's result, and nothing but that."""
         if self.current is None:
             return
-        if may_hold_result and not self.window:
+        if holds_result:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     self._aside.append((parameter, parameter.grad.clone()))
@@ -72,11 +99,11 @@ class Weights:
         self.window += self.current
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """A reduction begins: add the last result with this rank's weight, so that the weighted mean has it once."""
+    def take_back(self, share: float) -> None:
+        """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
         for parameter, result in self._aside:
             if parameter.grad is not None:
-                parameter.grad.add_(result, alpha=self.window)
+                parameter.grad.add_(result, alpha=share)
         self._aside.clear()
 
     def end_reduction(self) -> None:

@@ -36,6 +36,7 @@ def test_public_names() -> None:
         "BucketRebuild",
         "BufferSync",
         "GradientSync",
+        "Metric",
         "Replay",
         "ShardStep",
         "SharedCall",
@@ -116,7 +117,7 @@ def test_private_torch_names_live_in_one_module() -> None:
 
 @pytest.mark.parametrize("statement", ["import join", "import joinables", "import joinables.trainer"])
 def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
-    weight = ["torch.distributed.optim", "matplotlib", "sklearn", "horovod", "torch_xla"]
+    weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
     probe = f"import sys; {statement}; print([m for m in {weight} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True

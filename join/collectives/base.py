@@ -136,6 +136,14 @@ class Collective(ABC):
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
 
+    def companion(self) -> Collective:
+        """A second line between the same ranks, whose operations do not mix with this one's; the same at every call.
+
+        All ranks call it, in the same order among their operations the first time. A backend that has no second line
+        returns this one.
+        """
+        return self
+
     @final
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Return rank ``source``'s ``value`` on every rank; it is pickled.

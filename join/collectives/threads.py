@@ -56,8 +56,11 @@ class _World:
         self.meetings: dict[int, _Meeting] = {}
         self.store: dict[str, str] = {}
         self.failed = ""
+        self.companion: _World | None = None
 
     def fail(self, why: str) -> None:
+        if self.companion is not None:
+            self.companion.fail(why)
         with self.lock:
             self.failed = self.failed or why
             for meeting in self.meetings.values():
@@ -71,6 +74,7 @@ class ThreadCollective(Collective):
     def __init__(self, world: _World, rank: int) -> None:
         self._world, self._rank, self._count, self._blocks = world, rank, 0, 0
         self._is_set_up = True
+        self._companion: ThreadCollective | None = None
 
     @property
     @override
@@ -191,6 +195,15 @@ class ThreadCollective(Collective):
     def next_block(self) -> int:
         self._blocks += 1
         return self._blocks
+
+    @override
+    def companion(self) -> ThreadCollective:
+        if self._companion is None:
+            with self._world.lock:
+                if self._world.companion is None:
+                    self._world.companion = _World(self._world.size, self._world.timeout)
+            self._companion = ThreadCollective(self._world.companion, self._rank)
+        return self._companion
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -35,6 +35,7 @@ class _Shared:
 
     blocks: int = 0
     cpu_group: dist.ProcessGroup | None = None
+    companion: TorchCollective | None = None
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
@@ -151,10 +152,19 @@ class TorchCollective(StoreCollective):
         if "cpu:" in dist.get_backend_config(self.group):
             return self.group
         if self._shared.cpu_group is None:
-            ranks = distributed_c10d.get_process_group_ranks(self.group)
-            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self._shared.cpu_group = cast("dist.ProcessGroup", made)
+            self._shared.cpu_group = self._new_gloo_group()
         return self._shared.cpu_group
+
+    def _new_gloo_group(self) -> dist.ProcessGroup:
+        ranks = distributed_c10d.get_process_group_ranks(self.group)
+        return cast("dist.ProcessGroup", dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+    @override
+    def companion(self) -> TorchCollective:
+        # For CPU tensors alone, whatever the group is for.
+        if self._shared.companion is None:
+            self._shared.companion = TorchCollective(self._new_gloo_group())
+        return self._shared.companion
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group

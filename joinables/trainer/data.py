@@ -7,13 +7,13 @@ repeated or dropped to make ranks even: that is what ``Join`` is for.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
@@ -77,7 +77,8 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
     """Return the loader of one rank: over its part of the data set, if it is a ``DataLoader`` without a sampler.
 
     A loader with a sampler of its own, one over an ``IterableDataset``, and what is no ``DataLoader`` are taken as they
-    are: they deal out their data themselves, or every rank sees all of it.
+    are: they deal out their data themselves, or every rank sees all of it. A subclass of ``DataLoader`` stays what it
+    is, with all that it has; the loader given is not changed.
 
     Args:
         loader: the loader.
@@ -85,9 +86,6 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         world_size: the number of ranks.
         seed: of the order.
         shuffle: whether the order changes with the epoch; by default, if the loader shuffles.
-
-    Raises:
-        TypeError: for a subclass of ``DataLoader`` that cannot be built again with another sampler.
     """
     if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return loader
@@ -108,25 +106,24 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         seed=seed,
         block_size=1 if batches is None else batches.batch_size,
     )
-    names = (
-        "dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-        "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
-    )  # fmt: skip
-    options = {name: getattr(loader, name) for name in names}
-    options["batch_size"] = None if batches is None else batches.batch_size
+    # A copy, whatever class it is of and however it was built. DataLoader forbids to assign these, and workers that
+    # persist are the other's.
+    dealt = copy.copy(loader)
+    vars(dealt).update(sampler=sampler, _iterator=None)
     if batches is not None:
-        options["drop_last"] = batches.drop_last
-    try:
-        return type(loader)(sampler=sampler, **options)
-    except TypeError as error:
-        raise TypeError(
-            f"{type(loader).__name__} cannot be built again with a sampler for each rank ({error}); give it a sampler"
-            " of your own, such as UnevenDistributedSampler, or take its keywords as DataLoader does"
-        ) from error
+        vars(dealt)["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return dealt
 
 
 def _is_data_loader(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return isinstance(loader, DataLoader)
+
+
+def _is_predictable(loader: DataLoader[Any]) -> bool:
+    """Whether its samplers tell which batches there are."""
+    kind = type(loader)
+    plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
+    return plain and not isinstance(loader.dataset, IterableDataset)
 
 
 def _is_permutation(order: Any, loader: DataLoader[Any]) -> bool:
@@ -140,14 +137,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
         tell = getattr(each, "set_epoch", None)
         if callable(tell):
             tell(epoch)
-
-
-def samples_in(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor that has one; 1 without any."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return 1
 
 
 @dataclass(frozen=True)
@@ -190,15 +179,22 @@ class Plan:
 
 
 def length_of(loader: Any) -> int | None:
-    """The number of batches; ``None`` if it is unknown. What an ``IterableDataset`` says of itself is not believed."""
-    if _is_data_loader(loader) and isinstance(loader.dataset, IterableDataset):
+    """The number of batches; ``None`` if it is unknown.
+
+    What an ``IterableDataset`` says of itself is not believed. Nor is a subclass of ``DataLoader`` that iterates or
+    counts in a way of its own: it may count what was not dealt out to this rank.
+    """
+    if _is_data_loader(loader) and not _is_predictable(loader):
         return None
-    return len(loader) if hasattr(loader, "__len__") else None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # it has none, or its sampler does not
+        return None
 
 
 def _sizes(loader: Any) -> tuple[int, int] | None:
     """Full and last batch's number of samples, where a loader makes batches of one size; ``None`` where not known."""
-    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
+    if not _is_data_loader(loader) or length_of(loader) is None:
         return None
     batches = cast("Any", loader.batch_sampler)
     if type(batches) is not BatchSampler:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from joinables.trainer.callback import Callback
+from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.metrics import monitored
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class EarlyStopping(Callback):
         ValueError: if an argument is out of range.
     """
 
+    @checks_keywords
     def __init__(
         self, monitor: str, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:

@@ -10,27 +10,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from joinables.trainer.batch import map_tensors
 from joinables.trainer.data import distribute
 from joinables.trainer.run import Run
 
-_STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
+_OF_A_BATCH = ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
 
 
 def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
     """Go through ``loader`` and return what was logged, over all ranks; ``stage`` is ``"validate"`` or ``"test"``."""
-    name = {"validate": "validation", "test": "test"}[stage]
-    with run.fresh_metrics() as store:
-        run.samples = 1  # a hook's values weigh the same on all ranks
-        getattr(run.module, f"on_{name}_epoch_start")()
-        for _ in _outputs(run, _local(run, loader), stage):
-            pass
-        run.samples = 1
-        getattr(run.module, f"on_{name}_epoch_end")()
-        metrics = store.reduce(run.collective)
-    run.trainer.metrics.update(metrics)
-    run.call("on_evaluation_end", stage)
+    with evaluating(run.module):
+        with run.fresh_metrics() as store:
+            for _ in _outputs(run, local_loader(run, loader), stage):
+                pass
+            metrics = store.reduce(run.collective)
+        run.trainer.metrics.update(metrics)
+        _end(run, stage)
     return metrics
 
 
@@ -39,30 +36,45 @@ def predict(run: Run, loader: Any) -> list[Any]:
 
     They are in that order where the trainer deals out the data; otherwise each rank's come after the other's.
     """
-    local = _local(run, loader)
-    mine = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), list(_outputs(run, local, "predict")))
-    parts: list[list[Any]] = run.collective.all_gather_object(mine)
-    run.call("on_evaluation_end", "predict")
+    local = local_loader(run, loader)
+    with evaluating(run.module):
+        mine = map_tensors(torch.Tensor.cpu, list(_outputs(run, local, "predict")))
+        parts: list[list[Any]] = run.collective.all_gather_object(mine)
+        _end(run, "predict")
     if local is loader:
         return [output for part in parts for output in part]
     rounds = max(map(len, parts))
     return [part[index] for index in range(rounds) for part in parts if index < len(part)]
 
 
-def _local(run: Run, loader: Any) -> Any:
+def local_loader(run: Run, loader: Any) -> Any:
+    """This rank's part of a loader, in order; one that was dealt out already stays as it is."""
     return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
 
 
 def _outputs(run: Run, local: Any, stage: str) -> Generator[Any]:
-    step = getattr(run.module, _STEPS[stage])
+    module, name = run.module, _NAMES[stage]
+    step, starts, ends = (getattr(module, form.format(name)) for form in _OF_A_BATCH)
     run.call("on_evaluation_start", stage)
-    with evaluating(run.module):
-        for index, batch in enumerate(local):
-            batch = run.take(batch)
-            with run.precision.forward_context():
-                output = step(batch, index)
-            run.call("on_evaluation_batch_end", output, batch, index, stage)
-            yield output
+    run.samples = 1  # a hook's values weigh the same on all ranks
+    getattr(module, f"on_{name}_start")()
+    getattr(module, f"on_{name}_epoch_start")()
+    for index, batch in enumerate(local):
+        batch = run.take(batch)
+        starts(batch, index)
+        with run.precision.forward_context():
+            output = step(batch, index)
+        ends(output, batch, index)
+        run.call("on_evaluation_batch_end", output, batch, index, stage)
+        yield output
+    run.samples = 1
+    getattr(module, f"on_{name}_epoch_end")()
+
+
+def _end(run: Run, stage: str) -> None:
+    """Tell that an evaluation is over, and its metrics are there."""
+    getattr(run.module, f"on_{_NAMES[stage]}_end")()
+    run.call("on_evaluation_end", stage)
 
 
 @contextmanager

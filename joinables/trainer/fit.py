@@ -24,7 +24,7 @@ from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
 from joinables.trainer.data import Plan, distribute, set_epoch
-from joinables.trainer.evaluate import evaluate
+from joinables.trainer.evaluate import evaluate, local_loader
 from joinables.trainer.members import Meeting, Ticker
 from joinables.trainer.optimizers import parse_optimizers
 from joinables.trainer.run import FitRun
@@ -45,7 +45,7 @@ class FitLoop:
         self._run = run
         self._trainer, self._module, self._strategy = run.trainer, run.module, run.strategy
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
-        self._val_loader = val_loader
+        self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
         self._weighted = False
         self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
@@ -71,6 +71,7 @@ class FitLoop:
                     retarget(scheduler.scheduler, mine)
         if not automatic:
             for optimizer in run.optimizers:
+                optimizer.register_step_pre_hook(self._announce_step)
                 optimizer.register_step_post_hook(self._count_step)
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + run.rank)
@@ -126,6 +127,7 @@ class FitLoop:
         trainer.metrics.update(run.store.reduce(run.collective))
         run.store.metrics.clear()
         run.call("on_train_epoch_end")
+        run.store.reduced.clear()
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def _train(self, plan: Plan) -> bool:
@@ -148,13 +150,14 @@ class FitLoop:
             self.take_snapshot,
         ]
         block = self._strategy.block(
-            listed, enable=not even or self._weighted, throw=throw, transform_gradients=self._clip
+            listed, enable=not even or self._weighted, throw=throw, transform_gradients=self._prepare_gradients
         )
         limit = plan.shortest if uneven == "stop" else None
         finished = False
         try:
             with block:
                 finished = self._train_batches(limit)
+                run.samples = 0  # what this rank logs while it shadows others weighs nothing
         except EarlyTerminationError:
             if uneven == "error":
                 raise
@@ -165,15 +168,21 @@ class FitLoop:
     def _train_batches(self, limit: int | None) -> bool:
         run = self._run
         for index, batch, is_last in self._batches(limit):
-            run.call("on_train_batch_start", batch, index)
             batch = run.take(batch)
+            if cast("Any", self._module.on_train_batch_start(batch, index)) == -1:
+                raise ValueError(
+                    "on_train_batch_start returned -1; the trainer has no way to skip the rest of an epoch"
+                )
+            run.call("on_train_batch_start", batch, index)
             if self._module.automatic_optimization:
                 outputs = self._automatic_step(batch, index, is_last)
             else:
                 with run.precision.forward_context():
                     outputs = self._module.training_step(batch, index)
             run.batches_read = index + 1
+            self._module.on_train_batch_end(outputs, batch, index)
             run.call("on_train_batch_end", outputs, batch, index)
+            run.store.singles.clear()
             if self._has_enough_steps:
                 return is_last
         return True
@@ -234,20 +243,20 @@ class FitLoop:
             self._step(optimizer)
         return cast("Any", outputs)
 
-    def backward(self, loss: torch.Tensor, *, sync: bool = True) -> None:
-        """Add the gradients of a batch's loss."""
-        self._strategy.backward(loss, float(self._run.samples) if self._weighted else None, sync=sync)
+    def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
+        """Add the gradients of a batch's loss; ``options`` are those of ``torch.Tensor.backward``."""
+        self._strategy.backward(loss, float(self._run.samples) if self._weighted else None, sync=sync, **options)
         if sync:
             self._ticker()
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         run = self._run
         if run.scaler is None:
-            self._clip()
+            self._prepare_gradients()
             optimizer.step()
         else:
             run.scaler.unscale_(optimizer)
-            self._clip()
+            self._prepare_gradients()
             run.scaler.step(optimizer)
             run.scaler.update()
         run.counters.global_step += 1
@@ -255,9 +264,16 @@ class FitLoop:
             if scheduler.interval == "step":
                 scheduler.step(self._trainer.metrics)
 
-    def _clip(self) -> None:
-        if self._trainer.gradient_clip_val is not None and self._module.automatic_optimization:
+    def _prepare_gradients(self) -> None:
+        """What happens to gradients before the optimizer's step; under manual optimization, that is the user's."""
+        if not self._module.automatic_optimization:
+            return
+        self._module.on_before_optimizer_step(self._run.optimizers[0])
+        if self._trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._trainer.gradient_clip_val)
+
+    def _announce_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._module.on_before_optimizer_step(optimizer)
 
     def _count_step(self, *_: Any) -> None:
         self._run.counters.global_step += 1

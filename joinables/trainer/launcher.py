@@ -85,10 +85,7 @@ class Launcher:
         _check_types(world_size, environment, timeout)
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
-        self._start_method: StartMethod = start_method
-        known: tuple[str, ...] = get_args(StartMethod)
-        if start_method not in known:
-            raise ValueError(f"start_method={start_method!r} is unknown; use one of {', '.join(known)}")
+        self._start_method: StartMethod = checked_start_method(start_method)
         self._environment = detect_environment() if environment is None else environment
         if not self._environment.creates_processes and (there := self._environment.place().world_size) != world_size:
             raise ValueError(
@@ -227,6 +224,18 @@ def _reap(workers: Sequence[BaseProcess]) -> None:
             worker.kill()
             worker.join()
             worker.close()
+
+
+def checked_start_method(start_method: Any) -> StartMethod:
+    """Return ``start_method`` if it is one.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    known: tuple[str, ...] = get_args(StartMethod)
+    if start_method not in known:
+        raise ValueError(f"start_method={start_method!r} is unknown; use one of {', '.join(known)}")
+    return start_method
 
 
 def _check_types(world_size: Any, environment: Any, timeout: Any) -> None:

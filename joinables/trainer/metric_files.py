@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer
 
 
-class _MetricFiles(Callback):
-    """Writes the metrics of every epoch, on rank 0; and single values of those logged with ``on_step``."""
+class MetricFiles(Callback):
+    """Writes what was logged in an epoch, on rank 0; and in a batch, of metrics with ``on_step``.
+
+    What was not logged in a batch or an epoch is not written for it, nor ever what was logged with ``logger=False``.
+    """
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.is_global_zero:
-            metrics = trainer.run.store.metrics
-            values = {name: metric.last for name, metric in metrics.items() if metric.on_step and metric.logger}
-            if values:
-                self._write(trainer, {f"{name}_step": value for name, value in values.items()})
+        if trainer.is_global_zero and trainer.run.store.singles:
+            self._write(trainer, {f"{name}_step": value for name, value in trainer.run.store.singles.items()})
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
-            self._write(trainer, trainer.metrics)
+            self._write(trainer, trainer.run.store.reduced)
 
     def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
         raise NotImplementedError
 
 
-class CSVMetrics(_MetricFiles):
+class CSVMetrics(MetricFiles):
     """Appends to a CSV file with the columns ``epoch, step, name, value``.
 
     Args:
@@ -62,7 +62,7 @@ class CSVMetrics(_MetricFiles):
                 writer.writerow((trainer.current_epoch, trainer.global_step, name, repr(value)))
 
 
-class TensorBoardMetrics(_MetricFiles):
+class TensorBoardMetrics(MetricFiles):
     """Writes event files for TensorBoard.
 
     Args:

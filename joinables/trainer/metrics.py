@@ -130,10 +130,18 @@ class Metric:
 
 
 class MetricStore:
-    """The metrics of one epoch on this rank."""
+    """The metrics of one epoch on this rank.
+
+    Attributes:
+        metrics: by name.
+        singles: for files, the values of the batch at hand; whoever goes through the batches empties it after each.
+        reduced: for files, the reduced metrics; whoever goes through the epochs empties it after each.
+    """
 
     def __init__(self) -> None:
         self.metrics: dict[str, Metric] = {}
+        self.singles: dict[str, float] = {}
+        self.reduced: dict[str, float] = {}
 
     def record(
         self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean", **options: Any
@@ -155,6 +163,8 @@ class MetricStore:
         if metric.reduce_fx != reduce_fx:
             raise ValueError(f"metric {name!r} was logged with reduce_fx={metric.reduce_fx!r} before")
         metric.add(float(value), weight)
+        if metric.on_step and metric.logger:
+            self.singles[name] = metric.last
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """The metrics over all ranks, by name; a rank without data may have logged nothing. One object all-gather."""
@@ -166,7 +176,9 @@ class MetricStore:
                     merged[name].merge(metric)
                 else:
                     merged[name] = metric
-        return {name: metric.value for name, metric in sorted(merged.items())}
+        values = {name: metric.value for name, metric in sorted(merged.items())}
+        self.reduced.update({name: value for name, value in values.items() if merged[name].logger})
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, as plain data."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from joinables.trainer.callback import Callback
+from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.metrics import monitored
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ModelCheckpoint(Callback):
         ValueError: if an argument is out of range, or several are kept with nothing to compare.
     """
 
+    @checks_keywords
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from joinables.trainer.hooks import ModuleHooks
 from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer
 
 
-class TrainModule(torch.nn.Module):
+class TrainModule(ModuleHooks, torch.nn.Module):
     """Base of modules that a :class:`Trainer` trains.
 
     Override ``training_step`` and ``configure_optimizers`` to fit, and ``validation_step``, ``test_step`` or
-    ``predict_step`` for the other runs. The hooks ``on_*`` do nothing unless overridden; they run on every rank, on a
-    rank without data too, but for the ``*_batch_*`` ones.
+    ``predict_step`` for the other runs. There are hooks between the steps, those of :class:`ModuleHooks`.
 
     With ``automatic_optimization = False`` the step itself calls ``manual_backward`` and steps what ``optimizers()``
     returns.
@@ -56,36 +56,6 @@ class TrainModule(torch.nn.Module):
         as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
-
-    def on_train_start(self) -> None:
-        """Called before the first epoch of a fit."""
-
-    def on_train_epoch_start(self) -> None:
-        """Called before the first batch of an epoch."""
-
-    def on_train_epoch_end(self) -> None:
-        """Called after an epoch and its validation."""
-
-    def on_train_end(self) -> None:
-        """Called after the last epoch of a fit."""
-
-    def on_validation_epoch_start(self) -> None:
-        """Called before the validation batches."""
-
-    def on_validation_epoch_end(self) -> None:
-        """Called after the validation batches, before their metrics are averaged."""
-
-    def on_test_epoch_start(self) -> None:
-        """Called before the test batches."""
-
-    def on_test_epoch_end(self) -> None:
-        """Called after the test batches, before their metrics are averaged."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take from a checkpoint."""
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -157,9 +127,23 @@ class TrainModule(torch.nn.Module):
         schedulers = [each.scheduler for each in self.trainer.schedulers]
         return (schedulers or [None])[0] if len(schedulers) < 2 else schedulers
 
-    def manual_backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``."""
-        self.trainer.backward(loss)
+    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``.
+
+        Args:
+            loss: the mean over the samples of the batch.
+            **options: ``retain_graph`` and ``create_graph``, as of ``torch.Tensor.backward``.
+
+        Raises:
+            TypeError: for another option.
+        """
+        unknown = options.keys() - {"retain_graph", "create_graph"}
+        if unknown:
+            # DDP waits for the gradients of all parameters, and would wait for those that inputs= leaves out.
+            raise TypeError(
+                f"manual_backward takes retain_graph and create_graph, and not {', '.join(sorted(unknown))}"
+            )
+        self.trainer.backward(loss, **options)
 
     @property
     def device(self) -> torch.device:

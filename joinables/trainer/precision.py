@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from joinables.trainer.batch import map_tensors
 
 _NAMES = {
     "32": "32", "32-true": "32", "64": "64", "64-true": "64", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed",
@@ -51,7 +52,7 @@ class Precision:
         """The batch, its floating-point tensors as the module's are kept."""
         if self.name != "64":
             return batch
-        return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
+        return map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
 
     def forward_context(self) -> AbstractContextManager[object]:
         """What a forward runs in."""

@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """A bar on rank 0: over the batches of the rank that has most, also while rank 0 is out of data.
 
+    Args:
+        disable: whether there is none; ``None`` shows it on a terminal, and leaves log files and pipes alone.
+
     Raises:
         ImportError: if tqdm is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, disable: bool | None = None) -> None:
         _tqdm()
+        self._disable = disable
         self._bar: Any = None
 
     @override
@@ -65,7 +69,7 @@ class ProgressBar(Callback):
     def _open(self, trainer: Trainer, what: str, total: int | None) -> None:
         self._close()
         if trainer.is_global_zero:
-            self._bar = _tqdm()(total=total, desc=what, unit="batch", dynamic_ncols=True)
+            self._bar = _tqdm()(total=total, desc=what, unit="batch", dynamic_ncols=True, disable=self._disable)
 
     def _advance(self, trainer: Trainer, batches: int) -> None:
         if self._bar is not None:

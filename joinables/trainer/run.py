@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from join.collectives import Collective
 from join.transfer import broadcast_tree
-from joinables.trainer.data import samples_in
+from joinables.trainer.batch import map_tensors, samples_in
 from joinables.trainer.members import Counters
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.optimizers import Scheduler
@@ -55,7 +54,7 @@ class Run:
         batch = self.precision.convert_batch(batch)
         if self.device.type == "cpu":
             return batch
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
 
     def load_weights(self, weights: Any) -> None:
         """Load the module's state dict that rank 0 has, on all ranks."""
@@ -73,6 +72,7 @@ class Run:
         try:
             yield self.store
         finally:
+            outer.reduced.update(self.store.reduced)
             self.store = outer
 
 

@@ -14,8 +14,10 @@ gate.
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
@@ -24,9 +26,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, JoinReport
+from join.arguments import checked_timeout, did_you_mean
 from join.collectives import Collective, SingleCollective, collective_of
 from joinables.trainer.batchnorm import to_batchnorm, to_sync_batchnorm
-from joinables.trainer.launcher import Launcher, StartMethod
+from joinables.trainer.launcher import Launcher, StartMethod, checked_start_method
 from joinables.trainer.sharding import sharded
 
 
@@ -80,13 +83,14 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of ``loss``.
 
         Args:
             loss: the mean over the samples of a batch.
             weight: how many samples that are, where batches weigh differently; ``None`` if all weigh the same.
             sync: whether this ends a window: gradients are then the mean over all of its batches on all ranks.
+            **options: of ``torch.Tensor.backward``.
         """
 
     @abstractmethod
@@ -133,10 +137,10 @@ class SingleStrategy(Strategy):
         return contextlib.nullcontext()
 
     @override
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         assert self._module is not None
         if weight is None or (sync and not self._window):
-            loss.backward()
+            loss.backward(**options)
             return
         self._window += weight
 
@@ -147,7 +151,7 @@ class SingleStrategy(Strategy):
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         handles: list[Any] = [parameter.register_hook(weigh) for parameter in parameters]
         try:
-            loss.backward()
+            loss.backward(**options)
         finally:
             for handle in handles:
                 handle.remove()
@@ -168,7 +172,8 @@ class DDPStrategy(Strategy):
     Args:
         start_method: how processes are started, where nobody else starts them.
         find_unused_parameters: as in DDP; ``None`` is ``False``, but ``True`` under manual optimization, where each
-            backward reaches some of the parameters only.
+            backward reaches some of the parameters only. torch then notes on stderr, once, that one reached them all:
+            give ``False`` if all do.
         shard_optimizers: whether optimizers become ``ZeroRedundancyOptimizer``.
         sync_batchnorm: whether BatchNorm layers are SyncBatchNorm while they train; needs GPUs.
         ddp_comm_state: first argument of ``ddp_comm_hook``.
@@ -176,6 +181,10 @@ class DDPStrategy(Strategy):
         ddp_comm_wrapper: wraps the hook, as ``fp16_compress_wrapper`` does.
         timeout: seconds that a joined or waiting rank gives the others, as in ``Join``.
         **ddp_kwargs: other arguments of ``DistributedDataParallel``.
+
+    Raises:
+        TypeError: for an argument that neither has, or that the strategy gives to ``DistributedDataParallel`` itself.
+        ValueError: for an unknown ``start_method``, a ``timeout`` that is none, or a wrapper without a hook.
     """
 
     is_distributed = True
@@ -196,16 +205,23 @@ class DDPStrategy(Strategy):
         super().__init__()
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
             raise ValueError("ddp_comm_wrapper wraps ddp_comm_hook, which is not given")
-        self.start_method: StartMethod = start_method
+        _check_ddp_kwargs(ddp_kwargs)
+        self.start_method: StartMethod = checked_start_method(start_method)
         self.sync_batchnorm = sync_batchnorm
         self.shards_optimizers = shard_optimizers  # pyright: ignore[reportAttributeAccessIssue]
         self._find_unused = find_unused_parameters
         self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
         self._ddp_kwargs = ddp_kwargs
         self._ddp: DistributedDataParallel | None = None
         self._wrapped: tuple[Any, ...] = ()
         self._join: Join | None = None
+
+    def with_sync_batchnorm(self) -> DDPStrategy:
+        """Return a copy whose BatchNorm layers are SyncBatchNorm while they train."""
+        changed = copy.copy(self)
+        changed.sync_batchnorm = True
+        return changed
 
     @override
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -277,18 +293,34 @@ class DDPStrategy(Strategy):
             self._join = None
 
     @override
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         assert self._ddp is not None
         if self._join is not None:
             self._join.weight = weight
         with contextlib.nullcontext() if sync else self._ddp.no_sync():
-            self._ddp(loss).backward()
+            self._ddp(loss).backward(**options)
 
     @override
     def teardown(self) -> None:
         if self._ddp is not None and self.sync_batchnorm:
             to_batchnorm(cast("_Gate", self._ddp.module).trained)
         self._ddp, self._wrapped = None, ()
+
+
+_GIVEN = {"module", "device_ids", "output_device", "dim", "process_group"}
+
+
+def _check_ddp_kwargs(options: Mapping[str, Any]) -> None:
+    known = inspect.signature(DistributedDataParallel).parameters.keys() - _GIVEN
+    for name, value in options.items():
+        if name in _GIVEN:
+            raise TypeError(f"{name}={value!r}: the strategy gives {name} to DistributedDataParallel itself")
+        if name not in known:
+            own = inspect.signature(DDPStrategy).parameters.keys() - {"ddp_kwargs"}
+            raise TypeError(
+                f"{name}={value!r}: neither DDPStrategy nor DistributedDataParallel takes this argument"
+                f"{did_you_mean(name, sorted(known | own))}"
+            )
 
 
 class _Gate(torch.nn.Module):

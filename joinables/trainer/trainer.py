@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import warnings
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
 from joinables.trainer.callback import Callback
@@ -28,6 +29,9 @@ from joinables.trainer.data import Plan
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, keeping_modes, predict
 from joinables.trainer.fit import FitLoop
+from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
+from joinables.trainer.keywords import checks_keywords
+from joinables.trainer.metric_files import MetricFiles
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
 from joinables.trainer.precision import Precision
@@ -60,7 +64,8 @@ class Trainer:
             ends the epoch with the first rank that has no more, ``"error"`` raises.
         sync_batchnorm: whether BatchNorm layers are SyncBatchNorm while they train; on GPUs only.
         callbacks: what hooks into runs.
-        enable_progress_bar: whether rank 0 shows a bar; needs tqdm.
+        enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
+            ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
         seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone.
 
@@ -69,6 +74,7 @@ class Trainer:
         ValueError: if one is out of range, or does not go with another.
     """
 
+    @checks_keywords
     def __init__(
         self,
         *,
@@ -114,6 +120,8 @@ class Trainer:
         self.default_root_dir = Path(default_root_dir or ".").absolute()
         self.callbacks = _callbacks(callbacks, enable_progress_bar)
         self._check_strategy(sync_batchnorm, num_nodes)
+        if sync_batchnorm:
+            self.strategy = cast("DDPStrategy", self.strategy).with_sync_batchnorm()
 
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
@@ -147,7 +155,6 @@ class Trainer:
                 raise ValueError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs")
             if not isinstance(strategy, DDPStrategy):
                 raise ValueError("sync_batchnorm=True needs a strategy with several processes, such as 'ddp'")
-            strategy.sync_batchnorm = True
         if strategy.shards_optimizers and precision.scales_loss:
             raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed'")
 
@@ -177,6 +184,11 @@ class Trainer:
             raise ValueError(
                 "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
                 " training_step"
+            )
+        if val_loader is None and callable(getattr(module, "val_dataloader", None)):
+            raise TypeError(
+                f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"
+                " as val_loader, and rename it if it is your own"
             )
         if val_loader is not None:
             self._check_module(module, "validate")
@@ -218,6 +230,8 @@ class Trainer:
             here = os.getpid()
             job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
+            for name, loader in zip(names, loaders, strict=True):
+                self._warn_of_copies(name, loader)
             pid, result = cast(
                 "tuple[int, Result]",
                 self.strategy.launch(
@@ -238,6 +252,16 @@ class Trainer:
             if result.state is not None:
                 self._state = {key: _own(value) for key, value in result.state.items() if key != "module"}
         return result
+
+    def _warn_of_copies(self, name: str, loader: Any) -> None:
+        if loader is None or isinstance(loader, DataLoader) or self.world_size == 1 or not self.is_global_zero:
+            return
+        warnings.warn(
+            f"{name} is a {cast('type[object]', type(loader)).__name__} and no DataLoader, so it is not dealt out: each"
+            f" of the {self.world_size} ranks goes through what it gives there. If that differs by rank, make it an"
+            " IterableDataset, in DataLoader(dataset, batch_size=None)",
+            stacklevel=4,  # of whoever called fit, validate, test or predict
+        )
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
         """Take over what happened in other processes."""
@@ -264,9 +288,11 @@ class Trainer:
             "validate": ("validation_step",),
             "test": ("test_step",),
         }
-        for name in needed.get(stage, ()):
+        for name in needed.get(stage, ()):  # predict_step has a default
             if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
                 raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one")
+        check_step(module, needed.get(stage, ("predict_step",))[0])
+        check_hooks(module)
         if self._run is not None:
             raise RuntimeError(f"this trainer is in a run already; {stage} cannot be called from within")
 
@@ -340,11 +366,11 @@ class Trainer:
             )
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """What ``module.manual_backward`` calls."""
         if self._loop is None:
             raise RuntimeError("manual_backward is for training_step")
-        self._loop.backward(loss)
+        self._loop.backward(loss, **options)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted.
@@ -486,6 +512,11 @@ def _accelerator(accelerator: Any) -> str:
 
 def _check_loader(name: str, loader: Any, epochs: int) -> None:
     kind = cast("type[object]", type(loader)).__name__
+    if _is_several(loader):
+        raise TypeError(
+            f"{name} is a {kind} of loaders, and one at a time is gone through; join their data sets in a"
+            " torch.utils.data.ConcatDataset, or make several calls"
+        )
     if isinstance(loader, Dataset):
         raise TypeError(f"{name} is a {kind}; wrap it: DataLoader(dataset, batch_size=...)")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
@@ -495,6 +526,13 @@ def _check_loader(name: str, loader: Any, epochs: int) -> None:
             f"{name} is a {kind}, which is over after one epoch, and there are {epochs} to come; give"
             " what can be iterated again"
         )
+
+
+def _is_several(loader: Any) -> bool:
+    """Whether this holds loaders and is none itself."""
+    if isinstance(loader, (list, tuple)):
+        return any(isinstance(each, DataLoader) for each in cast("Sequence[Any]", loader))
+    return isinstance(loader, Mapping)
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:
@@ -516,9 +554,11 @@ def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
     for each in listed:
         if not isinstance(each, Callback):
             raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
+        check_callback_hooks(each)
     if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
         listed.append(ProgressBar())
-    listed.sort(key=lambda each: isinstance(each, ModelCheckpoint))  # a checkpoint holds what the others did
+    # Files hold what the others logged, and a checkpoint what they did.
+    listed.sort(key=lambda each: isinstance(each, (MetricFiles, ModelCheckpoint)))
     keys = [each.state_key for each in listed]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:

@@ -105,7 +105,7 @@ def test_early_termination() -> None:
 
 def test_bad_declarations() -> None:
     def run(collective: ThreadCollective) -> None:
-        for steps, kind in ((-1, ValueError), (1.5, TypeError), ("loader", TypeError), (True, TypeError)):
+        for steps, kind in ((-1, ValueError), (1.5, TypeError), ("loaders", TypeError), (True, TypeError)):
             with pytest.raises(kind, match="steps="):
                 Join([Counter(collective)], steps=steps)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"timeout=2 watches headers, which steps=3 does without"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Case:
     rate: float | None = None
     weighted: bool = False
     declared: bool = False
+    iterate: str = ""  # how, if at all: "empty" or "last" dummies, with "declared" lengths, or "ahead" by two
 
 
 CASES = {
@@ -135,10 +137,24 @@ def weight_of(case: Case, rank: int, epoch: int, step: int) -> int:
     return 2 + (rank + epoch + 2 * step) % 4 if case.weighted else BATCH
 
 
-def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
+def data_of(case: Case, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = batch(rank, epoch, step)
-    x, y = x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
-    output = model(x, (rank + step) % 2) if case.model == "branches" else model(x)
+    return x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
+
+
+def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's batches of an epoch; in lockstep, if the case has it so, and then with dummies."""
+    mine = [data_of(case, rank, epoch, step) for step in range(case.counts[epoch][rank])]
+    if not case.iterate:
+        return mine
+    dummy = "last" if case.iterate == "last" else "empty"
+    loader = mine if case.iterate == "declared" else iter(mine)
+    return join.iterate(loader, dummy=dummy, lookahead=2 if case.iterate == "ahead" else 1)
+
+
+def loss_of(model: Any, case: Case, branch: int, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = data
+    output = model(x, branch) if case.model == "branches" else model(x)
     loss = ((value_of(output) - y) ** 2).mean()
     return loss if case.weighted else loss / case.accumulate  # weights make a mean of the micro-batches too
 
@@ -175,24 +191,25 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.zero and case.clip else optimizer
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for epoch in range(EPOCHS):
-        steps = case.counts[epoch][rank] // case.accumulate if case.declared else None
+        count = case.counts[epoch][rank]
+        steps: Any = count // case.accumulate if case.declared else "loader" if case.iterate == "declared" else None
         join = Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial, steps=steps)
         join.weight = 1 if case.weighted else None
         with join:
-            for step in range(case.counts[epoch][rank]):
+            for step, data in enumerate(batches(join, case, rank, epoch)):
                 sync = (step + 1) % case.accumulate == 0
-                join.weight = weight_of(case, rank, epoch, step) if case.weighted else None
+                join.weight = len(data[0]) if case.weighted else None
                 if step % case.accumulate == 0:
                     optimizer.zero_grad(set_to_none=case.to_none)
                 if sync:
-                    forward(model, case, rank, epoch, step).backward()
+                    loss_of(model, case, (rank + step) % 2, data).backward()
                     if case.clip:
                         clip()
                     optimizer.step()
                     scheduler.step()
                 else:
                     with ddp.no_sync():
-                        forward(model, case, rank, epoch, step).backward()
+                        loss_of(model, case, (rank + step) % 2, data).backward()
     return flat_state(ddp.module.state_dict(), full_state(optimizer), scheduler.state_dict())
 
 
@@ -218,7 +235,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                 for buffer, value in zip(model.buffers(), shared, strict=True):
                     buffer.copy_(value)
                 for step in windows[rank]:
-                    loss = forward(model, case, rank, epoch, step)
+                    loss = loss_of(model, case, (rank + step) % 2, data_of(case, rank, epoch, step))
                     share = weight_of(case, rank, epoch, step) / total if case.weighted else 1 / divisor
                     (loss * share).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
@@ -249,6 +266,16 @@ DECLARED = [name for name, case in CASES.items() if case.to_none or not case.ini
 @pytest.mark.parametrize("name", DECLARED)
 def test_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
     case = replace(CASES[name], declared=True)
+    states = pool.run(train, case, ranks=RANKS)
+    for other in states[1:]:
+        assert_same(states[0], other)
+    assert_same(states[0], reference(case), TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["empty", "last", "declared", "ahead"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process_in_lockstep(pool: Pool, name: str, how: str) -> None:
+    case = replace(CASES[name], iterate=how)
     states = pool.run(train, case, ranks=RANKS)
     for other in states[1:]:
         assert_same(states[0], other)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from join import Join, JoinError
 from joinables import Replay, SharedCall
-from tests.joinables.test_exact import EPOCHS, Case, forward, full_state, reference, weight_of
+from tests.joinables.test_exact import EPOCHS, Case, batches, data_of, full_state, loss_of, reference
 from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
 
@@ -62,6 +62,11 @@ CASES = {
     ),
     "declared": Sharded(declared=True),
     "declared, weights, clipping, initial": Sharded(declared=True, weighted=True, clip=True, initial=True),
+    "lockstep": Sharded(iterate="empty"),
+    "lockstep, clipping, initial": Sharded(iterate="last", clip=True, initial=True),
+    "lockstep, weights, accumulation": Sharded(
+        iterate="empty", weighted=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    ),
     "even": Sharded(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
     "nothing at all": Sharded(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
 }
@@ -97,17 +102,17 @@ def train(rank: int, case: Sharded) -> dict[str, torch.Tensor]:
     for epoch in range(EPOCHS):
         count = case.counts[epoch][rank]
         listed = [model, clip, optimizer, scheduler] if case.clip else [model, optimizer, scheduler]
-        steps = count if case.declared else None
+        steps: Any = count if case.declared else None
         join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
         join.weight = 1 if case.weighted else None
         with join:
-            for step in range(count):
+            for step, data in enumerate(batches(join, case, rank, epoch)):
                 sync = (step + 1) % case.accumulate == 0
-                join.weight = weight_of(case, rank, epoch, step) if case.weighted else None
+                join.weight = len(data[0]) if case.weighted else None
                 if step % case.accumulate == 0:
                     optimizer.zero_grad(set_to_none=case.to_none)
                 model.set_requires_gradient_sync(sync or case.reduce_each)
-                forward(model, case, rank, epoch, step).backward()
+                loss_of(model, case, 0, data).backward()
                 if sync:
                     if case.clip:
                         clip()
@@ -123,6 +128,10 @@ def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     for other in states[1:]:
         assert_same(states[0], other)
     assert_same(states[0], reference(case), TOLERANCE)
+
+
+def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
+    return loss_of(model, case, 0, data_of(case, rank, epoch, step))
 
 
 def in_half(rank: int, joining: bool) -> dict[str, torch.Tensor]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from join.collectives import run_threads
 from joinables.trainer import UnevenDistributedSampler
-from joinables.trainer.data import Plan, distribute, samples_in
+from joinables.trainer.data import Plan, distribute
 from tests.joinables.trainer.modules import dataset, loader
 
 
@@ -51,9 +50,10 @@ class Endless(IterableDataset[Any]):
         yield from range(5)
 
 
-class Stubborn(DataLoader[Any]):
-    def __init__(self, samples: int) -> None:
+class Own(DataLoader[Any]):
+    def __init__(self, samples: int, label: str) -> None:
         super().__init__(dataset(samples), batch_size=2)
+        self.label = label
 
 
 def test_what_is_dealt_out_and_what_is_not() -> None:
@@ -75,8 +75,38 @@ def test_what_is_dealt_out_and_what_is_not() -> None:
     assert [len(batch[0]) for batch in distribute(plain, 1, 2, 0)] == [4, 4]
     unbatched = distribute(DataLoader(data, batch_size=None), 1, 3, 0)
     assert len(list(unbatched)) == 7
-    with pytest.raises(TypeError, match="Stubborn cannot be built again"):
-        distribute(Stubborn(5), 0, 2, 0)
+
+
+def test_a_subclass_stays_what_it_is() -> None:
+    given = Own(11, "mine")
+    shares = [distribute(given, rank, 2, 0) for rank in range(2)]
+    assert [type(share) for share in shares] == [Own, Own]
+    assert [share.label for share in shares] == ["mine", "mine"]
+    assert [len(x) for share in shares for x, _ in share] == [2, 2, 2, 2, 2, 1]
+    assert len(list(given)) == 6, "the loader given is as it was"
+
+
+class Twice(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Any:
+        yield from range(5)
+
+
+def test_numbers_of_batches_that_are_not_known() -> None:
+    for unknown in (
+        Twice(dataset(8), batch_size=2),
+        DataLoader(dataset(5), batch_size=2, sampler=Unsized()),
+        DataLoader(Endless()),
+        iter([1]),
+    ):
+        plan = run_threads(2, lambda collective, each=unknown: Plan.agree(collective, each))[0]
+        assert (plan.lengths, plan.even, plan.equal_batches) == ((None, None), False, False)
 
 
 def test_plans() -> None:
@@ -95,8 +125,3 @@ def test_plans() -> None:
     assert plan(shares(15, drop_last=True)).lengths == (2, 1)
     unknown = plan([DataLoader(Endless()), loader(8, 4)])
     assert (unknown.lengths, unknown.even, unknown.shortest) == ((None, 2), False, None)
-
-
-def test_samples_in_a_batch() -> None:
-    assert samples_in({"text": "abc", "x": [torch.tensor(3.0), torch.zeros(7, 2)]}) == 7
-    assert samples_in("text") == 1

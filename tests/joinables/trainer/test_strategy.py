@@ -127,6 +127,31 @@ def test_comm_hooks(pool: Pool) -> None:
         DDPStrategy(ddp_comm_wrapper=default_hooks.fp16_compress_wrapper)
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"find_unused_parameter": True}, TypeError, "neither .* Did you mean find_unused_parameters"),
+        ({"bucket_cap": 1}, TypeError, "bucket_cap=1: neither DDPStrategy nor .* Did you mean bucket_cap_mb"),
+        ({"device_ids": [0]}, TypeError, "the strategy gives device_ids"),
+        ({"start_method": "spwan"}, ValueError, "start_method='spwan' is unknown; use one of spawn"),
+        ({"timeout": -1}, ValueError, "timeout=-1"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    """Told where they are given, and not by a worker."""
+    with pytest.raises(kind, match=text):
+        DDPStrategy(**options)
+
+
+def test_a_strategy_that_is_given_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given = DDPStrategy()
+    run = Trainer(strategy=given, devices=2, accelerator="cuda", sync_batchnorm=True)
+    assert not given.sync_batchnorm
+    assert run.strategy.sync_batchnorm
+
+
 def test_sync_batchnorm_and_back() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2)), nn.SyncBatchNorm(2))
     parameters = list(module.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import multiprocessing
 import os
 import pickle
@@ -14,19 +15,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from joinables.trainer import (
     Callback,
     CSVMetrics,
+    DDPStrategy,
     EarlyStopping,
     ModelCheckpoint,
     NotPicklable,
+    ProgressBar,
     TensorBoardMetrics,
     Trainer,
     TrainModule,
     WorkerDied,
 )
-from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 
 
@@ -214,6 +218,18 @@ def test_what_cannot_be_pickled() -> None:
         Trainer(devices=2).fit(Classifier(), loader(collate_fn=lambda rows: rows))
 
 
+class Remembered(DataLoader[Any]):
+    """Keeps which objects were gone through."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__(dataset(8), 4, shuffle=True)
+        self.seen = seen
+
+    def __iter__(self) -> Any:
+        self.seen.append(self)
+        return super().__iter__()
+
+
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
@@ -227,12 +243,57 @@ def test_early_stopping(tmp_path: Path) -> None:
         trainer.fit(Classifier(), loader(), loader(20))
 
 
+def test_one_validation_loader_a_run() -> None:
+    """Its workers may persist."""
+    given = Remembered([])
+    Trainer(max_epochs=3).fit(Classifier(), loader(), given)
+    assert len(given.seen) == 3
+    assert len(set(map(id, given.seen))) == 1
+    assert given.seen[0] is not given
+
+
 def test_csv_metrics(tmp_path: Path) -> None:
     Trainer(max_epochs=2, callbacks=CSVMetrics(tmp_path / "metrics.csv")).fit(Classifier(), loader())
     rows = (tmp_path / "metrics.csv").read_text().splitlines()
     assert rows[0] == "epoch,step,name,value"
     assert rows[1].startswith("0,9,train_accuracy,0.")
     assert len(rows) == 5
+
+
+class LogsNowAndThen(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx % 4 == 0:
+            self.log("rare", float(batch_idx), on_step=True)
+        self.log("quiet", 1.0, on_step=True, logger=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("quiet_val", 1.0, logger=False)
+        if self.current_epoch == 0:
+            self.log("first", 1.0)
+
+
+class LogsAfterwards(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.log("late", float(batch_idx), on_step=True)
+
+
+def test_files_have_what_was_logged(tmp_path: Path) -> None:
+    """A step, and an epoch, has what was logged in it and nothing else."""
+    path = tmp_path / "metrics.csv"
+    trainer = Trainer(max_epochs=2, callbacks=[CSVMetrics(path), LogsAfterwards()])
+    trainer.fit(LogsNowAndThen(), loader(), loader(4))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["epoch"], row["step"], row["value"]) for row in rows if row["name"] == "rare_step"]
+    expected = [(0, 1, 0.0), (0, 5, 4.0), (0, 9, 8.0), (1, 10, 0.0), (1, 14, 4.0), (1, 18, 8.0)]
+    assert found == [tuple(map(str, row)) for row in expected]
+    assert [row["step"] for row in rows if row["name"] == "late_step"] == [str(step) for step in range(1, 19)]
+    assert [row["epoch"] for row in rows if row["name"] == "first"] == ["0"]
+    assert {row["name"] for row in rows if "_step" not in row["name"]} == {
+        "first", "late", "rare", "train_accuracy", "train_loss",
+    }  # fmt: skip
+    assert trainer.metrics["quiet"] == trainer.metrics["quiet_val"] == 1.0
 
 
 def test_16_bits() -> None:
@@ -243,11 +304,39 @@ def test_16_bits() -> None:
 
 
 def test_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    Trainer(max_epochs=1, enable_progress_bar=True).fit(Classifier(), loader(), loader(20))
+    Trainer(max_epochs=1, callbacks=ProgressBar(disable=False)).fit(Classifier(), loader(), loader(20))
     shown = capfd.readouterr().err
     assert "epoch 0: 100%" in shown
     assert "9/9" in shown
     assert "val_loss=" in shown
+
+
+def test_no_progress_bar_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
+    Trainer(max_epochs=1, enable_progress_bar=True).fit(Classifier(), loader(), loader(20))
+    assert capfd.readouterr().err == ""
+
+
+class Launched(Exception):
+    pass
+
+
+class LaunchesNothing(DDPStrategy):
+    def launch(self, world_size: int, accelerator: str, fn: Any, *args: Any) -> Any:
+        raise Launched
+
+
+def test_what_is_not_dealt_out_is_told() -> None:
+    batches = list(loader(8, 4))
+    run = Trainer(devices=2, strategy=LaunchesNothing())
+    with (
+        pytest.warns(UserWarning, match="train_loader is a list .* each of the 2 ranks") as told,
+        pytest.raises(Launched),
+    ):
+        run.fit(Classifier(), batches, loader())
+    assert told[0].filename == __file__
+    with pytest.raises(Launched):
+        run.fit(Classifier(), loader(), loader())
+    Trainer(max_steps=1).fit(Classifier(), batches)
 
 
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
@@ -274,6 +363,7 @@ BAD = [
     ({"sync_batchnorm": True, "devices": 2}, ValueError, "needs GPUs"),
     ({"num_nodes": 2}, ValueError, "use torchrun, SLURM or MPI"),
     ({"seed": "1"}, TypeError, "seed='1'"),
+    ({"max_epoch": 3}, TypeError, "max_epoch=3: Trainer takes devices, .*Did you mean max_epochs"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
     ({"callbacks": [CSVMetrics(), CSVMetrics()]}, ValueError, "callbacks has several CSVMetrics"),
 ]
@@ -284,6 +374,13 @@ BAD = [
 def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Trainer(**options)
+
+
+def test_bad_keywords_of_callbacks() -> None:
+    with pytest.raises(TypeError, match="Did you mean save_top_k"):
+        ModelCheckpoint(save_topk=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"wait=1: EarlyStopping takes monitor, mode, patience, min_delta$"):
+        EarlyStopping("x", wait=1)  # type: ignore[call-arg]
 
 
 def test_bad_runs(tmp_path: Path) -> None:

@@ -1,0 +1,189 @@
+"""The protocol in a loop over ``Join.iterate``: :class:`LockstepChannel`.
+
+There all ranks run the same loop body as often, with or without data, so every rank issues its collectives itself: no
+burst is announced and none is shadowed. Who has data in a step is known from the loop's own headers (``join.iterate``),
+so whatever a burst asks a header for is computed::
+
+    rank with data                                 rank without data
+    --------------                                 -----------------
+    begin:  header (nothing is announced)          the same
+    step:   the body, by the user's own code       the body, on a dummy batch
+    ...                                            ...
+
+A rank that leaves the loop early goes on for a while with what it knows of the body: the bursts that it ran there the
+time before. It shadows them, so that the others come to where they can be told (``accompany``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from join.collectives import Collective, Work
+from join.collectives.base import Done
+from join.errors import PeerError
+from join.header import ACTIVE, LEADER, Header
+from join.joinable import Joinable
+from join.protocol import Channel, Outcome
+
+
+class LockstepChannel(Channel):
+    """The protocol on one group, whose blocks may contain loops in lockstep."""
+
+    _in_last_burst = 0  # the ranks that had data in the loop's last burst
+    _last_active = 0  # these, of the last loop in which some ranks ran out before others
+
+    leave_loop: Callable[[], None] | None = None
+    """What is to be done before the next announcement, because this rank has broken out of the loop."""
+
+    @property
+    def shadowing(self) -> bool:
+        """Whether this rank has no data in this step."""
+        return self.in_lockstep and not self.active_ranks >> self._rank & 1
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All ranks begin a loop: one header, awaited.
+
+        Raises:
+            ProtocolError: on all ranks, if some do something else.
+            PeerError: if a rank has failed.
+        """
+        self._check_open()
+        self.fulfil()
+        self.settle()
+        self._outstanding = []
+        header = self._exchange([ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE])
+        if header.failed:
+            self._close_with(PeerError(self._failures(header.failed)))
+        if header.announcements or header.active < self.collective.world_size:
+            self.confirm()
+        self._unsettled, self._leads = False, True
+        self.in_lockstep = True
+        self.loop += 1
+        self.active_ranks = (1 << self.collective.world_size) - 1
+        self._sequence: list[int] = []  # the bursts of this step so far
+        self._in_last_burst = 0
+        self._usual = [index for index, member in enumerate(self._members) if not member.interjects]
+
+    def meet(self, line: Collective, doing: str) -> None:
+        """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
+        if self._timeout is not None:
+            now = time.monotonic()
+            self._away, self._last_sent = now - self._last_sent, now
+            self.wait(line.all_reduce(torch.zeros(1)), doing)
+
+    def step(self, active: int) -> None:
+        """A step begins.
+
+        Args:
+            active: the ranks that have data in it, as a bit mask.
+        """
+        self._end_step()
+        if self._sequence:
+            self._usual, self._sequence = self._sequence, []
+        self.active_ranks = active
+
+    def end(self) -> None:
+        """All ranks leave the loop together."""
+        self._end_step()
+        self.in_lockstep = False
+        if self.active_ranks != (1 << self.collective.world_size) - 1:
+            self._last_active = self._in_last_burst or self.active_ranks
+
+    def _end_step(self) -> None:
+        self._check_open()
+        self.fulfil()  # a backward that this rank skipped
+        self.settle()
+
+    # -- bursts -------------------------------------------------------------------------------------------------------
+
+    @override
+    def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
+        if self.leave_loop is not None:
+            self.leave_loop()
+        if not self.in_lockstep:
+            return super().announce(joinable, confirm=confirm)
+        self._check_open()
+        self.fulfil(but=joinable)
+        self.settle()
+        index = self._index[id(joinable)]
+        member = self._members[index]
+        if self.shadowing:
+            member.shadowed += 1
+        else:
+            member.count_step()
+        self._compute(index)
+        return Done()
+
+    @override
+    def follow(self, joinable: Joinable) -> None:
+        if self.leave_loop is not None:
+            self.leave_loop()
+        if not self.in_lockstep:
+            super().follow(joinable)
+            return
+        self._check_open()
+        self.fulfil()
+
+    def _compute(self, index: int) -> None:
+        """What a header would have said that all ranks sent to announce member ``index``."""
+        self._sequence.append(index)
+        self._in_last_burst = self.active_ranks
+        member, ranks = self._members[index], self.collective.world_size
+        counts = [0] * self._buffer.fields
+        counts[ACTIVE] = ranks
+        counts[LEADER] = self.active_ranks >> self.leader & 1
+        at = self._buffer.offsets[index]
+        counts[at] = ranks
+        if member.burst is not None:
+            for place, told in enumerate(member.burst.declared_flags(weighted=False)):
+                counts[at + 1 + place] = ranks if told else 0
+        self._header = self._last_of[id(member.joinable)] = Header(counts, self._buffer.offsets)
+        self._sent_by, self._unsettled, self._leads = member, True, False
+        self._was_active = not self.shadowing
+
+    @override
+    def elect(self, candidate: bool) -> int:
+        if not self.in_lockstep:
+            return super().elect(candidate)
+        return (self.active_ranks & -self.active_ranks).bit_length() - 1  # the lowest
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def accompany(self, *, rest: bool = False) -> bool:
+        """Shadow a step of the others, as it was the time before.
+
+        Args:
+            rest: only what this rank has not run of the step in which it left.
+
+        Returns:
+            Whether there was anything to shadow.
+        """
+        sequence = self._usual[len(self._sequence) :] if rest else self._usual
+        for index in sequence:
+            self._shadow_burst(index)
+            if any(burst.holds_followers for _, burst in self._bursts):  # the others run it in between
+                self._shadow_burst(next(index for index, burst in self._bursts if burst.interjects))
+        self._end_step()
+        return bool(sequence)
+
+    def _shadow_burst(self, index: int) -> None:
+        self._end_step()
+        self._compute(index)
+        self._shadow_member(self._members[index])
+
+    @override
+    def drain(self) -> Outcome:
+        outcome = super().drain()
+        if outcome.even and self._last_active:
+            # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
+            last = bool(self._last_active >> self._rank & 1)
+            self.active_ranks = self._last_active
+            self.leader = (self._last_active & -self._last_active).bit_length() - 1
+            return Outcome(even=False, last=last)
+        return outcome

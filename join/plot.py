@@ -1,0 +1,94 @@
+"""The picture of a report, behind ``JoinReport.plot``: :func:`draw` and :func:`save`. It needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from join.step_times import EDGES, PER_DECADE
+
+if TYPE_CHECKING:
+    from join.report import JoinReport, RankReport
+
+_ACTIVE, _SHADOWING, _IDLE = "#334e68", "#c3d0dc", "#d64545"
+_MANY = 16
+"""With more ranks, rows have no numbers in them and lines no names."""
+
+
+def draw(report: JoinReport) -> Any:
+    """Return a figure of three axes: who was active when, idle seconds, and step times.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ModuleNotFoundError as error:
+        raise ImportError('report.plot() needs matplotlib: pip install "joinables[plot]"') from error
+    ranks = report.ranks
+    # Not by pyplot, which would choose a backend and keep the figure.
+    figure = figures.Figure(figsize=(10, 5 + 0.2 * min(len(ranks), 2 * _MANY)), layout="constrained")
+    axes = figure.subplot_mosaic([["timeline", "timeline"], ["idle", "times"]])
+    _draw_timeline(axes["timeline"], ranks)
+    _draw_idle(axes["idle"], ranks)
+    _draw_step_times(axes["times"], ranks)
+    if not ranks:
+        figure.suptitle("nothing was recorded: there was one process, or enable=False")
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write under another name first, so that nobody ever sees half a file, even if all ranks write it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _draw_timeline(axis: Any, ranks: Sequence[RankReport]) -> None:
+    numbers = [row.rank for row in ranks]
+    joined = [row.joined_at for row in ranks]
+    rest = [row.ended_at - row.joined_at for row in ranks]
+    active = axis.barh(numbers, joined, color=_ACTIVE, label="active, with its own steps")
+    shadowing = axis.barh(numbers, rest, left=joined, color=_SHADOWING, label="has run out, with shadowed steps")
+    if len(ranks) <= _MANY:
+        style = {"label_type": "center", "fontsize": "small"}
+        axis.bar_label(active, [str(row.steps or "") for row in ranks], color="white", **style)
+        axis.bar_label(shadowing, [str(row.shadowed or "") for row in ranks], **style)
+    axis.set(title="Who was active when", xlabel="seconds since entering the block", ylabel="rank")
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    if ranks:
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1.08), ncols=2, frameon=False)
+
+
+def _draw_idle(axis: Any, ranks: Sequence[RankReport]) -> None:
+    axis.bar([row.rank for row in ranks], [row.idle for row in ranks], color=_IDLE)
+    axis.set(title="Idle", xlabel="rank", ylabel="seconds of waiting for headers")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    if ranks and not any(row.headers for row in ranks):
+        axis.text(0.5, 0.5, "not measured: with steps=\nno headers are sent", ha="center", transform=axis.transAxes)
+
+
+def _draw_step_times(axis: Any, ranks: Sequence[RankReport]) -> None:
+    if len(ranks) <= _MANY:
+        lines = {f"rank {row.rank}": row.step_times for row in ranks if row.steps}
+    else:
+        lines = {"all ranks": [sum(counts) for counts in zip(*(row.step_times for row in ranks), strict=True)]}
+    for name, counts in lines.items():
+        axis.stairs(counts, EDGES, label=name)
+    axis.set(title="Step times", xlabel="from one step to the next", ylabel="steps", xscale="log")
+    axis.xaxis.set_major_formatter(importlib.import_module("matplotlib.ticker").EngFormatter("s"))
+    axis.xaxis.set_minor_formatter("")
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    filled = [place for counts in lines.values() for place, count in enumerate(counts) if count]
+    if filled:  # whole decades, so that there are labels
+        last = max(filled) // PER_DECADE + 1
+        axis.set_xlim(EDGES[min(filled) // PER_DECADE * PER_DECADE], EDGES[last * PER_DECADE])
+        axis.legend(fontsize="small")

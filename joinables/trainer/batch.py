@@ -1,0 +1,65 @@
+"""The tensors in a batch, whatever holds them: :func:`tensors_in`, :func:`map_tensors`, :func:`samples_in`.
+
+Held are tensors in lists, tuples, dicts and what else ``torch.utils._pytree`` knows, in mappings of any class and in
+dataclasses. Other objects stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors, in order."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        else:
+            for _, value in _items(leaf):
+                yield from tensors_in(value)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """The batch, with the results of ``function`` in the place of its tensors; the one given is not changed."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        items = [(key, map_tensors(function, value)) for key, value in _items(leaf)]
+        return _replaced(leaf, items) if items else leaf
+
+    return pytree.tree_map(of, batch)
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor that has one; 1 without any."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 1)
+
+
+def _items(leaf: Any) -> list[tuple[Any, Any]]:
+    """What is in something that pytree takes for a leaf."""
+    if isinstance(leaf, Mapping):
+        return list(cast("Mapping[Any, Any]", leaf).items())
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return [(field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf)]
+    return []
+
+
+def _replaced(leaf: Any, items: list[tuple[Any, Any]]) -> Any:
+    """A copy with other items."""
+    if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
+        return dict(items)
+    changed: Any = copy.copy(cast("Any", leaf))
+    is_mapping = isinstance(leaf, Mapping)
+    for key, value in items:
+        if is_mapping:
+            changed[key] = value
+        else:
+            object.__setattr__(changed, key, value)  # frozen ones too
+    return changed

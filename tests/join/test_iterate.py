@@ -1,0 +1,341 @@
+"""Loops in lockstep, with thread ranks: who gets what, how they end, and that nobody hangs."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
+from join.collectives import ThreadCollective, run_threads
+from join.dummies import emptied
+from tests.join.counter import Counter, Leading
+
+
+def batches(rank: int, count: int, fail_at: int | None = None) -> Iterator[torch.Tensor]:
+    """Batches of one sample, which is 100 * rank + step."""
+    for step in range(count):
+        if step == fail_at:
+            raise OSError("disk")
+        yield torch.tensor([100 * rank + step])
+
+
+def in_lockstep(collective: ThreadCollective, counts: list[int], **options: Any) -> dict[str, Any]:
+    """Run a loop whose body has a collective of its own; return what this rank saw."""
+    counter, rank, seen = Counter(collective), collective.rank, []
+    with Join([counter]) as join:
+        for batch in join.iterate(batches(rank, counts[rank]), **options):
+            total = batch.sum().reshape(1)
+            collective.all_reduce(total).wait()  # the body's own
+            seen.append((batch.tolist(), join.shadowing, join.weight, total.item()))
+            counter()
+        assert not join.shadowing
+        assert join.weight is None
+    return {"seen": seen, "pending": [each.tolist() for each in join.pending], "report": join.report, "count": counter}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(["all", "first"]))
+def test_any_counts(counts: list[int], lookahead: int, until: str) -> None:
+    steps = max(counts) if until == "all" else min(counts)
+    results = run_threads(
+        len(counts), lambda collective: in_lockstep(collective, counts, lookahead=lookahead, until=until)
+    )
+    totals = [sum(100 * rank + step for rank in range(len(counts)) if step < counts[rank]) for step in range(steps)]
+    for rank, result in enumerate(results):
+        mine = min(counts[rank], steps)
+        assert [batch for batch, *_ in result["seen"]] == [[100 * rank + s] for s in range(mine)] + [[]] * (
+            steps - mine
+        )
+        assert [shadowing for _, shadowing, *_ in result["seen"]] == [False] * mine + [True] * (steps - mine)
+        assert [weight for *_, weight, _ in result["seen"]] == [None] * mine + [0.0] * (steps - mine)
+        assert [total for *_, total in result["seen"]] == totals
+        ahead = [[100 * rank + step] for step in range(steps, counts[rank])]
+        assert result["pending"] == ahead[: len(result["pending"])]
+        assert until == "first" or not result["pending"]
+        row = result["report"].ranks[rank]
+        assert (row.steps, row.shadowed) == (mine, steps - mine)
+        windows = -(-steps // lookahead)
+        # One on entering the loop, one a window, the last two at its end, and the block's own.
+        assert row.headers <= windows + 4
+        assert result["report"].even is (until == "first" or len(set(counts)) == 1)
+        assert result["count"].last_joiner is (until == "first" or counts[rank] == max(counts))
+
+
+def test_what_is_read_ahead_is_pending() -> None:
+    result = run_threads(2, lambda collective: in_lockstep(collective, [3, 1], until="first"))[0]
+    assert [batch for batch, *_ in result["seen"]] == [[0]]
+    assert result["pending"] == [[1]]
+
+
+@pytest.mark.parametrize("dummy", ["last", lambda batch: batch + 1000])
+def test_dummies(dummy: Any) -> None:
+    results = run_threads(3, lambda collective: in_lockstep(collective, [2, 1, 0], dummy=dummy))
+    extra = 0 if dummy == "last" else 1000
+    assert [batch for batch, *_ in results[1]["seen"]] == [[100], [100 + extra]]
+    assert [batch for batch, *_ in results[2]["seen"]] == [[0 + extra], [0 + extra]]  # rank 0's first
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    label: str
+
+
+def test_emptied_batches_keep_their_shape() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    batch = {
+        "x": x, "scalar": torch.tensor(2.0), "text": ["a"], "pair": Pair(x, 5), "sample": Sample(torch.ones(2), "cat"),
+        "user": UserDict(x=torch.ones(3, 1)),
+    }  # fmt: skip
+    empty = emptied(batch)
+    assert empty["x"].shape == (0, 3)
+    assert empty["x"].untyped_storage().nbytes() == 0
+    assert empty["scalar"] == 2
+    assert empty["text"] == ["a"]
+    assert empty["pair"].left.shape == (0, 3)
+    assert empty["pair"].right == 5
+    assert (empty["sample"].x.shape, empty["sample"].label) == ((0,), "cat")
+    assert empty["user"]["x"].shape == (0, 1)
+    assert batch["user"]["x"].shape == (3, 1)
+    assert batch["sample"].x.shape == (2,)
+
+
+def outcome(collective: ThreadCollective, body: Any, loader: Any = None, **options: Any) -> str:
+    """How a loop over three batches ends whose body calls ``body(step)`` between two bursts; and the group works."""
+    first, second = Leading(collective, "first"), Leading(collective, "second")
+    text = "fine"
+    try:
+        with Join([first, second], **options) as join:
+            for step, _ in enumerate(join.iterate(loader or batches(collective.rank, 3))):
+                first()
+                if body(step, "middle") == "break":
+                    break
+                second()
+                if body(step, "end") == "break":
+                    break
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    ones = torch.ones(1)
+    collective.all_reduce(ones).wait()
+    assert ones.item() == collective.world_size
+    return text
+
+
+@pytest.mark.parametrize("where", ["middle", "end"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_leaving_together_is_an_orderly_end(at: int, where: str) -> None:
+    def body(step: int, place: str) -> str:
+        return "break" if (step, place) == (at, where) else ""
+
+    assert run_threads(3, lambda collective: outcome(collective, body)) == ["fine"] * 3
+
+
+@pytest.mark.parametrize("where", ["middle", "end"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_leaving_alone_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch, at: int, where: str) -> None:
+    monkeypatch.setattr("join.iterate._GRACE_SECONDS", 0.1)
+
+    def run(collective: ThreadCollective) -> str:
+        def body(step: int, place: str) -> str:
+            return "break" if collective.rank == 1 and (step, place) == (at, where) else ""
+
+        return outcome(collective, body)
+
+    told = "ProtocolError: ranks [1] left the loop over join.iterate early"
+    assert all(text.startswith(told) for text in run_threads(3, run)), run_threads(3, run)
+
+
+@pytest.mark.parametrize("where", ["middle", "end"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("steps", [None, "loader"])
+def test_a_body_that_raises(monkeypatch: pytest.MonkeyPatch, at: int, where: str, steps: Any) -> None:
+    monkeypatch.setattr("join.iterate._GRACE_SECONDS", 0.1)
+
+    def run(collective: ThreadCollective) -> str:
+        def body(step: int, place: str) -> str:
+            if collective.rank == 1 and (step, place) == (at, where):
+                raise ValueError("enough")
+            return ""
+
+        return outcome(collective, body, list(batches(collective.rank, 3)), steps=steps)
+
+    peer = "PeerError: rank 1 failed: ValueError: enough"
+    assert run_threads(3, run) == [peer, "ValueError: enough", peer]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_loader_that_raises(at: int) -> None:
+    def run(collective: ThreadCollective) -> str:
+        fail_at = at if collective.rank == 1 else None
+        return outcome(collective, lambda step, place: "", batches(collective.rank, 3, fail_at))
+
+    peer = "PeerError: rank 1 failed: OSError: disk"
+    assert run_threads(3, run) == [peer, "OSError: disk", peer]
+
+
+class Sized:
+    """A loader that says it has ``said`` batches and has ``there``."""
+
+    def __init__(self, said: int, there: int) -> None:
+        self.said, self.there = said, there
+
+    def __len__(self) -> int:
+        return self.said
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return batches(0, self.there)
+
+
+def test_declared_lengths_send_no_header_a_step() -> None:
+    def run(collective: ThreadCollective) -> tuple[int, int]:
+        counter = Counter(collective)
+        with Join([counter], steps="loader") as join:
+            for _ in join.iterate(list(batches(collective.rank, [20, 0, 7][collective.rank]))):
+                counter()
+        return join.report.ranks[0].headers, counter.total
+
+    assert run_threads(3, run) == [(3, 60)] * 3  # on beginning and ending the loop, and the block's own
+
+
+@pytest.mark.parametrize(
+    ("there", "text"),
+    [
+        (2, "has a loader of len 3 that ended after 2 batches"),
+        (4, "has a loader of len 3 that goes on after as many batches"),
+    ],
+)
+def test_wrong_lengths(there: int, text: str) -> None:
+    def run(collective: ThreadCollective) -> str:
+        loader = Sized(3, there if collective.rank == 1 else 3)
+        return outcome(collective, lambda step, place: "", loader, steps="loader")
+
+    assert run_threads(3, run) == [f"ProtocolError: rank 1 {text}"] * 3
+
+
+def test_early_termination() -> None:
+    def run(collective: ThreadCollective) -> str:
+        loader = batches(collective.rank, [3, 2, 5][collective.rank])
+        return outcome(collective, lambda step, place: "", loader, throw_on_early_termination=True)
+
+    others = "EarlyTerminationError: Detected at least one rank that exhausted inputs. Throwing across all ranks."
+    assert run_threads(3, run) == [others, "EarlyTerminationError: Rank 1 exhausted all inputs.", others]
+    assert issubclass(EarlyTerminationError, JoinError)
+
+
+def test_a_rank_that_does_not_iterate() -> None:
+    def run(collective: ThreadCollective) -> str:
+        counter = Counter(collective)
+        with pytest.raises((ProtocolError, PeerError)) as caught, Join([counter]) as join:
+            if collective.rank != 1:
+                for _ in join.iterate(batches(0, 2)):
+                    counter()
+            else:
+                counter()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    for text in run_threads(3, run):
+        assert text.startswith(
+            "ProtocolError: 3 active ranks announced different bursts: 1 x Counter, 2 x join.iterate"
+        )
+
+
+def test_a_rank_that_has_left_the_block() -> None:
+    def run(collective: ThreadCollective) -> str:
+        counter = Counter(collective)
+        with pytest.raises(ProtocolError) as caught, Join([counter]) as join:
+            if collective.rank != 1:
+                for _ in join.iterate(batches(0, 2)):
+                    counter()
+        return str(caught.value)
+
+    assert all("2 x join.iterate" in text for text in run_threads(3, run))
+
+
+def test_a_rank_that_sleeps() -> None:
+    def run(collective: ThreadCollective) -> str:
+        import time
+
+        def body(step: int, place: str) -> str:
+            if collective.rank == 1 and (step, place) == (1, "end"):
+                time.sleep(2.5)
+            return ""
+
+        counter = Counter(collective)
+        try:
+            with Join([counter], timeout=0.5) as join:
+                for step, _ in enumerate(join.iterate(batches(0, 4))):
+                    counter()
+                    body(step, "end")
+        except JoinTimeoutError as error:
+            return str(error)
+        return "fine"
+
+    texts = run_threads(2, run)
+    assert "rank 0 came to step" in texts[0]
+
+
+def test_two_loops_and_a_plain_one_in_one_block() -> None:
+    def run(collective: ThreadCollective) -> tuple[int, int]:
+        counter, rank = Counter(collective), collective.rank
+        with Join([counter]) as join:
+            for _ in join.iterate(batches(rank, rank + 1)):
+                counter()
+            for _ in join.iterate(batches(rank, 2)):
+                counter()
+                if join.shadowing:
+                    raise AssertionError
+                break
+            for _ in range(rank):
+                counter()
+        return counter.total, join.report.ranks[rank].steps
+
+    assert run_threads(3, run) == [(3 * 3 + 3 + 3, 1 + 1 + 0), (15, 2 + 1 + 1), (15, 3 + 1 + 2)]
+
+
+def test_disabled() -> None:
+    def run(collective: ThreadCollective) -> list[int]:
+        with Join([Counter(collective)], enable=False) as join:
+            return [int(batch) for batch in join.iterate(batches(0, collective.rank))]
+
+    assert run_threads(2, run) == [[], [0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"until": "last"}, "until='last' must be 'all' or 'first'"),
+        ({"dummy": "none"}, "dummy='none' must be 'empty', 'last', or a function"),
+        ({"lookahead": 0}, "lookahead=0 must be at least 1"),
+        ({"lookahead": 1.5}, "lookahead=1.5 must be a whole number"),
+    ],
+)
+def test_bad_arguments(options: Any, text: str) -> None:
+    def run(collective: ThreadCollective) -> str:
+        with pytest.raises((TypeError, ValueError)) as caught, Join([Counter(collective)]) as join:
+            join.iterate([], **options)
+        return str(caught.value)
+
+    assert all(told.startswith(text) for told in run_threads(2, run))
+
+
+def test_outside_and_with_steps() -> None:
+    def run(collective: ThreadCollective) -> None:
+        join = Join([Counter(collective)])
+        with pytest.raises(JoinError, match="inside of a block"):
+            join.iterate([])
+        with pytest.raises(JoinError, match="steps='loader'"), Join([Counter(collective)], steps=1) as join:
+            join.iterate([])
+        with pytest.raises(TypeError, match="with a length"), Join([Counter(collective)], steps="loader") as join:
+            join.iterate(iter([]))
+
+    run_threads(1, run)

@@ -1,0 +1,76 @@
+"""Tensors are found in whatever a data set hands out."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from joinables.trainer import Trainer
+from joinables.trainer.batch import map_tensors, samples_in
+from tests.joinables.trainer.modules import Classifier, dataset
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    text: str = "text"
+    parts: list[Any] = field(default_factory=list)
+
+
+class Encoding(UserDict[str, Any]):
+    """As tokenizers return it."""
+
+    note = ""
+
+
+class Plain(dict[str, Any]):
+    pass
+
+
+def test_samples_in_a_batch() -> None:
+    assert samples_in({"text": "abc", "x": [torch.tensor(3.0), torch.zeros(7, 2)]}) == 7
+    assert samples_in("text") == 1
+    held = {"text": "abc", "x": torch.zeros(7, 2)}
+    for batch in (Encoding(held), Plain(held), MappingProxyType(held), Pair(torch.tensor(1.0), parts=[held])):
+        assert samples_in(batch) == 7
+
+
+def test_tensors_are_mapped_wherever_they_are() -> None:
+    given = Encoding({"x": torch.ones(2), "more": [Plain(y=torch.ones(1)), Pair(torch.ones(3), parts=[torch.ones(1)])]})
+    given.note = "kept"
+    mapped = map_tensors(lambda tensor: tensor.to("meta"), given)
+    assert type(mapped) is Encoding
+    assert mapped.note == "kept"
+    first, second = mapped["more"]
+    assert (type(first), type(second), second.text) == (Plain, Pair, "text")
+    assert all(each.is_meta for each in (mapped["x"], first["y"], second.x, second.parts[0]))
+    assert not given["x"].is_meta
+    assert not given["more"][1].x.is_meta
+    assert map_tensors(torch.neg, MappingProxyType({"x": torch.ones(1)})) == {"x": -1}
+    anything = object()
+    assert map_tensors(torch.neg, anything) is anything
+
+
+class Encoded(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+def encode(rows: list[Any]) -> Encoding:
+    x, y = torch.utils.data.default_collate(rows)
+    return Encoding(x=x, y=y)
+
+
+@pytest.mark.parametrize("precision", [32, 64])
+def test_batches_of_a_tokenizer(precision: int) -> None:
+    data = dataset(7)
+    trainers = [Trainer(precision=precision) for _ in range(2)]
+    trainers[0].fit(Encoded(), DataLoader(data, 4, collate_fn=encode))
+    trainers[1].fit(Classifier(), DataLoader(data, 4))
+    assert trainers[0].metrics == trainers[1].metrics

@@ -1,0 +1,183 @@
+"""A module's hooks are called, each in its place; and there is none that waits in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import Callback, Trainer, TrainModule
+from joinables.trainer.hooks import ModuleHooks
+from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.models import TOLERANCE, assert_same, flat_state
+from tests.pool import Pool
+
+HOOKS = [name for name in vars(ModuleHooks) if name.startswith("on_") and "checkpoint" not in name]
+
+
+class Notes(Classifier):
+    """Notes which hooks and steps are called, in what mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[str, bool, bool]] = []
+        for name in (*HOOKS, "training_step", "validation_step", "test_step", "predict_step"):
+            setattr(self, name, self.noting(name, getattr(self, name)))
+
+    def noting(self, name: str, call: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            self.notes.append((name, self.training, torch.is_grad_enabled()))
+            return call(*args)
+
+        return noted
+
+
+def test_hooks_are_called_in_order() -> None:
+    def evaluation(name: str, batches: int) -> list[str]:
+        batch = [f"on_{name}_batch_start", f"{name}_step", f"on_{name}_batch_end"]
+        start = [f"on_{name}_start", f"on_{name}_epoch_start"]
+        return [*start, *batch * batches, f"on_{name}_epoch_end", f"on_{name}_end"]
+
+    step = ["on_before_optimizer_step"]
+    batches = ["on_train_batch_start", "training_step", "on_train_batch_end"]
+    accumulated = [*batches, *batches[:2], *step, batches[2]]
+    training = ["on_train_start", "on_train_epoch_start", *accumulated, *batches[:2], *step, batches[2]]
+    expected = [*training, *evaluation("validation", 2), "on_train_epoch_end", "on_train_end"]
+    module = Notes()
+    run = Trainer(accumulate_grad_batches=2)
+    run.fit(module, loader(12, 4), loader(8, 4))
+    assert [name for name, _, _ in module.notes] == expected
+    for name, training, grad in module.notes:
+        assert training == grad == ("validation" not in name)
+    module.notes.clear()
+    run.test(module, loader(4, 4))
+    run.predict(module, loader(4, 4))
+    assert module.notes == [(name, False, False) for name in (*evaluation("test", 1), *evaluation("predict", 1))]
+
+
+class Clamps(Classifier):
+    """Changes gradients in a hook, and logs there."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.log("largest", max(gradient.abs().max().item() for gradient in gradients))
+        for gradient in gradients:
+            gradient.clamp_(-0.01, 0.01)
+
+
+class ManualClamps(Clamps):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def clamps(rank: int, kind: Any, ranks: int, strategy: dict[str, Any]) -> Any:
+    module = kind(optimizer="sgd")
+    run = trainer(strategy=strategy, max_epochs=2)
+    run.fit(module, loader(25, 12 // ranks))  # 25: a step that only the first rank takes part in
+    return flat_state(module.state_dict()), run.metrics["largest"]
+
+
+@pytest.mark.parametrize("kind", [Clamps, ManualClamps])
+@pytest.mark.parametrize("strategy", [{}, {"shard_optimizers": True}], ids=["", "sharded"])
+def test_gradients_changed_in_a_hook(pool: Pool, kind: Any, strategy: dict[str, Any]) -> None:
+    expected, largest = clamps(0, kind, 1, {})
+    for state, found in pool.run(clamps, kind, 2, strategy, ranks=2):
+        assert_same(state, expected, TOLERANCE)
+        assert found == pytest.approx(largest, abs=TOLERANCE)
+
+
+class Retains(ManualClamps):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = Classifier.training_step(self, batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def test_options_of_backward(pool: Pool) -> None:
+    expected, _ = clamps(0, Retains, 1, {})
+    for state, _ in pool.run(clamps, Retains, 2, {}, ranks=2):
+        assert_same(state, expected, TOLERANCE)
+
+    class Inputs(ManualClamps):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(torch.zeros(()), inputs=[])
+
+    with pytest.raises(TypeError, match="takes retain_graph and create_graph, and not inputs"):
+        Trainer().fit(Inputs(), loader())
+
+
+class Skips(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1
+
+
+def test_no_epoch_is_skipped() -> None:
+    with pytest.raises(ValueError, match="on_train_batch_start returned -1"):
+        Trainer().fit(Skips(), loader())
+
+
+class Elsewhere(Classifier):
+    def setup(self, stage: str) -> None: ...
+
+    def on_fit_start(self) -> None: ...
+
+
+class Validates(Classifier):
+    def val_dataloader(self) -> Any: ...
+
+
+class ByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backward = torch.nn.Linear(1, 1)  # no hook
+
+
+class NoIndex(Classifier):
+    def training_step(self, batch: Any) -> Any: ...  # type: ignore[override]
+
+
+class Loaders(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("module", "loaders", "text"),
+    [
+        (
+            Elsewhere(),
+            (),
+            r"Elsewhere has hooks .* not call: on_fit_start \(use on_train_start\), setup \(do it in __in",
+        ),
+        (Validates(), (), "Validates has val_dataloader"),
+        (NoIndex(), (), r"write def training_step\(self, batch, batch_idx\)"),
+        (Loaders(), (loader(),), r"write def validation_step\(self, batch, batch_idx\)"),
+        (Classifier(), ([loader(), loader()],), "val_loader is a list of loaders"),
+        (Classifier(), ({"a": loader()},), "val_loader is a dict of loaders"),
+    ],
+)
+def test_what_would_never_be_called(module: TrainModule, loaders: Any, text: str) -> None:
+    """Told before any process starts."""
+    with pytest.raises(TypeError, match=text):
+        Trainer(devices=2).fit(module, loader(), *loaders)
+
+
+def test_a_submodule_with_the_name_of_a_hook() -> None:
+    Trainer().fit(ByHand(), loader(4), loader(4))
+
+
+class Lightnings(Callback):
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None: ...
+
+
+def test_callbacks_with_other_hooks() -> None:
+    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_validation_epoch_end; .*on_evaluation_end"):
+        Trainer(callbacks=Lightnings())

@@ -1,0 +1,79 @@
+"""Tutorial 10: a character model on sentences of unequal length, where every character is to count the same.
+
+Batches are padded to their longest sentence, and their loss is the mean over the real characters. DDP averages these
+means, so a character of a rank with short sentences counts many times as much as one of a rank with long ones.
+`join.weight` tells how many characters there are; gradients are then the mean over all characters of all ranks.
+"""
+
+import tempfile
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+from torch.nn.utils.rnn import pad_sequence
+
+from join import Join
+
+TEXT = sorted((Path(__file__).parent / "data" / "harbour.txt").read_text().splitlines(), key=len)
+ALPHABET = "\0" + "".join(sorted(set("".join(TEXT))))  # number 0 is padding
+
+
+def batches(sentences: list[str]) -> list[torch.Tensor]:
+    coded = [torch.tensor([ALPHABET.index(character) for character in sentence]) for sentence in sentences]
+    return [pad_sequence(coded[i : i + 4], batch_first=True) for i in range(0, len(coded), 4)]  # [sentence, character]
+
+
+BATCHES = [batches(TEXT[:28]), batches(TEXT[28:]), []]  # more sentences on rank 0, more characters on rank 1
+
+
+def make_model() -> torch.nn.Module:
+    """Guesses a character from the one before it."""
+    torch.manual_seed(0)
+    size = len(ALPHABET)
+    return torch.nn.Sequential(torch.nn.Embedding(size, 16), torch.nn.Tanh(), torch.nn.Linear(16, size))
+
+
+def mean_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
+
+
+def count(batch: torch.Tensor) -> int:
+    return int((batch[:, 1:] != 0).sum())  # what is guessed: no padding, and not a sentence's first character
+
+
+def train(rank: int, weighted: bool) -> torch.Tensor:
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+        for batch in BATCHES[rank]:
+            join.weight = count(batch) if weighted else None  # before the forward
+            optimizer.zero_grad()
+            mean_loss(model, batch).backward()
+            optimizer.step()
+    return parameters_to_vector(model.parameters())
+
+
+def compare(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    weighted, unweighted = train(rank, weighted=True), train(rank, weighted=False)
+    dist.destroy_process_group()
+    model = make_model()  # in one process: the i-th batches of all ranks are one, and its loss is the mean over it
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for present in ([batch for batch in step if batch is not None] for step in zip_longest(*BATCHES)):
+        optimizer.zero_grad()
+        (sum(mean_loss(model, each) * count(each) for each in present) / sum(map(count, present))).backward()
+        optimizer.step()
+    exact, off = ((each - parameters_to_vector(model.parameters())).abs().max() for each in (weighted, unweighted))
+    data = f"{len(BATCHES[rank])} batches, {sum(map(count, BATCHES[rank])):4} characters"
+    print(f"Rank {rank}: {data}; off from one process by {exact:.0e} with join.weight, by {off:.0e} without.")
+    assert exact < 1e-5 < 1e-2 < off, "every character must count the same"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)

@@ -1,0 +1,66 @@
+"""Tutorial 11: ranks that know how many steps they will make, and say so.
+
+In a `Join` block each step is announced by a header, since nobody knows who still has data. With `steps=n` everybody
+knows from the start: the ranks exchange their numbers once, on entering, and no header is sent. What comes out is the
+same. A number that turns out to be wrong is an error on all ranks, and not a hang.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+
+from join import Join, JoinReport, ProtocolError
+
+BATCHES = (2, 6, 0)  # rank 2 has no data
+DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
+
+
+def train(rank: int, steps: int | None) -> tuple[torch.Tensor, JoinReport]:
+    """Train one epoch; `steps` is what this rank declares. All ranks declare, or none."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer], divide_by_initial_world_size=False, steps=steps) as join:
+        for x in DATA[rank, : BATCHES[rank]]:
+            optimizer.zero_grad()
+            mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+    return parameters_to_vector(model.parameters()).detach(), join.report
+
+
+def compare(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    announced, report = train(rank, steps=None)
+    declared, quiet_report = train(rank, steps=BATCHES[rank])  # of a loader: steps=len(loader)
+    difference = (announced - declared).abs().max().item()
+    mistakes = []
+    for promised in (5, 7):  # by rank 1, which makes 6
+        try:
+            train(rank, steps=promised if rank == 1 else BATCHES[rank])
+        except ProtocolError as error:
+            mistakes.append(str(error))
+    dist.barrier()  # the group works as before
+    dist.destroy_process_group()
+
+    if rank == 0:
+        print(
+            f"Headers announce the steps:\n\n{report}\n\nThe steps are declared, and `headers` is 0:\n\n{quiet_report}"
+        )
+        print(f"\nThe largest difference of a parameter between the two: {difference:.0e}.\n")
+        print("Rank 1 declares 5 steps, then 7, and makes 6. What all ranks are told:\n")
+        print("\n".join(f"  ProtocolError: {mistake}" for mistake in mistakes))
+    assert not any(row.headers for row in quiet_report.ranks)
+    assert difference < 1e-6, "declared steps must not change what is trained"
+    assert mistakes == ["rank 1 declared steps=5 and began step 6", "rank 1 declared steps=7 and made 6"]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    print("\nSo declare steps where you know them, and a mistake is found by the first run.")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from join import Join, JoinError
+from join import EarlyTerminationError, Join, JoinError
 from joinables import Replay, SharedCall
 from tests.joinables.test_exact import EPOCHS, Case, batches, data_of, full_state, loss_of, reference
 from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
@@ -477,3 +477,120 @@ def test_weights_that_make_no_sense(pool: Pool) -> None:
         assert "join.weight is set on some ranks and not on all others" in text
     for text in pool.run(outcome, "weight 0 on all"):
         assert "join.weight is 0 on all ranks at once" in text
+
+
+def train_chain(rank: int, encoder_is: str) -> dict[str, torch.Tensor]:
+    """Two modules, one after the other, in one backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    layers = list(build("mlp").children())
+    parts = torch.nn.ModuleList([torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:])])
+    encoder: Any = parts[0]
+    encoder = fully_shard(encoder) if encoder_is == "sharded" else DistributedDataParallel(encoder)
+    decoder: Any = fully_shard(parts[1])
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (encoder, decoder)]
+    for epoch, counts in enumerate(Case.counts):
+        with Join([encoder, decoder, *optimizers], divide_by_initial_world_size=False, timeout=30):
+            for x, y in (data_of(Case(), rank, epoch, step) for step in range(counts[rank])):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                ((decoder(encoder(x)) - y) ** 2).mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+    return flat_state(whole(dict(zip("012345", parts.parameters(), strict=True))))
+
+
+@pytest.mark.parametrize("encoder_is", ["sharded", "ddp"])
+def test_a_chain_of_modules(pool: Pool, encoder_is: str) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch, counts in enumerate(Case.counts):
+        for step in range(max(counts)):
+            optimizer.zero_grad()
+            ranks = [rank for rank in range(3) if step < counts[rank]]
+            for rank in ranks:
+                (forward(model, Case(), rank, epoch, step) / len(ranks)).backward()
+            optimizer.step()
+    expected = flat_state(dict(zip("012345", model.parameters(), strict=True)))
+    for state in pool.run(train_chain, encoder_is):
+        assert_same(state, expected, TOLERANCE)
+
+
+def stops(rank: int) -> str:
+    model = shard(Sharded())
+    try:
+        with Join([model], throw_on_early_termination=True):
+            for step in range(1 + rank):
+                model(batch(rank, 0, step)[0]).sum().backward()
+    except EarlyTerminationError as error:
+        return str(error)
+    return "fine"
+
+
+def test_early_termination(pool: Pool) -> None:
+    first, *others = pool.run(stops)
+    assert first == "Rank 0 exhausted all inputs."
+    for other in others:
+        assert other == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+
+
+def changes(rank: int) -> None:
+    """A module that communicates or not, as its caller wants; settings and hooks are as before afterwards."""
+
+    class Sums(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, twice: bool) -> torch.Tensor:
+            y = AllReduce.apply(super().forward(x).sum(0))
+            return AllReduce.apply(y) if twice else y
+
+    module = Sums(4, 2)
+    with Join([Replay(module)]):
+        for step in range(2 * rank):
+            module(batch(rank, 0, step)[0], twice=step % 2 == 0).sum().backward()
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+
+
+def test_calls_of_several_kinds(pool: Pool) -> None:
+    pool.run(changes)
+
+
+def on_gpus(rank: int, kind: str) -> dict[str, torch.Tensor]:
+    """SyncBatchNorm in DDP with all ranks on one device, or ``fully_shard`` with a device for each rank."""
+    device = torch.device("cuda", rank if kind == "sharded" else 0)
+    torch.cuda.set_device(device)
+    model: Any = build("mlp" if kind == "sharded" else "norm").to(device)
+    if kind == "sharded":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cuda", (2,))
+        fully_shard(model[0], mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), device_ids=[device])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer], divide_by_initial_world_size=False):
+        for step in range((0, 3)[rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            ((model(x.to(device)) - y.to(device)) ** 2).mean().backward()
+            optimizer.step()
+    return flat_state(
+        pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, whole(getattr(model, "module", model).state_dict()))
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="SyncBatchNorm needs a GPU")
+@pytest.mark.parametrize("kind", ["sharded", "sync batch norm"])
+def test_on_gpus(pool: Pool, kind: str) -> None:
+    if kind == "sharded" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    model = build("mlp" if kind == "sharded" else "norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(3):
+        x, y = batch(1, 0, step)
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    for state in pool.run(on_gpus, kind, ranks=2):
+        assert_same(state, flat_state(model.state_dict()), 1e-5)

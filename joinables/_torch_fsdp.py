@@ -50,10 +50,10 @@ def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def reduces(module: torch.nn.Module) -> tuple[bool, bool]:
-    """Whether a backward reduces gradients, and whether over all replicas, too (HSDP; else the same)."""
+    """Whether a backward reduces gradients, and whether over all replicas, too (HSDP; without, the same)."""
     groups = list(_groups(module))
     reduces = any(group.reduce_grads for group in groups)
-    replicated = [group for group in groups if group._is_hsdp]
+    replicated = [group for group in groups if hasattr(group.mesh_info, "replicate_process_group")]
     return reduces, reduces and (not replicated or any(group.all_reduce_grads for group in replicated))
 
 

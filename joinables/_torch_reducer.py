@@ -1,6 +1,6 @@
 """Every private torch API that this package calls, each with what it stands in for.
 
-Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's. An unsupported torch is one
+Nothing else in ``joinables``, but ``_torch_fsdp`` for FSDP, touches a name that starts with an underscore and is torch's. An unsupported torch is one
 error here, at import.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -72,29 +72,35 @@ class Call:
 
 
 class Rehearsal:
-    """Runs a module with a call that stands for no data.
+    """What to run a module with that has no data.
 
     Args:
-        module: the module.
         device: where it computes.
         example: what to call it with, if not with empty tensors.
     """
 
-    def __init__(self, module: torch.nn.Module, device: torch.device, example: Example | None) -> None:
-        self._module, self._device, self._example = module, device, example
+    def __init__(self, device: torch.device, example: Example | None) -> None:
+        self._device, self.example = device, example
+        self._attempted: list[Any] = []  # kinds of calls
         self.call: Call | None = None
         """What to run it with, once the ranks have agreed."""
+        self._assumed: Call | None = None
 
     def is_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments has to be told to all."""
         if self.call is None:
             return True
-        return self._example is None and Call.of(args, kwargs, self._device).kind != self.call.kind
+        if self.example is not None:
+            return False
+        mine = Call.of(args, kwargs, self._device)
+        if not torch.is_grad_enabled():  # what requires grad makes no difference
+            mine = replace(mine, require_grad=self.call.require_grad)
+        return mine.kind != self.call.kind
 
     def assume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take this rank's call as a model if there is none: in lockstep, only a rank that leaves early needs one."""
-        if self.call is None:
-            self.call = Call.of(args, kwargs, self._device).without_rows.prepared
+        """Take this rank's call while none is agreed on: in lockstep, only a rank that leaves early needs one."""
+        if self.call is None and self._assumed is None:
+            self._assumed = Call.of(args, kwargs, self._device).without_rows.prepared
 
     def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Let all ranks have the call of rank ``source``.
@@ -104,40 +110,45 @@ class Rehearsal:
             source: a rank that is about to call the module.
             mine: what this rank is about to call it with, if it is.
         """
-        if self._example is not None:
-            args, kwargs = self._example() if callable(self._example) else (self._example, dict[str, Any]())
+        if self.example is not None:
+            args, kwargs = self.example() if callable(self.example) else (self.example, dict[str, Any]())
             self.call = Call.of(args, kwargs, self._device)
             return
         args, kwargs = mine or ((), {})
         self.call = Call.of(args, kwargs, self._device).without_rows.told(collective, source)
 
-    def run(self, module: torch.nn.Module | None = None) -> Any:
-        """Run the module (or what stands for it) as agreed and return its output."""
-        assert self.call is not None
-        dtype = self.call.autocast
+    def run(self, module: torch.nn.Module) -> Any:
+        """Run ``module`` as agreed and return its output."""
+        call = self.call or self._assumed
+        assert call is not None
+        dtype = call.autocast
         with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
-            return (module or self._module)(*self.call.args, **self.call.kwargs)
+            return module(*call.args, **call.kwargs)
 
     def attempt(self, module: torch.nn.Module, rank: int) -> None:
-        """Run ``module`` once for nothing, on all ranks.
+        """Run ``module`` for nothing, on all ranks, once for each kind of call.
 
         Raises:
             JoinError: if it cannot take the call; on all ranks.
         """
+        assert self.call is not None
+        if self.call.kind in self._attempted:
+            return
         try:
             with torch.no_grad(), in_mode(module, training=False):
                 self.run(module)
         except Exception as error:
-            raise JoinError(self.complaint(error, rank)) from error
+            raise JoinError(self.complaint(module, error, rank)) from error
+        self._attempted.append(self.call.kind)
 
-    def complaint(self, error: Exception, rank: int) -> str:
+    def complaint(self, module: torch.nn.Module, error: Exception, rank: int) -> str:
         """What to say of a module that cannot be run."""
-        name = type(self._module).__name__
-        with_what = "an empty batch" if self._example is None else f"example={self._example!r}"
+        name = type(module).__name__
+        with_what = "an empty batch" if self.example is None else f"example={self.example!r}"
         return (
             f"rank {rank} cannot run {name} on {with_what}, as a rank without data has to:"
-            f" {type(error).__name__}: {error}. Give Replay({name.lower()}, example=...) arguments that it can take, a"
-            " tuple of them or a function that returns (args, kwargs)"
+            f" {type(error).__name__}: {error}. Say with what, where the module is listed: Replay(module, example=...),"
+            " a tuple of positional arguments or a function that returns (args, kwargs)"
         )
 
 

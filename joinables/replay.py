@@ -56,7 +56,7 @@ from joinables.weights import Weights
 _REMEMBERED = 62  # forwards that a backward can go through: bits of a word
 
 # Over blocks: what was agreed on all ranks, and what a rank has not yet reduced.
-_calls: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Example | None, Any]] = weakref.WeakKeyDictionary()
+_rehearsals: weakref.WeakKeyDictionary[torch.nn.Module, Rehearsal] = weakref.WeakKeyDictionary()
 _unsynced: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
@@ -118,8 +118,9 @@ class _Module:
         if process_group is None:
             process_group = group_of(self.reduction.parameters, type(module).__name__)
         self.process_group = process_group
-        self.rehearsal = Rehearsal(module, self.device, example)
-        self.example = example
+        self.rehearsal = _rehearsals.get(module, Rehearsal(self.device, example))
+        if self.rehearsal.example is not example:
+            self.rehearsal = Rehearsal(self.device, example)
         self.replaying = False  # this rank runs the module on nobody's behalf
 
 
@@ -206,8 +207,7 @@ class ReplayedForward(_Replayed):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        example, call = _calls.get(self._of.module, (None, None))
-        self._of.rehearsal.call = call if example is self._of.example else None
+        _rehearsals[self._of.module] = self._of.rehearsal
         before = cast("Any", ModuleHook(self._before))
         # Before everybody else's hooks, which may communicate.
         self._handles = [self._of.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
@@ -215,7 +215,6 @@ class ReplayedForward(_Replayed):
     @override
     def detach(self) -> None:
         super().detach()
-        _calls[self._of.module] = self._of.example, self._of.rehearsal.call
         for each in self.passes:
             each.outputs.clear()
         self.passes.clear()
@@ -301,11 +300,11 @@ class ReplayedForward(_Replayed):
                 self._reduction.reducing(prepares > 0, prepares > 0),
             ):
                 self._reduction.buffers_are_due()
-                outputs = of.rehearsal.run()
+                outputs = of.rehearsal.run(of.module)
                 if grad:
                     self._reduction.forwarded()
         except Exception as error:
-            raise JoinError(of.rehearsal.complaint(error, self._collective.rank)) from error
+            raise JoinError(of.rehearsal.complaint(of.module, error, self._collective.rank)) from error
         finally:
             of.replaying = False
         if grad:
@@ -405,9 +404,10 @@ class ReplayedBackward(_Replayed):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: Any, args: Any) -> None:
-        if not self._of.replaying and torch.is_grad_enabled() and not reducer.in_backward():
-            self._in_backward = False  # a backward that raised did not come to its end
-            self._current = _Graph()
+        if self._of.replaying or reducer.in_backward():
+            return
+        self._current = _Graph() if torch.is_grad_enabled() else None
+        self._in_backward = False  # a backward that raised did not come to its end
 
     def _after_part(self, module: Any, args: Any, output: Any) -> None:
         """A part of the module has an output, which the module may return as its own."""

@@ -26,7 +26,7 @@ class Sharded(Case):
     replicas: int = 1
     reshard: bool | None = None
     layers: bool = True
-    reduce_each: bool = False
+    syncs: str = "reduces when it steps"
 
 
 CASES = {
@@ -41,7 +41,7 @@ CASES = {
         accumulate=2, initial=True, reshard=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
     ),
     "accumulation, each backward reduces": Sharded(
-        accumulate=2, reduce_each=True, counts=((4, 2, 0), (2, 6, 0), (0, 4, 4))
+        accumulate=2, syncs="reduces each time", counts=((4, 2, 0), (2, 6, 0), (0, 4, 4))
     ),
     "zero_grad keeps tensors": Sharded(to_none=False, optimizer="sgd"),
     "weights": Sharded(weighted=True),
@@ -59,6 +59,20 @@ CASES = {
     ),
     "replicas, accumulation, weights, clipping": Sharded(
         replicas=2, weighted=True, accumulate=2, clip=True, counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4))
+    ),
+    "replicas, accumulation, weights, partial reductions": Sharded(
+        replicas=2,
+        weighted=True,
+        accumulate=2,
+        syncs="all-reduces when it steps",
+        counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
+    ),
+    "replicas, accumulation, initial, partial reductions": Sharded(
+        replicas=2,
+        initial=True,
+        accumulate=2,
+        syncs="all-reduces when it steps",
+        counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
     ),
     "declared": Sharded(declared=True),
     "declared, weights, clipping, initial": Sharded(declared=True, weighted=True, clip=True, initial=True),
@@ -111,7 +125,10 @@ def train(rank: int, case: Sharded) -> dict[str, torch.Tensor]:
                 join.weight = len(data[0]) if case.weighted else None
                 if step % case.accumulate == 0:
                     optimizer.zero_grad(set_to_none=case.to_none)
-                model.set_requires_gradient_sync(sync or case.reduce_each)
+                if case.syncs == "reduces when it steps":
+                    model.set_requires_gradient_sync(sync)
+                elif case.syncs == "all-reduces when it steps":
+                    model.set_requires_all_reduce(sync)
                 loss_of(model, case, 0, data).backward()
                 if sync:
                     if case.clip:
@@ -463,7 +480,7 @@ def test_ranks_that_diverge(pool: Pool) -> None:
 def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(outcome, "refuses")):
         assert f"rank {rank} cannot run FSDPRefuses on an empty batch" in text
-        assert "ValueError: no samples. Give Replay(fsdprefuses, example=...)" in text
+        assert "ValueError: no samples. Say with what, where the module is listed: Replay(module, example=...)" in text
     assert pool.run(outcome, "example") == ["fine"] * 3
 
 

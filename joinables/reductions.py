@@ -36,6 +36,12 @@ class Reduction:
         self.seen: list[torch.nn.Parameter] = []
         """The parameters that autograd sees; filled by ``forwarded``."""
 
+    def attach(self) -> None:
+        """A block is entered."""
+
+    def detach(self) -> None:
+        """The block is left: undo what was changed."""
+
     @property
     def inner(self) -> torch.nn.Module:
         """What a probe can run without reducing or broadcasting anything."""
@@ -102,6 +108,15 @@ class DDPReduction(Reduction):
         super().__init__(module)
         self._ddp = module
         self._armed = False  # a synchronised forward lets the reducer reduce in whichever backward comes next
+        self._param_sync = True
+
+    @override
+    def attach(self) -> None:
+        self._param_sync = self._ddp.require_forward_param_sync
+
+    @override
+    def detach(self) -> None:
+        self._ddp.require_forward_param_sync = self._param_sync
 
     @property
     @override

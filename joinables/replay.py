@@ -132,8 +132,8 @@ class _Pass:
     """A forward with grad.
 
     Args:
-        outputs: its outputs that require grad; of a real forward they are held until the next one only, for the graph
-            belongs to the user.
+        outputs: its outputs that require grad; of a real forward they are held until its backward or the next forward
+            begins, for the graph belongs to the user.
         graph: of a real forward: what lives as long as its graph. A replayed one has none.
     """
 
@@ -208,6 +208,7 @@ class ReplayedForward(_Replayed):
     def attach(self, join: Join) -> None:
         super().attach(join)
         _rehearsals[self._of.module] = self._of.rehearsal
+        self._reduction.attach()
         before = cast("Any", ModuleHook(self._before))
         # Before everybody else's hooks, which may communicate.
         self._handles = [self._of.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
@@ -215,6 +216,7 @@ class ReplayedForward(_Replayed):
     @override
     def detach(self) -> None:
         super().detach()
+        self._reduction.detach()
         for each in self.passes:
             each.outputs.clear()
         self.passes.clear()
@@ -259,6 +261,7 @@ class ReplayedForward(_Replayed):
             )
         self._due = self._reduction.buffers_are_due()
         self._channel.announce(self)
+        self._drop_outputs()  # before new activations come
         self._begin((args, kwargs))
 
     def _begin(self, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
@@ -279,17 +282,16 @@ class ReplayedForward(_Replayed):
         if due:
             self._reduction.sync_buffers(leader)
 
-    def add(self, each: _Pass) -> None:
-        """A forward with grad is over."""
-        for earlier in self.passes:
-            if earlier.real or earlier.done:
-                earlier.outputs.clear()
-        self.passes.append(each)
+    def _drop_outputs(self) -> None:
+        for each in self.passes:
+            if each.real or each.done:
+                each.outputs.clear()
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
+        self._drop_outputs()
         self._begin(None)
         of, (grad, training, prepares, _, _) = self._of, self._channel.flags(self)
         of.replaying = True
@@ -308,7 +310,7 @@ class ReplayedForward(_Replayed):
         finally:
             of.replaying = False
         if grad:
-            self.add(_Pass(list(tensors_with_grad(outputs))))
+            self.passes.append(_Pass(list(tensors_with_grad(outputs))))
 
 
 class ReplayedBackward(_Replayed):
@@ -327,6 +329,7 @@ class ReplayedBackward(_Replayed):
         self._weights = Weights(self._reduction.seen)
         self._current: _Graph | None = None  # of the forward that is under way
         self._in_backward = False
+        self._entered: _Graph | None = None  # the forward that the backward which is under way has come to
         self._through: list[_Pass] = []  # the forwards that the backward goes through
         self._several = False
         self._weighted = self._complete = False
@@ -362,7 +365,7 @@ class ReplayedBackward(_Replayed):
         _unsynced[self._of.module] = self._unsynced
         if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
             self._reduction.reset()
-        self._in_backward, self._current = False, None
+        self._in_backward, self._entered, self._current = False, None, None
         self._through = []
 
     @override
@@ -407,7 +410,7 @@ class ReplayedBackward(_Replayed):
         if self._of.replaying or reducer.in_backward():
             return
         self._current = _Graph() if torch.is_grad_enabled() else None
-        self._in_backward = False  # a backward that raised did not come to its end
+        self._in_backward, self._entered = False, None  # a backward that raised did not come to its end
 
     def _after_part(self, module: Any, args: Any, output: Any) -> None:
         """A part of the module has an output, which the module may return as its own."""
@@ -427,7 +430,7 @@ class ReplayedBackward(_Replayed):
         self._current = None
         self._reduction.forwarded()
         self._weights.watch()
-        self._forward.add(_Pass(outputs, graph))
+        self._forward.passes.append(_Pass(outputs, graph))
         self._watch(output, graph)
 
     def _watch(self, output: Any, graph: _Graph) -> None:
@@ -440,7 +443,7 @@ class ReplayedBackward(_Replayed):
 
     def _gradient_enters(self, graph: _Graph, gradient: torch.Tensor) -> None:
         """A gradient enters a forward's outputs: the first one of a backward begins it."""
-        if self._of.replaying or not self._handles:
+        if graph is self._entered or self._of.replaying or not self._handles:
             return
         passes = list(self._forward.passes)
         entered = next((each for each in passes if each.graph is not None and each.graph() is graph), None)
@@ -449,7 +452,8 @@ class ReplayedBackward(_Replayed):
                 f"a backward goes through a forward of {type(self._of.module).__name__} that is more than"
                 f" {_REMEMBERED} forwards ago, or of an earlier block"
             )
-        entered.done = True
+        entered.done, self._entered = True, graph
+        entered.outputs.clear()  # large ones should not outlive the backward
         if self._in_backward:
             if entered not in self._through:
                 raise JoinError(self._other_forwards())
@@ -467,7 +471,7 @@ class ReplayedBackward(_Replayed):
         reducer.after_backward(lambda: reducer.after_backward(self._end_backward))
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._in_backward, self._entered = False, None
         if not all(each.done for each in self._through):
             raise JoinError(self._other_forwards())
         self._through = []

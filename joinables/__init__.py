@@ -19,13 +19,28 @@ from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync
 from joinables.metric import Metric, is_metric
+from joinables.replay import Replay, refuse_fsdp1
+from joinables.sharding import is_dtensor, is_sharded
+from joinables.shared_call import SharedCall
 from joinables.stateful import State
+from joinables.step import ShardStep
 from joinables.third_party import TorchJoinable
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroStep
 
-__all__ = ["BucketRebuild", "BufferSync", "GradientSync", "Metric", "State", "TorchJoinable", "ZeroStep"]
+__all__ = [
+    "BucketRebuild",
+    "BufferSync",
+    "GradientSync",
+    "Metric",
+    "Replay",
+    "ShardStep",
+    "SharedCall",
+    "State",
+    "TorchJoinable",
+    "ZeroStep",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -37,9 +52,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable:
-    """An optimizer is state; one that joins by torch's rules is ZeRO, or somebody's own."""
+    """An optimizer is state, unless its parameters are spread; one that joins by torch's rules is ZeRO, or foreign."""
     if not isinstance(optimizer, TorchJoinableBase):
-        return State(optimizer)
+        spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        return ShardStep(optimizer) if spread else State(optimizer)
     from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
     return ZeroStep(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else TorchJoinable(optimizer)
@@ -52,16 +68,20 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
         return joinables_of(original)
     if isinstance(module, TorchJoinableBase):
         return TorchJoinable(module)
-    if any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__):
+    refuse_fsdp1(module)
+    if is_sharded(module) or any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+        return Replay(module).joinables()
+    if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
-            f"{type(module).__name__} shards its parameters (FSDP), which Join cannot shadow yet; use"
-            " DistributedDataParallel"
+            f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
+            " apply fully_shard to it, or list Replay(module), which leaves gradients alone"
         )
     return Metric(module) if is_metric(module) else State(module)
 
 
 register_state_adapter(State)
 register_joinable(torch.nn.Module, _joinables_of_module)
+register_joinable(Replay, Replay.joinables)
 register_joinable(torch.optim.Optimizer, _joinables_of_optimizer)
 register_joinable(TorchJoinableBase, TorchJoinable)
 register_joinable(DistributedDataParallel, joinables_of_ddp)

@@ -1,7 +1,7 @@
 """Every private torch API that this package calls, each with what it stands in for.
 
-Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's. An unsupported torch is one
-error here, at import.
+Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's, but for FSDP's, which are in
+``joinables._torch_fsdp``. An unsupported torch is one error here, at import.
 """
 
 # What is private is not in torch's type stubs, or has no types there.
@@ -61,6 +61,11 @@ def after_backward(callback: Callable[[], None]) -> None:
     queue another, which runs after all that were queued before.
     """
     cast("Any", Variable._execution_engine).queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way on this thread: a checkpointed module runs its forward again in there."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # -- DistributedDataParallel: buffers -------------------------------------------------------------------------------

@@ -47,21 +47,24 @@ from join import Joinable
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync
 from joinables.gradients import GradientSync
+from joinables.replay import Replay
 
 
 def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
-    """The bursts a DDP module stands for, in their order.
+    """The bursts a DDP module stands for, in their order; one that contains SyncBatchNorm is replayed.
 
     Raises:
-        ValueError: if the module contains SyncBatchNorm, whose collectives are not DDP's and would not be shadowed.
+        ValueError: if it contains SyncBatchNorm and its own forward does not run it (the trainer's does not).
     """
     modules = cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules())
     for name, module in modules:
         if isinstance(module, torch.nn.SyncBatchNorm):
-            raise ValueError(
-                f"the DDP module contains SyncBatchNorm ({name!r}), whose forward communicates and cannot be shadowed"
-                " yet; use BatchNorm, or feed all ranks evenly and pass enable=False"
-            )
+            if getattr(cast("object", ddp.module), "forward_is_over", False):
+                raise ValueError(
+                    f"the module contains SyncBatchNorm ({name!r}), whose forward communicates outside DDP's and cannot"
+                    " be shadowed; use BatchNorm, or feed all ranks evenly"
+                )
+            return Replay(ddp).joinables()
     rebuild = BucketRebuild(ddp)
     if not reducer.broadcasts_buffers(ddp):
         return [rebuild, GradientSync(ddp, None, rebuild)]

@@ -20,7 +20,7 @@ from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.hooks import ModuleHook
 from joinables.static_graph import StaticGraph
-from joinables.tensors import tensors_with_grad
+from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
 from joinables.weights import Weights
 
@@ -61,7 +61,6 @@ class GradientSync(DDPBurst):
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
-        self._agreed_in = 0  # the loop in lockstep in which all ranks know whether weights are in use
         self._may_hold_result = True  # grad may still hold the last reduction's result
         self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
@@ -105,23 +104,10 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
         """
         broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
-        gradients = [parameter.grad for parameter in self._parameters]
-        present = [gradient is not None for gradient in gradients]
-        mine = present, [] if self._unsynced else gradients, self._may_hold_result
-        present, values, may_hold_result = broadcast_tree(self._collective, mine, source)
-        if self._collective.rank == source or self._unsynced:
-            return
-        self._may_hold_result = may_hold_result
-        for index, parameter in enumerate(self._parameters):
-            if not present[index]:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if values:
-                parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
-            else:
-                parameter.grad.zero_()
+        adopt_gradients(self._collective, self._parameters, source, accumulated=self._unsynced)
+        may_hold_result = broadcast_tree(self._collective, self._may_hold_result, source)
+        if not self._unsynced:
+            self._may_hold_result = may_hold_result
 
     # -- the header ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +151,7 @@ class GradientSync(DDPBurst):
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if self._channel.in_lockstep:
-            self._agree_on_weights()
+            self._weighted = self._weights.agree()
         self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
@@ -308,7 +294,7 @@ class GradientSync(DDPBurst):
             self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
         if self._channel.in_lockstep:
-            self._agree_on_weights()
+            self._weighted = self._weights.agree()
         else:
             self._check_weights()
         self._weights.take_back(self._share_of_result)
@@ -359,22 +345,6 @@ class GradientSync(DDPBurst):
                     "join.weight is set on this rank and not on all others; set it on all ranks or on none"
                 )
             self._weights_agreed = True
-
-    def _agree_on_weights(self) -> None:
-        """In lockstep, once a loop: let all ranks know whether weights are in use; who has only dummies cannot."""
-        if self._agreed_in != self._channel.loop:
-            self._agreed_in = self._channel.loop
-            shadows = self._join.shadowing
-            votes = torch.tensor([self._weights.in_use, not (self._weights.in_use or shadows)], dtype=torch.int64)
-            self._collective.all_reduce(votes).wait()
-            if votes.all():
-                raise ValueError(
-                    f"join.weight is set on {votes[0]} ranks and not on {votes[1]}; set it on all ranks or on none"
-                )
-            self._weights_agreed = bool(votes[0])
-        self._weighted = self._weights_agreed
-        if not self._join.shadowing and self._weighted != self._weights.in_use:
-            raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
 
     def _count_contributors(self, mine: float) -> None:
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""

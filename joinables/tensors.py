@@ -1,13 +1,16 @@
-"""Finding the tensors in what a module returns."""
+"""Finding the tensors in what a module returns, and taking over gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from join.collectives import Collective
+from join.transfer import broadcast_tree
 
 
 def tensors_with_grad(tree: Any) -> Iterator[torch.Tensor]:
@@ -23,3 +26,39 @@ def tensors_with_grad(tree: Any) -> Iterator[torch.Tensor]:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for field in fields(leaf):
                 yield from tensors_with_grad(getattr(leaf, field.name))
+
+
+def hides_tensors(tree: Any) -> bool:
+    """Whether there is an object in the containers that may hold tensors and cannot be looked into."""
+    plain = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    leaves = pytree.tree_leaves(tree)
+    return any(not (leaf is None or isinstance(leaf, plain) or is_dataclass(leaf)) for leaf in leaves)
+
+
+def adopt_gradients(
+    collective: Collective, parameters: Sequence[torch.nn.Parameter], source: int, *, accumulated: bool
+) -> None:
+    """Let ``parameters`` have the gradients that rank ``source`` has.
+
+    Args:
+        collective: the group.
+        parameters: the same on all ranks.
+        source: a last joiner.
+        accumulated: whether this rank's gradients are its own, still to be reduced; then they are left alone. As
+            ``source``, it only tells which parameters have one.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    mine = [gradient is not None for gradient in gradients], [] if accumulated else gradients
+    present, values = broadcast_tree(collective, mine, source)
+    if collective.rank == source or accumulated:
+        return
+    for index, parameter in enumerate(parameters):
+        if not present[index]:
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if values:
+            parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
+        else:
+            parameter.grad.zero_()

@@ -25,9 +25,13 @@ class Weights:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
+        self._agreed = False  # in the loop in lockstep of that number, whether weights are in use
+        self._agreed_in = 0
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
+        self.silent = False
+        """Whether gradients count for nothing: those of a batch that is not there. Needs ``watch(always=True)``."""
 
     def attach(self, join: Join) -> None:
         """A block is entered."""
@@ -50,14 +54,34 @@ class Weights:
         """The weight of this rank's batch: 0 for a dummy; ``None`` if weights are not in use."""
         return self._join.weight
 
-    def watch(self) -> None:
-        """A forward comes: see to it that its gradients are weighed, if weights are in use."""
-        if self.current is not None and not self._handles:
+    def agree(self) -> bool:
+        """In lockstep, once a loop: let all ranks know whether weights are in use; who has only dummies cannot.
+
+        Raises:
+            ValueError: if they are on some ranks only, or no more.
+        """
+        join, shadows = self._join, self._join.shadowing
+        if self._agreed_in != join.channel.loop:
+            self._agreed_in = join.channel.loop
+            votes = torch.tensor([self.in_use, not (self.in_use or shadows)], dtype=torch.int64)
+            join.collective.all_reduce(votes).wait()
+            if votes.all():
+                raise ValueError(
+                    f"join.weight is set on {votes[0]} ranks and not on {votes[1]}; set it on all ranks or on none"
+                )
+            self._agreed = bool(votes[0])
+        if not shadows and self._agreed != self.in_use:
+            raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
+        return self._agreed
+
+    def watch(self, *, always: bool = False) -> None:
+        """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
+        if (always or self.current is not None) and not self._handles:
             parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
             self._handles = [parameter.register_hook(self._weigh) for parameter in parameters]
 
     def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        weight = self.current
+        weight = 0.0 if self.silent else self.current
         if weight is None or weight == 1.0:
             return None
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean

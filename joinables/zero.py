@@ -12,8 +12,7 @@ own, on the true gradients, or the shard stands still. The order of collectives 
     .                                        take these over; change gradients as the user does; step on the own shard
     broadcast of each rank's shard           broadcast of each rank's shard
 
-(*) only if a rank is joined, and not awaited. The numbers are the hyperparameters: learning rate, momentum and the like
-may change while a rank is joined, because schedulers run on active ranks only.
+(*) only if a rank is joined, and not awaited. The numbers are the hyperparameters: ``joinables.hyperparameters``.
 
 What the loop does to gradients between ``backward`` and ``step`` is unknown to a joined rank. Say it once::
 
@@ -32,16 +31,15 @@ A GradScaler's unscaling is such a change, but its scale is not known on a joine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from typing_extensions import override
 
 from join import Burst, Join, JoinHook
-from join.transfer import broadcast_tree
 from joinables._torch_reducer import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
+from joinables.hyperparameters import Hyperparameters
 from joinables.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -83,7 +81,6 @@ class ZeroStep(StandIn, Burst, JoinHook):
             )
         self._optimizer = optimizer
         self._transform_gradients = transform_gradients
-        self._numbers: list[_Number] = []
         self._owes = self._announced = self._shadowing = False
         self._handles: list[Any] = []
 
@@ -100,8 +97,8 @@ class ZeroStep(StandIn, Burst, JoinHook):
 
     @override
     def attach(self, join: Join) -> None:
-        self._channel, self._collective = join.channel, join.collective
-        self._numbers = _Number.all_in(self._groups)
+        self._channel = join.channel
+        self._hyperparameters = Hyperparameters(self._optimizer, join)
         self._owes = self._announced = self._shadowing = False
         inner = cast("torch.optim.Optimizer", cast("Any", self._optimizer).optim)
         self._handles = [
@@ -118,10 +115,7 @@ class ZeroStep(StandIn, Burst, JoinHook):
     @override
     def synchronise(self, source: int) -> None:
         # Every rank kept its own shard up to date; what schedulers changed is not in the shards.
-        own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
-        received = broadcast_tree(self._collective, own, source)
-        for group, values in zip(self._groups, received, strict=True):
-            group.update(values)
+        self._hyperparameters.broadcast(source)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -137,7 +131,7 @@ class ZeroStep(StandIn, Burst, JoinHook):
         if not self._announced:
             self._announce()
         self._channel.confirm()
-        self._share_numbers(active=True)
+        self._hyperparameters.share(active=True)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._owes = self._announced = False
@@ -154,14 +148,14 @@ class ZeroStep(StandIn, Burst, JoinHook):
     @override
     def fulfil(self) -> None:
         self._owes = self._announced = False
-        self._share_numbers(active=True)
+        self._hyperparameters.share(active=True)
         broadcast_shards(self._optimizer)
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
-        self._share_numbers(active=False)
+        self._hyperparameters.share(active=False)
         self._shadowing = True
         try:
             self._step_shard()
@@ -176,64 +170,3 @@ class ZeroStep(StandIn, Burst, JoinHook):
             broadcast_shards(self._optimizer)  # the others are in their broadcasts
             raise
         self._optimizer.step()
-
-    # -- hyperparameters ----------------------------------------------------------------------------------------------
-
-    def _share_numbers(self, *, active: bool) -> None:
-        """Let joined ranks, if there are any, have the active ones' hyperparameters: their mean."""
-        header = self._channel.read()
-        if header.active == self._collective.world_size:
-            return
-        mine = [number.read() if active else 0.0 for number in self._numbers]
-        self._sums = torch.tensor(mine, dtype=torch.float64)
-        work = self._collective.all_reduce(self._sums)
-        if not active:
-            work.wait()
-            for number, total in zip(self._numbers, cast("list[float]", self._sums.tolist()), strict=True):
-                number.write(total / header.active)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-
-@dataclass(frozen=True)
-class _Number:
-    """One numeric hyperparameter: a value in a parameter group, or an item of a tuple there (``betas``)."""
-
-    group: dict[str, Any]
-    name: str
-    position: int | None = None
-
-    @staticmethod
-    def all_in(groups: Sequence[dict[str, Any]]) -> list[_Number]:
-        """Every number in the groups, in an order that is the same on all ranks."""
-        found: list[_Number] = []
-        for group in groups:
-            for name in sorted(group.keys() - {"params"}):
-                value = group[name]
-                if _is_number(value):
-                    found.append(_Number(group, name))
-                elif isinstance(value, tuple):
-                    items = enumerate(cast("tuple[Any, ...]", value))
-                    found += [_Number(group, name, position) for position, item in items if _is_number(item)]
-        return found
-
-    def read(self) -> float:
-        value = self.group[self.name]
-        return float(value if self.position is None else value[self.position])
-
-    def write(self, value: float) -> None:
-        old = self.group[self.name]
-        if isinstance(old, torch.Tensor):
-            old.fill_(value)
-        elif self.position is None:
-            self.group[self.name] = value
-        else:
-            self.group[self.name] = (*old[: self.position], value, *old[self.position + 1 :])
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0 and not value.requires_grad
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

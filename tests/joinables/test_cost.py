@@ -17,10 +17,18 @@ from tests.pool import Pool
 STEPS = 4
 
 
+def fully_sharded(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
 def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
     """Collectives per step by kind, once everything is warm."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(build("norm" if "norm" in setup else "mlp"))
+    model = build("norm" if "norm" in setup else "mlp")
+    ddp: Any = fully_sharded(model) if "sharded" in setup else DistributedDataParallel(model)
     optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
     if "zero" in setup:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -66,6 +74,9 @@ COSTS = {
     "norm, mean over contributors": {"gloo:all_reduce": 2},
     "mlp, zero": {"gloo:all_reduce": 2},
     "norm, zero": {"gloo:all_reduce": 2},
+    "mlp, sharded": {"gloo:all_reduce": 3},  # forward, backward, step
+    "mlp, sharded, eval": {"gloo:all_reduce": 1},
+    "mlp, sharded, mean over contributors, declared": {},
     "mlp, declared": {},
     "norm, mean over contributors, declared": {},
     "mlp, zero, declared": {},

@@ -225,10 +225,10 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
         counts = case.counts[epoch]
         for window in range(max(counts) // k):
             optimizer.zero_grad(set_to_none=case.to_none)
-            ranks = [rank for rank in range(RANKS) if counts[rank] > window * k]
+            ranks = [rank for rank, count in enumerate(counts) if count > window * k]
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
             total = sum(weight_of(case, rank, epoch, step) for rank, steps in windows.items() for step in steps)
-            divisor = RANKS if case.initial else len(ranks)
+            divisor = len(counts) if case.initial else len(ranks)
             shared = [b.clone() for b in model.buffers()]
             kept = None
             for rank in ranks:

@@ -1,0 +1,77 @@
+"""Every private API of ``fully_shard`` that this package calls, each with what it stands in for.
+
+Beside ``joinables._torch_reducer`` because it needs FSDP, which only those import who use it. Nothing else in
+``joinables`` touches a name of FSDP that starts with an underscore.
+"""
+
+# What is private is not in torch's type stubs, or has no types there.
+# pyright: reportPrivateUsage=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+if not hasattr(FSDPModule, "_get_fsdp_state"):
+    raise ImportError(
+        f"joinables needs FSDPModule._get_fsdp_state, which torch {torch.__version__} does not have; install torch 2.13"
+    )
+
+
+def sharded_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules in ``module`` to which ``fully_shard`` was applied."""
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
+def _groups(module: torch.nn.Module) -> Iterator[Any]:
+    """What is communicated together. Stands in for getters of the settings below: there are setters only."""
+    seen: set[int] = set()
+    for each in sharded_modules(module):
+        for group in cast("Any", each)._get_fsdp_state()._fsdp_param_groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def sharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that an optimizer steps. Stands in for ``parameters()``, which may have the unsharded ones."""
+    return [each.sharded_param for group in _groups(module) for each in group.fsdp_params]
+
+
+def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that autograd sees, as far as a forward has made them. They stay the same from then on."""
+    found = [getattr(each, "_unsharded_param", None) for group in _groups(module) for each in group.fsdp_params]
+    return [each for each in found if each is not None]
+
+
+def reduces(module: torch.nn.Module) -> tuple[bool, bool]:
+    """Whether a backward reduces gradients, and whether over all replicas, too (HSDP; without, the same)."""
+    groups = list(_groups(module))
+    reduces = any(group.reduce_grads for group in groups)
+    replicated = [group for group in groups if hasattr(group.mesh_info, "replicate_process_group")]
+    return reduces, reduces and (not replicated or any(group.all_reduce_grads for group in replicated))
+
+
+@contextmanager
+def reducing(module: torch.nn.Module, reduces: bool, all_reduces: bool) -> Generator[None]:
+    """Within the context, backwards reduce gradients or not, as told."""
+    kept = [(group, group.reduce_grads, group.all_reduce_grads) for group in _groups(module)]
+    for group, _, _ in kept:
+        group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+    try:
+        yield
+    finally:
+        for group, reduces_before, all_reduces_before in kept:
+            group.reduce_grads, group.all_reduce_grads = reduces_before, all_reduces_before
+
+
+def reset(module: torch.nn.Module) -> None:
+    """Bring a module back to rest in whose forward or backward an exception came up."""
+    for each in sharded_modules(module):
+        if cast("Any", each)._get_fsdp_state()._is_root:  # only known from the first forward on
+            cast("FSDPModule", each).reset_iter_state()

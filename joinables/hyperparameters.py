@@ -1,0 +1,102 @@
+"""An optimizer's hyperparameters on ranks that run no scheduler any more: :class:`Hyperparameters`.
+
+Learning rate, momentum and the like may change while a rank is joined, because schedulers run on active ranks only. A
+rank that goes on stepping its shard must have them::
+
+    active rank                                      joined rank
+    -----------                                      -----------
+    sum of the active ranks' numbers (*)             sum of the active ranks' numbers
+    .                                                take over their mean
+
+(*) only if a rank is joined, and not awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from join import Join
+from join.transfer import broadcast_tree
+
+
+class Hyperparameters:
+    """Everything in an optimizer's ``param_groups`` but the parameters.
+
+    Args:
+        optimizer: the optimizer.
+        join: the block.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, join: Join) -> None:
+        self._optimizer, self._channel, self._collective = optimizer, join.channel, join.collective
+        self._numbers = _Number.all_in(self._groups)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def share(self, *, active: bool) -> None:
+        """Let joined ranks, if there are any, have the active ones' numbers, in the burst of the last header."""
+        header = self._channel.read()
+        if header.active == self._collective.world_size:
+            return
+        mine = [number.read() if active else 0.0 for number in self._numbers]
+        self._sums = torch.tensor(mine, dtype=torch.float64)  # kept while it is under way
+        work = self._collective.all_reduce(self._sums)
+        if not active:
+            work.wait()
+            for number, total in zip(self._numbers, cast("list[float]", self._sums.tolist()), strict=True):
+                number.write(total / header.active)
+
+    def broadcast(self, source: int) -> None:
+        """Take over all of them from rank ``source``."""
+        own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
+        received = broadcast_tree(self._collective, own, source)
+        for group, values in zip(self._groups, received, strict=True):
+            group.update(values)
+
+
+@dataclass(frozen=True)
+class _Number:
+    """One numeric hyperparameter: a value in a parameter group, or an item of a tuple there (``betas``)."""
+
+    group: dict[str, Any]
+    name: str
+    position: int | None = None
+
+    @staticmethod
+    def all_in(groups: Sequence[dict[str, Any]]) -> list[_Number]:
+        """Every number in the groups, in an order that is the same on all ranks."""
+        found: list[_Number] = []
+        for group in groups:
+            for name in sorted(group.keys() - {"params"}):
+                value = group[name]
+                if _is_number(value):
+                    found.append(_Number(group, name))
+                elif isinstance(value, tuple):
+                    items = enumerate(cast("tuple[Any, ...]", value))
+                    found += [_Number(group, name, position) for position, item in items if _is_number(item)]
+        return found
+
+    def read(self) -> float:
+        value = self.group[self.name]
+        return float(value if self.position is None else value[self.position])
+
+    def write(self, value: float) -> None:
+        old = self.group[self.name]
+        if isinstance(old, torch.Tensor):
+            old.fill_(value)
+        elif self.position is None:
+            self.group[self.name] = value
+        else:
+            self.group[self.name] = (*old[: self.position], value, *old[self.position + 1 :])
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,262 @@
+"""Who reduces the gradients of a module that is replayed, and how: :class:`Reduction` and its kinds.
+
+A plain module's gradients are left alone, since nobody knows what the loop does with them. DDP's and FSDP's are divided
+by the size of the group; what makes the mean over contributors of it, or the weighted one, is multiplied on afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from joinables.sharding import is_sharded
+
+
+class Reduction:
+    """Nobody known reduces the gradients.
+
+    Args:
+        module: the module.
+    """
+
+    scales = False
+    """Whether gradients may be scaled."""
+
+    weighs = False
+    """Whether ``join.weight`` may be applied where gradients reach their parameters: not where ranks compute gradients
+    together (SyncBatchNorm), for there each rank has parts of all ranks' losses."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.seen: list[torch.nn.Parameter] = []
+        """The parameters that autograd sees; filled by ``forwarded``."""
+
+    def attach(self) -> None:
+        """A block is entered."""
+
+    def detach(self) -> None:
+        """The block is left: undo what was changed."""
+
+    @property
+    def inner(self) -> torch.nn.Module:
+        """What a probe can run without reducing or broadcasting anything."""
+        return self._module
+
+    @property
+    def entrances(self) -> list[torch.nn.Module]:
+        """The modules whose outputs gradients may enter first."""
+        return [self._module]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose ``grad`` has the result."""
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def forwarded(self) -> None:
+        """A forward is over: take note of the parameters that autograd sees."""
+        if not self.seen:
+            self.seen.extend(self.parameters)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the forward that comes prepares a reduction, where that makes a difference to forwards."""
+        return True
+
+    @property
+    def reduces(self) -> tuple[bool, bool]:
+        """Whether the backward that comes reduces gradients, and whether their sum over all ranks is complete then."""
+        return True, True
+
+    def reducing(self, reduces: bool, completely: bool) -> AbstractContextManager[None]:
+        """Within the context, forwards and backwards are such, as told."""
+        return nullcontext()
+
+    @property
+    def accumulates_in_grad(self) -> bool:
+        """Whether what is not reduced yet is in ``grad`` as well, and must not be cleared there."""
+        return True
+
+    def set_aside(self) -> None:
+        """A reduction begins whose result will be scaled: keep what is in ``grad`` out of it."""
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply the result of the reduction that is over, and add what was set aside."""
+
+    def buffers_are_due(self) -> bool:
+        """Whether the forward that comes broadcasts buffers, which it then leaves to :meth:`sync_buffers`."""
+        return False
+
+    def sync_buffers(self, source: int) -> None:
+        """Take over buffers from rank ``source``."""
+
+    def reset(self) -> None:
+        """An exception has left the module in the middle of something."""
+
+
+class DDPReduction(Reduction):
+    """DDP's reducer, as it is: a joined rank goes through forward and backward like any other."""
+
+    scales = True
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        super().__init__(module)
+        self._ddp = module
+        self._armed = False  # a synchronised forward lets the reducer reduce in whichever backward comes next
+        self._param_sync = True
+
+    @override
+    def attach(self) -> None:
+        self._param_sync = self._ddp.require_forward_param_sync
+
+    @override
+    def detach(self) -> None:
+        self._ddp.require_forward_param_sync = self._param_sync
+
+    @property
+    @override
+    def inner(self) -> torch.nn.Module:
+        return cast("torch.nn.Module", self._ddp.module)
+
+    @property
+    @override
+    def parameters(self) -> list[torch.nn.Parameter]:
+        from joinables._torch_reducer import reduced_parameters
+
+        return reduced_parameters(self._ddp)
+
+    @override
+    def forwarded(self) -> None:
+        super().forwarded()
+        self._armed |= self.prepares
+
+    @property
+    @override
+    def prepares(self) -> bool:
+        return bool(self._ddp.require_backward_grad_sync)
+
+    @property
+    @override
+    def reduces(self) -> tuple[bool, bool]:
+        return self._armed, self._armed
+
+    @contextmanager
+    @override
+    def reducing(self, reduces: bool, completely: bool) -> Generator[None]:
+        kept, self._ddp.require_backward_grad_sync = self._ddp.require_backward_grad_sync, reduces
+        try:
+            yield
+        finally:
+            self._ddp.require_backward_grad_sync = kept
+
+    @override
+    def scale(self, factor: float) -> None:
+        self._armed = False
+        if factor == 1:
+            return
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    @override
+    def buffers_are_due(self) -> bool:
+        from joinables import _torch_reducer as reducer
+
+        due = reducer.broadcasts_buffers(self._ddp) and not reducer.syncs_buffers_after_forward(self._ddp)
+        if due:
+            reducer.suppress_buffer_sync(self._ddp)
+        return due
+
+    @override
+    def sync_buffers(self, source: int) -> None:
+        from joinables import _torch_reducer as reducer
+
+        reducer.sync_buffers(self._ddp, source)
+
+
+class ShardedReduction(Reduction):
+    """``fully_shard``: each rank gets its shard of the reduced gradients, and they add up in ``grad``."""
+
+    scales = True
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.weighs = not any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    @property
+    @override
+    def entrances(self) -> list[torch.nn.Module]:
+        from joinables._torch_fsdp import sharded_modules
+
+        found = sharded_modules(self._module)
+        return found if self._module in found else [*found, self._module]
+
+    @property
+    @override
+    def parameters(self) -> list[torch.nn.Parameter]:
+        from joinables._torch_fsdp import sharded_parameters
+
+        return [parameter for parameter in sharded_parameters(self._module) if parameter.requires_grad]
+
+    @override
+    def forwarded(self) -> None:
+        from joinables._torch_fsdp import unsharded_parameters
+
+        if not self.seen:
+            self.seen.extend(each for each in unsharded_parameters(self._module) if each.requires_grad)
+
+    @property
+    @override
+    def reduces(self) -> tuple[bool, bool]:
+        from joinables._torch_fsdp import reduces
+
+        return reduces(self._module)
+
+    @override
+    def reducing(self, reduces: bool, completely: bool) -> AbstractContextManager[None]:
+        from joinables._torch_fsdp import reducing
+
+        return reducing(self._module, reduces, completely)
+
+    @property
+    @override
+    def accumulates_in_grad(self) -> bool:
+        return False
+
+    @override
+    def set_aside(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    @override
+    def scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters if factor != 1 else ():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            for parameter, kept in self._aside:
+                parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
+        self._aside.clear()
+
+    @override
+    def reset(self) -> None:
+        from joinables._torch_fsdp import reset
+
+        self._aside.clear()
+        reset(self._module)
+
+
+def reduction_of(module: torch.nn.Module) -> Reduction:
+    """What reduces the gradients of ``module``."""
+    if isinstance(module, DistributedDataParallel):
+        return DDPReduction(module)
+    return ShardedReduction(module) if is_sharded(module) else Reduction(module)

@@ -1,0 +1,56 @@
+"""What is spread over the ranks, and over which: tensors of ``torch.distributed.tensor``, modules of FSDP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is a ``DTensor``; does not import them, which takes long, where there cannot be any."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module`` itself."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module`` or to a part of it."""
+    return any(is_fsdp(each) for each in module.modules())
+
+
+def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
+    """Whether ``module`` is a ``FullyShardedDataParallel``."""
+    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
+
+
+def group_of(tensors: Iterable[torch.Tensor], name: str) -> Any:
+    """The process group over which ``tensors`` are spread; ``None`` is the default group.
+
+    Args:
+        tensors: parameters; those that are no ``DTensor`` do not count.
+        name: what has them, for the error.
+
+    Raises:
+        ValueError: if they are spread over a mesh of several dimensions that leaves out ranks: no group has its ranks.
+    """
+    meshes: list[Any] = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    if not meshes:
+        return None
+    mesh = max(meshes, key=lambda each: each.size())
+    if mesh.size() == dist.get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise ValueError(
+        f"the parameters of {name} are spread over {mesh}, which has {mesh.size()} of {dist.get_world_size()} ranks and"
+        " several dimensions; make a process group of these ranks and give Replay(module, process_group=...),"
+        " ShardStep(optimizer, process_group=...)"
+    )

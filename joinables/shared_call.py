@@ -1,0 +1,91 @@
+"""A function with collectives of its own, in the loop: :class:`SharedCall`.
+
+Clipping the gradients of a sharded module is one: their norm is summed over all ranks. So is a metric's all-reduce::
+
+    clip = SharedCall(lambda: clip_grad_norm_(model.parameters(), 1.0))
+
+    with Join([model, clip, optimizer]):
+        for x, y in loader:
+            ...
+            loss.backward()
+            norm = clip()
+            optimizer.step()
+
+The order of collectives::
+
+    active rank                     joined rank
+    -----------                     -----------
+    header                          header
+    the function's                  the function's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from typing_extensions import override
+
+from join import Burst, Join, JoinHook
+
+T = TypeVar("T")
+
+
+class SharedCall(Burst, JoinHook, Generic[T]):
+    """A function that all ranks call at the same places, those without data too; outside a block, just the function.
+
+    Args:
+        function: called without arguments; on a rank without data, on whatever it finds there. The gradients of modules
+            that are replayed are the true ones by then.
+        process_group: the ranks that call it; ``None`` is the default group.
+
+    Raises:
+        TypeError: if it cannot be called.
+    """
+
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
+    def __init__(self, function: Callable[[], T], process_group: Any = None) -> None:
+        super().__init__()
+        if not callable(function):
+            raise TypeError(f"function is a {type(function).__name__}, which cannot be called")
+        self._function, self._group = function, process_group
+        self._join: Join | None = None
+
+    def __call__(self) -> T:
+        """Call it."""
+        if self._join is not None:
+            self._join.channel.announce(self)
+        return self._function()
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @property
+    @override
+    def join_name(self) -> str:
+        return f"the call of {getattr(self._function, '__qualname__', type(self._function).__name__)}"
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._group
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._join = join
+
+    @override
+    def detach(self) -> None:
+        self._join = None
+
+    @override
+    def main_hook(self) -> None:
+        self._function()

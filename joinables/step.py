@@ -1,0 +1,138 @@
+"""The step of an optimizer whose parameters are spread over the ranks: :class:`ShardStep`.
+
+Every rank steps its shard, and nobody else can: a joined rank goes on, on the gradients that a replayed backward has
+left it. The step itself communicates nothing::
+
+    active rank                                joined rank
+    -----------                                -----------
+    header   (before the local step)           header
+    local step                                 .
+    header is read                             .
+    sum of the hyperparameters (*)             sum of the hyperparameters
+    .                                          take these over; local step
+
+(*) see ``joinables.hyperparameters``.
+
+What the loop does to gradients between backward and step, and communicates, is a :class:`joinables.SharedCall`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from join import Burst, Join, JoinHook
+from join.transfer import broadcast_tree
+from joinables.hyperparameters import Hyperparameters
+from joinables.sharding import group_of, is_dtensor
+from joinables.stand_in import StandIn
+
+
+class ShardStep(StandIn, Burst, JoinHook):
+    """Shadows the steps of an optimizer over ``DTensor`` parameters; ``Join`` makes one by itself.
+
+    Args:
+        optimizer: the optimizer.
+        process_group: the ranks that step it, if they are not those its parameters are spread over.
+    """
+
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
+    def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any = None) -> None:
+        super().__init__(optimizer)
+        self._optimizer = optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._group = process_group or group_of(parameters, type(optimizer).__name__)
+        self._announced = self._shadowing = False
+        self._handles: list[Any] = []
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @property
+    @override
+    def join_name(self) -> str:
+        return f"the step of {type(self._optimizer).__name__}"
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._group
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._channel, self._collective = join.channel, join.collective
+        self._hyperparameters = Hyperparameters(self._optimizer, join)
+        self._announced = self._shadowing = False
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @override
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Shards are up to date everywhere; hyperparameters and the state of what is no shard come from ``source``."""
+        self._hyperparameters.broadcast(source)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        whole = [parameter for parameter in parameters if not is_dtensor(parameter)]
+        if whole:
+            states = [self._optimizer.state.get(parameter) for parameter in whole]
+            received = broadcast_tree(self._collective, states, source)
+            for parameter, state in zip(whole, received, strict=True):
+                if state is not None:
+                    self._optimizer.state[parameter] = state
+
+    # -- the active side ----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # A closure runs bursts of its own inside the step; then the announcement comes after it.
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if not self._shadowing and not has_closure:
+            self._announce()
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._shadowing:
+            return
+        if not self._announced:
+            self._announce()
+        self._channel.confirm()
+        self._announced = False
+        self._hyperparameters.share(active=True)
+
+    def _announce(self) -> None:
+        self._channel.announce(self, confirm=False)
+        self._announced = True
+
+    @property
+    @override
+    def owes(self) -> bool:
+        return self._announced
+
+    @override
+    def fulfil(self) -> None:
+        self._announced = False
+        self._hyperparameters.share(active=True)
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    @override
+    def main_hook(self) -> None:
+        self._hyperparameters.share(active=False)
+        self._shadowing = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._shadowing = False

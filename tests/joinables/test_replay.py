@@ -1,0 +1,613 @@
+"""Modules with collectives of their own: on uneven inputs they equal one process on the same batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from join import EarlyTerminationError, Join, JoinError
+from joinables import Replay, SharedCall
+from tests.joinables.test_exact import EPOCHS, Case, batches, data_of, full_state, loss_of, reference
+from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
+from tests.pool import Pool
+
+
+@dataclass(frozen=True)
+class Sharded(Case):
+    """One way to train with ``fully_shard``."""
+
+    replicas: int = 1
+    reshard: bool | None = None
+    layers: bool = True
+    syncs: str = "reduces when it steps"
+
+
+CASES = {
+    "adam": Sharded(),
+    "sgd, initial world size": Sharded(optimizer="sgd", initial=True),
+    "the root alone": Sharded(layers=False),
+    "adam, initial, resharded": Sharded(initial=True, reshard=True),
+    "never resharded": Sharded(optimizer="sgd", reshard=False),
+    "adamw with clipping": Sharded(optimizer="adamw", clip=True),
+    "accumulation": Sharded(accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))),
+    "accumulation, initial, resharded": Sharded(
+        accumulate=2, initial=True, reshard=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+    ),
+    "accumulation, each backward reduces": Sharded(
+        accumulate=2, syncs="reduces each time", counts=((4, 2, 0), (2, 6, 0), (0, 4, 4))
+    ),
+    "zero_grad keeps tensors": Sharded(to_none=False, optimizer="sgd"),
+    "weights": Sharded(weighted=True),
+    "weights, accumulation": Sharded(
+        weighted=True, initial=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    ),
+    "weights, tuple": Sharded(weighted=True, model="tuple"),
+    "tuple": Sharded(model="tuple"),
+    "dict": Sharded(model="dict"),
+    "dataclass": Sharded(model="dataclass"),
+    "frozen parameters": Sharded(model="frozen"),
+    "replicas": Sharded(replicas=2, counts=((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))),
+    "replicas, initial, resharded": Sharded(
+        replicas=2, initial=True, reshard=True, counts=((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))
+    ),
+    "replicas, accumulation, weights, clipping": Sharded(
+        replicas=2, weighted=True, accumulate=2, clip=True, counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4))
+    ),
+    "replicas, accumulation, weights, partial reductions": Sharded(
+        replicas=2,
+        weighted=True,
+        accumulate=2,
+        syncs="all-reduces when it steps",
+        counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
+    ),
+    "replicas, accumulation, initial, partial reductions": Sharded(
+        replicas=2,
+        initial=True,
+        accumulate=2,
+        syncs="all-reduces when it steps",
+        counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
+    ),
+    "declared": Sharded(declared=True),
+    "declared, weights, clipping, initial": Sharded(declared=True, weighted=True, clip=True, initial=True),
+    "lockstep": Sharded(iterate="empty"),
+    "lockstep, clipping, initial": Sharded(iterate="last", clip=True, initial=True),
+    "lockstep, weights, accumulation": Sharded(
+        iterate="empty", weighted=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    ),
+    "even": Sharded(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
+    "nothing at all": Sharded(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
+}
+
+
+def shard(case: Sharded) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size()
+    shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = build(case.model)
+    for layer in model.modules() if case.layers else ():
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)
+
+
+def whole(tree: Any) -> Any:
+    """``tree`` with every sharded tensor put together; on all ranks alike."""
+    from torch.distributed.tensor import DTensor
+
+    return pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), tree)
+
+
+def train(rank: int, case: Sharded) -> dict[str, torch.Tensor]:
+    model = shard(case)
+    cls, options = OPTIMIZERS[case.optimizer]
+    optimizer = cls(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    clip = SharedCall(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    for epoch in range(EPOCHS):
+        count = case.counts[epoch][rank]
+        listed = [model, clip, optimizer, scheduler] if case.clip else [model, optimizer, scheduler]
+        steps: Any = count if case.declared else None
+        join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
+        join.weight = 1 if case.weighted else None
+        with join:
+            for step, data in enumerate(batches(join, case, rank, epoch)):
+                sync = (step + 1) % case.accumulate == 0
+                join.weight = len(data[0]) if case.weighted else None
+                if step % case.accumulate == 0:
+                    optimizer.zero_grad(set_to_none=case.to_none)
+                if case.syncs == "reduces when it steps":
+                    model.set_requires_gradient_sync(sync)
+                elif case.syncs == "all-reduces when it steps":
+                    model.set_requires_all_reduce(sync)
+                loss_of(model, case, 0, data).backward()
+                if sync:
+                    if case.clip:
+                        clip()
+                    optimizer.step()
+                    scheduler.step()
+    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    states = pool.run(train, case, ranks=len(case.counts[0]))
+    for other in states[1:]:
+        assert_same(states[0], other)
+    assert_same(states[0], reference(case), TOLERANCE)
+
+
+def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
+    return loss_of(model, case, 0, data_of(case, rank, epoch, step))
+
+
+def in_half(rank: int, joining: bool) -> dict[str, torch.Tensor]:
+    """Train with parameters in bfloat16; without Join, ranks that have no data take part with a loss of zero."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    model = build("mlp")
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mp_policy=policy)
+    model = fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch, counts in enumerate(Case.counts):
+        with Join([model, optimizer], enable=joining):
+            for step in range(counts[rank] if joining else max(counts)):
+                optimizer.zero_grad()
+                loss = forward(model, Case(), rank, epoch, step)
+                (loss if step < counts[rank] else 0 * loss).backward()
+                optimizer.step()
+    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))
+
+
+def test_mixed_precision(pool: Pool) -> None:
+    by_hand = pool.run(in_half, False)
+    for state, expected in zip(pool.run(in_half, True), by_hand, strict=True):
+        assert_same(state, expected)
+
+
+LOOPS = {
+    "evaluation between steps": (1, 1),
+    "skipped backwards": (1, 1),
+    "two forwards, one backward": (2, 1),
+    "two forwards, two backwards": (2, 2),
+    "gradients are kept": (1, 1),
+}
+
+
+def losses_of(model: Any, loop: str, rank: int, epoch: int, step: int) -> list[torch.Tensor]:
+    """What a step runs backward, in this order."""
+    if loop.startswith("evaluation"):
+        model.eval()
+        with torch.no_grad():
+            model(batch(rank, epoch, step, stream=1)[0])
+        model.train()
+    if loop.startswith("skipped"):
+        forward(model, Case(), rank, epoch, step + 10)
+    forwards, backwards = LOOPS[loop]
+    losses = [forward(model, Case(), rank, epoch, step + 20 * number) for number in range(forwards)]
+    return losses if forwards == backwards else [sum(losses, torch.zeros(()))]
+
+
+def run_loop(rank: int, loop: str) -> dict[str, torch.Tensor]:
+    model = shard(Sharded(reshard=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for epoch, counts in enumerate(Case.counts):
+        with Join([model, optimizer], divide_by_initial_world_size=False):
+            for step in range(counts[rank]):
+                if loop != "gradients are kept":
+                    optimizer.zero_grad()
+                for loss in losses_of(model, loop, rank, epoch, step):
+                    loss.backward()
+                optimizer.step()
+        optimizer.zero_grad()
+    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))
+
+
+def run_loop_in_one_process(loop: str) -> dict[str, torch.Tensor]:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for epoch, counts in enumerate(Case.counts):
+        for step in range(max(counts)):
+            if loop != "gradients are kept":
+                optimizer.zero_grad()
+            ranks = [rank for rank in range(3) if step < counts[rank]]
+            for rank in ranks:
+                for loss in losses_of(model, loop, rank, epoch, step):
+                    (loss / len(ranks)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return flat_state(model.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops(pool: Pool, loop: str) -> None:
+    states = pool.run(run_loop, loop)
+    for state in states:
+        assert_same(state, run_loop_in_one_process(loop), TOLERANCE)
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum over all ranks, and so of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return AllReduce.apply(gradients[0])
+
+
+class SyncNorm(torch.nn.Module):
+    """Normalises over the batches of all ranks, as SyncBatchNorm does on GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.register_buffer("running", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return (x - self.running) * self.scale
+        parts = torch.cat([x.new_full((1,), x.size(0)), x.sum(0), (x * x).sum(0)])
+        count, total, squares = AllReduce.apply(parts).split([1, 8, 8])
+        mean = total / count
+        variance = squares / count - mean**2
+        self.running.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        return (x - mean) / (variance + 0.1).sqrt() * self.scale
+
+
+def normed() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 8, bias=False), SyncNorm(), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    return torch.nn.Sequential(*layers)
+
+
+NORMED = {
+    "ddp": Case(),
+    "ddp, initial": Case(initial=True),
+    "ddp, zero, tiny buckets": Case(zero=True, ddp={"bucket_cap_mb": 1e-5}),
+    "ddp, views, accumulation": Case(
+        accumulate=2, ddp={"gradient_as_bucket_view": True}, counts=((4, 2, 0), (3, 6, 1), (0, 4, 3))
+    ),
+    "ddp, initial, accumulation, unused parameters": Case(
+        accumulate=2, initial=True, ddp={"find_unused_parameters": True}, counts=((4, 2, 0), (3, 6, 1), (0, 4, 3))
+    ),
+    "ddp, evaluation and a skipped backward": Case(hook="loop"),
+    "ddp, declared": Case(declared=True),
+    "a plain module": Case(hook="plain"),
+    "a plain module, example": Case(hook="plain, example"),
+    "fully_shard": Case(hook="sharded"),
+}
+
+
+def train_normed(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    net: Any = normed()
+    model: Any = net
+    if case.hook == "sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net[0])
+        model = fully_shard(net)
+    elif "plain" not in case.hook:
+        model = DistributedDataParallel(net, **case.ddp)
+    listed = model
+    if case.hook != "sharded":
+        listed = Replay(model, example=(torch.zeros(0, 4),) if "example" in case.hook else None)
+    if case.zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def reduce() -> None:
+        count = torch.tensor(float(any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())))
+        dist.all_reduce(count)
+        for parameter in model.parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / count
+
+    reduction = SharedCall(reduce)
+    for epoch in range(EPOCHS):
+        count = case.counts[epoch][rank]
+        joinables = [listed, reduction, optimizer] if "plain" in case.hook else [listed, optimizer]
+        with Join(joinables, divide_by_initial_world_size=case.initial, steps=count if case.declared else None):
+            for step in range(count):
+                sync = (step + 1) % case.accumulate == 0
+                if step % case.accumulate == 0:
+                    optimizer.zero_grad()
+                x, y = batch(rank, epoch, step)
+                if case.hook == "loop":
+                    model.eval()
+                    with torch.no_grad():
+                        model(x)
+                    model.train()
+                with nullcontext() if sync else model.no_sync():
+                    (((model(x) - y) ** 2).mean() / case.accumulate).backward()
+                if "plain" in case.hook:
+                    reduction()
+                if sync:
+                    optimizer.step()
+    if case.hook == "sharded":
+        return flat_state(whole(net.state_dict()), whole(optimizer.state_dict()))
+    return flat_state(net.state_dict(), full_state(optimizer))
+
+
+def train_normed_in_one_process(case: Case) -> dict[str, torch.Tensor]:
+    model = normed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch, steps in enumerate(case.counts):
+        for window in range(max(steps) // case.accumulate):
+            optimizer.zero_grad()
+            first = window * case.accumulate
+            divisor = len(steps) if case.initial else sum(count > first for count in steps)
+            for step in range(first, first + case.accumulate):
+                parts = [batch(rank, epoch, step) for rank, count in enumerate(steps) if count > step]
+                x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+                (((model(x) - y) ** 2).mean() * len(parts) / divisor / case.accumulate).backward()
+            optimizer.step()
+    return flat_state(model.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
+    expected = train_normed_in_one_process(NORMED[name])
+    for state in pool.run(train_normed, NORMED[name]):
+        assert_same(state, expected, TOLERANCE)
+
+
+def train_tensor_parallel(rank: int) -> dict[str, torch.Tensor]:
+    """Two ranks share a batch and a layer; two pairs of them are data parallel."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = build("mlp")
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    pair = rank // 2
+    for epoch, counts in enumerate(TENSOR_PARALLEL.counts):
+        with Join([model, optimizer, scheduler], divide_by_initial_world_size=False):
+            for step in range(counts[pair]):
+                optimizer.zero_grad()
+                forward(model, TENSOR_PARALLEL, pair, epoch, step).backward()
+                optimizer.step()
+                scheduler.step()
+    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
+
+
+TENSOR_PARALLEL = Case(counts=((0, 2), (3, 1), (2, 0)))
+
+
+def test_tensor_parallel(pool: Pool) -> None:
+    for state in pool.run(train_tensor_parallel, ranks=4):
+        assert_same(state, reference(TENSOR_PARALLEL), TOLERANCE)
+
+
+class Refuses(torch.nn.Sequential):
+    """Does not take empty batches."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.size(0):
+            raise ValueError("no samples")
+        return super().forward(x)
+
+
+class Hides(torch.nn.Sequential):
+    """Returns an object that nobody can look into."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+def outcome(rank: int, fault: str) -> str:
+    """Train with a fault, and tell how it ended; the group works afterwards."""
+    from torch.distributed.fsdp import fully_shard
+
+    kind = {"refuses": Refuses, "example": Refuses, "hides": Hides}.get(fault, torch.nn.Sequential)
+    model: Any = kind(*build("mlp"))
+    fully_shard(model[0])
+    fully_shard(model[4])
+    model = fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    listed = Replay(model, example=(torch.ones(1, 4),)) if fault == "example" else model
+    text = "fine"
+    try:
+        with Join([listed, optimizer]) as join:
+            for step in range((2, 3, 0)[rank]):
+                if fault.startswith("weight") and (rank == 1 or "all" in fault):
+                    join.weight = 0
+                if fault == "loading" and (rank, step) == (1, 1):
+                    raise OSError("disk")
+                optimizer.zero_grad()
+                output = model(batch(rank, 0, step)[0])
+                if fault == "loss" and (rank, step) == (1, 1):
+                    raise OSError("disk")
+                if fault == "leaves" and (rank, step) == (1, 1):
+                    break
+                if fault == "diverges" and (rank, step) == (1, 1):
+                    optimizer.step()
+                output.sum().backward()
+                if fault == "step" and (rank, step) == (1, 1):
+                    raise OSError("disk")
+                optimizer.step()
+    except (JoinError, OSError, ValueError) as error:
+        text = f"{type(error).__name__}: {error}"
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert ones.item() == dist.get_world_size()
+    value_of(model(batch(rank, 1, 1)[0])).sum().backward()  # the module is at rest
+    return text
+
+
+@pytest.mark.parametrize("fault", ["loading", "loss", "step"])
+def test_a_rank_that_raises(pool: Pool, fault: str) -> None:
+    first, second, third = pool.run(outcome, fault)
+    assert second == "OSError: disk"
+    assert first == third == "PeerError: rank 1 failed: OSError: disk"
+
+
+def test_a_rank_that_leaves_between_forward_and_backward(pool: Pool) -> None:
+    assert pool.run(outcome, "leaves") == ["fine"] * 3
+
+
+def test_ranks_that_diverge(pool: Pool) -> None:
+    for text in pool.run(outcome, "diverges"):
+        assert text.startswith("ProtocolError: 2 active ranks announced different bursts")
+
+
+def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(outcome, "refuses")):
+        assert f"rank {rank} cannot run FSDPRefuses on an empty batch" in text
+        assert "ValueError: no samples. Say with what, where the module is listed: Replay(module, example=...)" in text
+    assert pool.run(outcome, "example") == ["fine"] * 3
+
+
+def test_a_module_that_hides_its_outputs(pool: Pool) -> None:
+    for text in pool.run(outcome, "hides"):
+        assert "FSDPHides returns a Opaque, in which Join finds no tensor" in text
+
+
+def test_weights_that_make_no_sense(pool: Pool) -> None:
+    for text in pool.run(outcome, "weight on one rank"):
+        assert "join.weight is set on some ranks and not on all others" in text
+    for text in pool.run(outcome, "weight 0 on all"):
+        assert "join.weight is 0 on all ranks at once" in text
+
+
+def train_chain(rank: int, encoder_is: str) -> dict[str, torch.Tensor]:
+    """Two modules, one after the other, in one backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    layers = list(build("mlp").children())
+    parts = torch.nn.ModuleList([torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:])])
+    encoder: Any = parts[0]
+    encoder = fully_shard(encoder) if encoder_is == "sharded" else DistributedDataParallel(encoder)
+    decoder: Any = fully_shard(parts[1])
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (encoder, decoder)]
+    for epoch, counts in enumerate(Case.counts):
+        with Join([encoder, decoder, *optimizers], divide_by_initial_world_size=False, timeout=30):
+            for x, y in (data_of(Case(), rank, epoch, step) for step in range(counts[rank])):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                ((decoder(encoder(x)) - y) ** 2).mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+    return flat_state(whole(dict(zip("012345", parts.parameters(), strict=True))))
+
+
+@pytest.mark.parametrize("encoder_is", ["sharded", "ddp"])
+def test_a_chain_of_modules(pool: Pool, encoder_is: str) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for epoch, counts in enumerate(Case.counts):
+        for step in range(max(counts)):
+            optimizer.zero_grad()
+            ranks = [rank for rank in range(3) if step < counts[rank]]
+            for rank in ranks:
+                (forward(model, Case(), rank, epoch, step) / len(ranks)).backward()
+            optimizer.step()
+    expected = flat_state(dict(zip("012345", model.parameters(), strict=True)))
+    for state in pool.run(train_chain, encoder_is):
+        assert_same(state, expected, TOLERANCE)
+
+
+def stops(rank: int) -> str:
+    model = shard(Sharded())
+    try:
+        with Join([model], throw_on_early_termination=True):
+            for step in range(1 + rank):
+                model(batch(rank, 0, step)[0]).sum().backward()
+    except EarlyTerminationError as error:
+        return str(error)
+    return "fine"
+
+
+def test_early_termination(pool: Pool) -> None:
+    first, *others = pool.run(stops)
+    assert first == "Rank 0 exhausted all inputs."
+    for other in others:
+        assert other == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+
+
+def changes(rank: int) -> None:
+    """A module that communicates or not, as its caller wants; settings and hooks are as before afterwards."""
+
+    class Sums(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, twice: bool) -> torch.Tensor:
+            y = AllReduce.apply(super().forward(x).sum(0))
+            return AllReduce.apply(y) if twice else y
+
+    module = Sums(4, 2)
+    with Join([Replay(module)]):
+        for step in range(2 * rank):
+            module(batch(rank, 0, step)[0], twice=step % 2 == 0).sum().backward()
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+
+
+def test_calls_of_several_kinds(pool: Pool) -> None:
+    pool.run(changes)
+
+
+def on_gpus(rank: int, kind: str) -> dict[str, torch.Tensor]:
+    """SyncBatchNorm in DDP with all ranks on one device, or ``fully_shard`` with a device for each rank."""
+    device = torch.device("cuda", rank if kind == "sharded" else 0)
+    torch.cuda.set_device(device)
+    model: Any = build("mlp" if kind == "sharded" else "norm").to(device)
+    if kind == "sharded":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cuda", (2,))
+        fully_shard(model[0], mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), device_ids=[device])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer], divide_by_initial_world_size=False):
+        for step in range((0, 3)[rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            ((model(x.to(device)) - y.to(device)) ** 2).mean().backward()
+            optimizer.step()
+    return flat_state(
+        pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, whole(getattr(model, "module", model).state_dict()))
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="SyncBatchNorm needs a GPU")
+@pytest.mark.parametrize("kind", ["sharded", "sync batch norm"])
+def test_on_gpus(pool: Pool, kind: str) -> None:
+    if kind == "sharded" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    model = build("mlp" if kind == "sharded" else "norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(3):
+        x, y = batch(1, 0, step)
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    for state in pool.run(on_gpus, kind, ranks=2):
+        assert_same(state, flat_state(model.state_dict()), 1e-5)

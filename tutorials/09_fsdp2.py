@@ -1,0 +1,73 @@
+"""Tutorial 9: FSDP2 (`fully_shard`) on uneven ranks.
+
+`fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward: a rank that
+has run out of batches is missed in the middle of the others' forward. This library's Join lets it run the module too,
+on an empty batch and with zero gradients, and step its shards. What else communicates in the loop, here clipping by the
+norm of all shards, is told to be such a thing with SharedCall.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_
+
+from join import Join
+from joinables import SharedCall
+
+BATCHES = (2, 6, 0)  # rank 2 has no data, but owns shards like everybody else
+DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
+MAX_NORM = 0.5
+
+
+def make_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def train(rank: int) -> list[torch.Tensor]:
+    """Train one epoch and return the whole parameters."""
+    model = make_model()
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # it has this rank's shards
+    clip = SharedCall(lambda: clip_grad_norm_(model.parameters(), MAX_NORM))
+    with Join([model, clip, optimizer], divide_by_initial_world_size=False) as join:
+        for x in DATA[rank, : BATCHES[rank]]:
+            optimizer.zero_grad()
+            mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            clip()
+            optimizer.step()
+    if rank == 0:
+        print(join.report)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def train_in_one_process() -> list[torch.Tensor]:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for i in range(max(BATCHES)):
+        x = torch.cat([DATA[rank, i] for rank in range(3) if i < BATCHES[rank]])
+        optimizer.zero_grad()
+        mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def compare(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    pairs = zip(train(rank), train_in_one_process(), strict=True)
+    difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"\nAfter one epoch, parameters differ from those of one process by {difference:.0e}.")
+    assert difference < 1e-6, "FSDP2 on uneven ranks must end where one process ends"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)

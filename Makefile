@@ -2,13 +2,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-horovod check bench docs clean
+.PHONY: help demo test soak test-horovod check bench docs clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    run the demo'
 	@echo 'make test    run the tests'
+	@echo 'make soak    train SOAK=500 random models in random ways (make test: a dozen)'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
@@ -21,6 +22,10 @@ demo: .venv/.demo-installed
 
 test: .venv/.test-installed
 	$(BIN)/python -m pytest
+
+SOAK ?= 500
+soak: .venv/.test-installed
+	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from joinables import ZeroStep
+from joinables import Replay, ZeroStep
 from tests import models
 from tests.grammar import Recipe
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
@@ -41,6 +41,7 @@ class Case:
     rate: float | None = None
     weighted: bool = False
     declared: bool = False
+    replay: bool = False  # the module is listed to be replayed
     iterate: str = ""  # over join.iterate, with these dummies: "empty" or "last"
     lookahead: int = 1
     until: str = "all"
@@ -146,7 +147,8 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         steps: Any = None
         if case.declared:
             steps = "loader" if case.iterate else case.counts[block[0]][rank] // case.accumulate
-        join = Join([model, stepper, scheduler], divide_by_initial_world_size=case.initial, steps=steps)
+        listed = Replay(ddp) if case.replay else model
+        join = Join([listed, stepper, scheduler], divide_by_initial_world_size=case.initial, steps=steps)
         join.weight = 1 if case.weighted else None
         with join:
             for epoch in block:

@@ -115,6 +115,21 @@ def test_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
     check(pool, replace(CASES[name], declared=True))
 
 
+# Not weights, which cannot be applied where ranks may compute together, and where nobody can look for tensors. A branch
+# that is replayed counts as used, and forwards of a window that is never stepped count for buffers.
+REPLAYED = [
+    name
+    for name, case in CASES.items()
+    if not (case.weighted or case.model in ("opaque", "branches"))
+    and name != "zero_grad keeps tensors, accumulation, batch norm"
+]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_equals_one_process_where_ranks_without_data_replay(pool: Pool, name: str) -> None:
+    check(pool, replace(CASES[name], replay=True))
+
+
 LOCKSTEP: dict[str, dict[str, Any]] = {
     "empty": {"iterate": "empty"},
     "last": {"iterate": "last"},

@@ -19,6 +19,16 @@ from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, buil
 from tests.pool import Pool
 
 
+def import_fsdp(rank: int) -> None:
+    import torch.distributed.fsdp  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fsdp(pool: Pool) -> None:
+    """Importing it takes long, and is not to count as a test's time."""
+    pool.run(import_fsdp, ranks=4, timeout=110)
+
+
 @dataclass(frozen=True)
 class Sharded(Case):
     """One way to train with ``fully_shard``."""

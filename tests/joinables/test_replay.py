@@ -494,6 +494,38 @@ def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:
     assert pool.run(outcome, "example") == ["fine"] * 3
 
 
+def locked(rank: int) -> str:
+    """In lockstep nothing is replayed: the module may refuse empty batches. One rank raises between two bursts."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(Refuses(*build("mlp")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Join([model, optimizer]) as join:
+            for x in join.iterate([batch(rank, 0, step)[0] for step in range(1 + rank)], dummy="last"):
+                loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    model(x)  # leaves the root's parameters gathered
+        with Join([model, optimizer]) as join:
+            for step, x in enumerate(join.iterate([batch(rank, 0, step)[0] for step in range(1 + rank)], dummy="last")):
+                loss = model(x).sum()
+                if (rank, step) == (1, 1):
+                    raise OSError("disk")
+                loss.backward()
+                optimizer.step()
+    except (JoinError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_a_module_that_takes_no_empty_batch_in_lockstep(pool: Pool) -> None:
+    first, second, third = pool.run(locked)
+    assert second == "OSError: disk"
+    assert first == third == "PeerError: rank 1 failed: OSError: disk"
+
+
 def test_a_module_that_hides_its_outputs(pool: Pool) -> None:
     for text in pool.run(outcome, "hides"):
         assert "FSDPHides returns a Opaque, in which Join finds no tensor" in text

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from joinables.sharding import is_sharded
+from joinables.sharding import is_dtensor, is_sharded
 
 
 class Reduction:
@@ -56,6 +56,12 @@ class Reduction:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters whose ``grad`` has the result."""
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    @property
+    def replicated(self) -> list[torch.Tensor]:
+        """Parameters and buffers that are the same on all ranks."""
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        return [tensor for tensor in tensors if not is_dtensor(tensor)]
 
     def forwarded(self) -> None:
         """A forward is over: take note of the parameters that autograd sees."""
@@ -204,6 +210,14 @@ class ShardedReduction(Reduction):
         from joinables._torch_fsdp import sharded_parameters
 
         return [parameter for parameter in sharded_parameters(self._module) if parameter.requires_grad]
+
+    @property
+    @override
+    def replicated(self) -> list[torch.Tensor]:
+        from joinables._torch_fsdp import unsharded_parameters
+
+        gathered = {id(parameter) for parameter in unsharded_parameters(self._module)}  # by a forward without backward
+        return [tensor for tensor in super().replicated if id(tensor) not in gathered]
 
     @override
     def forwarded(self) -> None:

@@ -23,6 +23,11 @@ from join.transfer import broadcast_tree
 
 Example = tuple[Any, ...] | Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 
+_HINT = (
+    "Say with what, where the module is listed: Replay(module, example=...), a tuple of positional arguments or a"
+    " function that returns (args, kwargs)"
+)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -57,6 +62,12 @@ class Call:
         with torch.no_grad():  # nothing of the graph that they come from is held
             args, kwargs = emptied((self.args, self.kwargs))
         return Call(args, kwargs, self.require_grad, self.autocast)
+
+    @property
+    def detached(self) -> Call:
+        """The same without the graph that it comes from."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (self.args, self.kwargs))
+        return Call(args, kwargs, self.require_grad, self.autocast).prepared
 
     def told(self, collective: Collective, source: int) -> Call:
         """Rank ``source``'s call on every rank."""
@@ -98,9 +109,16 @@ class Rehearsal:
         return mine.kind != self.call.kind
 
     def assume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take this rank's call while none is agreed on: in lockstep, only a rank that leaves early needs one."""
-        if self.call is None and self._assumed is None:
-            self._assumed = Call.of(args, kwargs, self._device).without_rows.prepared
+        """Take this rank's call while none is agreed on: in lockstep, only a rank that leaves early needs one.
+
+        With its rows: the module takes them, and may not take an empty batch.
+        """
+        if self.call is None:
+            self._assumed = Call.of(args, kwargs, self._device).detached
+
+    def forget(self) -> None:
+        """The block is left: hold no batch."""
+        self._assumed = None
 
     def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Let all ranks have the call of rank ``source``.
@@ -115,7 +133,12 @@ class Rehearsal:
             self.call = Call.of(args, kwargs, self._device)
             return
         args, kwargs = mine or ((), {})
-        self.call = Call.of(args, kwargs, self._device).without_rows.told(collective, source)
+        try:
+            self.call = Call.of(args, kwargs, self._device).without_rows.told(collective, source)
+        except RuntimeError as error:  # of pickling, on all ranks
+            raise JoinError(
+                f"a rank without data cannot be told what to call the module with: {error}. {_HINT}"
+            ) from error
 
     def run(self, module: torch.nn.Module) -> Any:
         """Run ``module`` as agreed and return its output."""
@@ -147,8 +170,7 @@ class Rehearsal:
         with_what = "an empty batch" if self.example is None else f"example={self.example!r}"
         return (
             f"rank {rank} cannot run {name} on {with_what}, as a rank without data has to:"
-            f" {type(error).__name__}: {error}. Say with what, where the module is listed: Replay(module, example=...),"
-            " a tuple of positional arguments or a function that returns (args, kwargs)"
+            f" {type(error).__name__}: {error}. {_HINT}"
         )
 
 

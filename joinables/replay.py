@@ -217,6 +217,7 @@ class ReplayedForward(_Replayed):
     def detach(self) -> None:
         super().detach()
         self._reduction.detach()
+        self._of.rehearsal.forget()
         for each in self.passes:
             each.outputs.clear()
         self.passes.clear()
@@ -224,8 +225,7 @@ class ReplayedForward(_Replayed):
     @override
     def synchronise(self, source: int) -> None:
         """Parameters and buffers that are not spread over the ranks come from the last joiner."""
-        kept = [*self._of.module.parameters(), *self._of.module.buffers()]
-        broadcast_tensors(self._collective, [tensor for tensor in kept if not is_dtensor(tensor)], source)
+        broadcast_tensors(self._collective, self._reduction.replicated, source)
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
@@ -236,13 +236,9 @@ class ReplayedForward(_Replayed):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (
-            True,
-            self._of.module.training,
-            True,
-            self._of.rehearsal.call is None,
-            self._reduction.buffers_are_due(),
-        )
+        # In lockstep nobody replays, but a rank that leaves early, which does what it can.
+        is_new = self._of.rehearsal.call is None and not self._channel.in_lockstep
+        return (True, self._of.module.training, True, is_new, self._reduction.buffers_are_due())
 
     # -- the active side ----------------------------------------------------------------------------------------------
 

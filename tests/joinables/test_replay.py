@@ -21,6 +21,16 @@ from tests.training import Case, batches, data_of, full_state, loss_of, referenc
 EPOCHS = 3
 
 
+def import_fsdp(rank: int) -> None:
+    import torch.distributed.fsdp  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fsdp(pool: Pool) -> None:
+    """Importing it takes long, and is not to count as a test's time."""
+    pool.run(import_fsdp, ranks=4, timeout=110)
+
+
 @dataclass(frozen=True)
 class Sharded(Case):
     """One way to train with ``fully_shard``."""
@@ -484,6 +494,38 @@ def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:
         assert f"rank {rank} cannot run FSDPRefuses on an empty batch" in text
         assert "ValueError: no samples. Say with what, where the module is listed: Replay(module, example=...)" in text
     assert pool.run(outcome, "example") == ["fine"] * 3
+
+
+def locked(rank: int) -> str:
+    """In lockstep nothing is replayed: the module may refuse empty batches. One rank raises between two bursts."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(Refuses(*build("mlp")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Join([model, optimizer]) as join:
+            for x in join.iterate([batch(rank, 0, step)[0] for step in range(1 + rank)], dummy="last"):
+                loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    model(x)  # leaves the root's parameters gathered
+        with Join([model, optimizer]) as join:
+            for step, x in enumerate(join.iterate([batch(rank, 0, step)[0] for step in range(1 + rank)], dummy="last")):
+                loss = model(x).sum()
+                if (rank, step) == (1, 1):
+                    raise OSError("disk")
+                loss.backward()
+                optimizer.step()
+    except (JoinError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_a_module_that_takes_no_empty_batch_in_lockstep(pool: Pool) -> None:
+    first, second, third = pool.run(locked)
+    assert second == "OSError: disk"
+    assert first == third == "PeerError: rank 1 failed: OSError: disk"
 
 
 def test_a_module_that_hides_its_outputs(pool: Pool) -> None:

@@ -29,7 +29,7 @@ from typing_extensions import Self, override
 from join.dummies import emptied
 from join.early_exit import EarlyExit
 from join.errors import EarlyTerminationError, JoinError
-from join.lockstep import LockstepChannel
+from join.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
 from join.windows import Windows
@@ -75,6 +75,7 @@ class Iteration(Iterator[Any]):
         self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
         self._longest, self._since = 0.0, 0.0  # seconds: the longest step, the beginning of this one
+        self._gave_way = False
         self.running = False
         """Whether the loop has begun and has not come to its end."""
         self.joined_at: float | None = None
@@ -94,7 +95,8 @@ class Iteration(Iterator[Any]):
         try:
             yield from self
         except GeneratorExit:
-            self._channel.leave_loop = lambda: self.leave(None)  # not here, where nothing can be raised
+            if self.running:  # one that is kept after a break may be dropped much later
+                self._channel.leave_loop = lambda: self.leave(None)  # not here, where nothing can be raised
             raise
 
     @override
@@ -103,6 +105,8 @@ class Iteration(Iterator[Any]):
 
     @override
     def __next__(self) -> Any:
+        if self._gave_way:
+            raise JoinError(ONE_AT_A_TIME)
         if self._windows is None:
             self._windows = self._begin()
         if not self.running:
@@ -233,6 +237,15 @@ class Iteration(Iterator[Any]):
         mine = f"Rank {self._collective.rank} exhausted all inputs."
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         windows.close_with(EarlyTerminationError(mine if exhausted else others))
+
+    def give_way(self) -> None:
+        """Another loop begins in the middle of this one, which is over if it was broken out of; else it is an error.
+
+        Raises:
+            ProtocolError, PeerError: as :meth:`leave`.
+        """
+        self._gave_way = True
+        self.leave(None)
 
     def leave(self, error: BaseException | None) -> None:
         """The block is left, or another loop begins, in the middle of this one.

@@ -6,6 +6,7 @@ import re
 import time
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -344,6 +345,39 @@ def test_two_loops_and_a_plain_one_in_one_block() -> None:
         return counter.total, join.report.ranks[rank].steps
 
     assert run_threads(3, run) == [(3 * 3 + 3 + 3, 1 + 1 + 0), (15, 2 + 1 + 1), (15, 3 + 1 + 2)]
+
+
+def test_an_iterator_that_is_kept_after_a_break() -> None:
+    def run(collective: ThreadCollective) -> list[Any]:
+        counter, seen = Counter(collective), list[Any]()
+        with Join([counter]) as join:
+            for epoch in range(2):
+                loop = join.iterate(batches(collective.rank, 4 - 3 * collective.rank))  # drops the one before
+                for _ in loop:
+                    counter()
+                    seen.append((epoch, join.shadowing))
+                    if epoch == 0:
+                        break
+        return seen
+
+    expected = [(0, False)] + [(1, False)] * 4, [(0, False), (1, False)] + [(1, True)] * 3
+    assert tuple(run_threads(2, run)) == expected
+
+
+@pytest.mark.parametrize("in_a_block_of_its_own", [False, True])
+def test_loops_in_loops_are_refused(in_a_block_of_its_own: bool) -> None:
+    def run(collective: ThreadCollective) -> str:
+        counter, other = Counter(collective), Counter(collective)
+        with pytest.raises(JoinError) as caught, Join([counter]) as join:
+            for _ in join.iterate(batches(collective.rank, 3 - collective.rank)):
+                counter()
+                with Join([other]) if in_a_block_of_its_own else nullcontext(join) as inner:
+                    for _ in inner.iterate(batches(collective.rank, 2 - collective.rank)):
+                        (other if in_a_block_of_its_own else counter)()
+        return str(caught.value)
+
+    for text in run_threads(2, run):
+        assert "one loop over join.iterate in another" in text
 
 
 def test_disabled() -> None:

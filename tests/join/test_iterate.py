@@ -119,7 +119,8 @@ def outcome(collective: ThreadCollective, body: Any, loader: Any = None, lookahe
     text = "fine"
     try:
         with Join([first, second], **options) as join:
-            for step, _ in enumerate(join.iterate(loader or batches(collective.rank, 3), lookahead=lookahead)):
+            loader = batches(collective.rank, 3) if loader is None else loader
+            for step, _ in enumerate(join.iterate(loader, lookahead=lookahead)):
                 first()
                 if body(step, "middle") == "break":
                     break
@@ -227,17 +228,40 @@ def test_a_loader_that_raises(at: int) -> None:
     assert run_threads(3, run) == [peer, "OSError: disk", peer]
 
 
-class Sized:
-    """A loader that says it has ``said`` batches and has ``there``."""
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_interrupt_in_a_loader(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    monkeypatch.setattr("join.early_exit._GRACE_SECONDS", 0.1)
 
-    def __init__(self, said: int, there: int) -> None:
-        self.said, self.there = said, there
+    def interrupted(rank: int) -> Iterator[torch.Tensor]:
+        for step in range(3):
+            if (rank, step) == (1, at):
+                raise KeyboardInterrupt
+            yield torch.tensor([step])
+
+    def run(collective: ThreadCollective) -> str:
+        try:
+            return outcome(collective, lambda step, place: "", interrupted(collective.rank))
+        except KeyboardInterrupt:
+            collective.all_reduce(torch.ones(1)).wait()  # as the others do in the end
+            return "interrupted"
+
+    peer = "PeerError: rank 1 failed: KeyboardInterrupt: "
+    assert run_threads(3, run) == [peer, "interrupted", peer]
+
+
+class Sized:
+    """A loader that says it has ``said`` batches and has ``there``, or fails."""
+
+    def __init__(self, said: int, there: int, error: Exception | None = None) -> None:
+        self.said, self.there, self.error = said, there, error
 
     def __len__(self) -> int:
         return self.said
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return batches(0, self.there)
+        yield from batches(0, self.there)
+        if self.error is not None:
+            raise self.error
 
 
 def test_declared_lengths_send_no_header_a_step() -> None:
@@ -264,6 +288,29 @@ def test_wrong_lengths(there: int, text: str) -> None:
         return outcome(collective, lambda step, place: "", loader, steps="loader")
 
     assert run_threads(3, run) == [f"ProtocolError: rank 1 {text}"] * 3
+
+
+def test_no_dummy_can_be_made_where_lengths_are_declared() -> None:
+    def run(collective: ThreadCollective, first: list[Any]) -> str:
+        return outcome(collective, lambda step, place: "", [] if collective.rank else first, steps="loader")
+
+    told = "JoinError: ranks without data need a dummy, and rank 0 cannot make one of its first batch"
+    for text in run_threads(2, lambda collective: run(collective, [torch.ones(2).to_sparse()])):
+        assert text.startswith(told)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_first_batch_that_is_not_there(fails: bool) -> None:
+    def run(collective: ThreadCollective) -> str:
+        loader: Any = Sized(0, 0)
+        if collective.rank == 0:
+            loader = Sized(2, 0, OSError("disk") if fails else None)
+        return outcome(collective, lambda step, place: "", loader, steps="loader")
+
+    told = "failed: OSError: disk" if fails else "has a loader of len 2 that ended after 0 batches"
+    texts = run_threads(2, run)
+    assert texts[1] == ("PeerError: " if fails else "ProtocolError: ") + f"rank 0 {told}"
+    assert texts[0] == ("OSError: disk" if fails else texts[1])
 
 
 def test_early_termination() -> None:

@@ -314,11 +314,12 @@ class Join:
         return channel
 
     def _leave_loop(self, iteration: Iteration, error: BaseException | None) -> None:
+        text = ""
         if isinstance(error, Exception) and iteration.is_empty_dummy:
-            told = JoinError(cannot_take_empty(error, self._collective.rank, [j.join_target for j in self._joinables]))
-            iteration.leave(told)
-            raise told from error
-        iteration.leave(error)
+            text = cannot_take_empty(error, self._collective.rank, [j.join_target for j in self._joinables])
+        iteration.leave(error, text)
+        if text:
+            raise JoinError(text) from error
 
     def _finish(self) -> None:
         ran_out = None if self._iteration is None else self._iteration.joined_at

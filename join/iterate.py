@@ -250,18 +250,19 @@ class Iteration(Iterator[Any]):
         self._gave_way = True
         self.leave(None)
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None, text: str = "") -> None:
         """The block is left, or another loop begins, in the middle of this one.
 
         Args:
             error: what this rank raised, if it did.
+            text: what to tell the others of it, if not that.
 
         Raises:
             ProtocolError, PeerError: as :meth:`join.early_exit.EarlyExit.leave`.
         """
         assert self._windows is not None
         self._over()
-        EarlyExit(self._channel, self._windows, self._longest).leave(error)
+        EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
 
     def _over(self) -> None:
         self.running = False

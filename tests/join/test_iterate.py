@@ -113,13 +113,17 @@ def test_emptied_batches_keep_their_shape() -> None:
     assert batch["sample"].x.shape == (2,)
 
 
-def outcome(collective: ThreadCollective, body: Any, loader: Any = None, lookahead: int = 1, **options: Any) -> str:
+def outcome(
+    collective: ThreadCollective, body: Any, loader: Any = None, lookahead: int = 1, joins: Any = None, **options: Any
+) -> str:
     """How a loop over three batches ends whose body calls ``body(step)`` between two bursts; and the group works."""
     first, second = Leading(collective, "first"), Leading(collective, "second")
     text = "fine"
     try:
         with Join([first, second], **options) as join:
             loader = batches(collective.rank, 3) if loader is None else loader
+            if joins is not None:
+                joins[collective.rank] = join
             for step, _ in enumerate(join.iterate(loader, lookahead=lookahead)):
                 first()
                 if body(step, "middle") == "break":
@@ -247,6 +251,50 @@ def test_an_interrupt_in_a_loader(monkeypatch: pytest.MonkeyPatch, at: int) -> N
 
     peer = "PeerError: rank 1 failed: KeyboardInterrupt: "
     assert run_threads(3, run) == [peer, "interrupted", peer]
+
+
+class Refuses(torch.nn.Module):
+    """A module that takes nothing."""
+
+    def forward(self, x: Any) -> Any:
+        raise Enough("of it")
+
+
+EMPTY = "JoinError: rank 1 had run out of batches and got an empty one, which "
+
+
+class Enough(Exception):
+    """By which a body ends its loop."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (lambda join: Enough("of it"), "Enough: of it"),  # does not come of an empty batch
+        (lambda join: setattr(join, "weight", -1), "ValueError: weight=-1 must be finite and not negative"),
+        (
+            lambda join: IndexError("no rows"),
+            EMPTY + "the loop's body",
+        ),
+        (
+            lambda join: Refuses()(0),
+            EMPTY + "Refuses",
+        ),
+    ],
+)
+def test_a_body_that_raises_on_an_empty_batch(error: Any, told: str) -> None:
+    def run(collective: ThreadCollective) -> str:
+        def body(step: int, place: str) -> str:
+            if step == 2:
+                raise error(joins[collective.rank])
+            return ""
+
+        return outcome(collective, body, batches(collective.rank, 3 - collective.rank), joins=joins)
+
+    joins: dict[int, Join] = {}
+    texts = run_threads(2, run)
+    assert texts[1].startswith(told)
+    assert not texts[0].startswith("JoinError")
 
 
 class Sized:

@@ -109,6 +109,8 @@ class LockstepChannel(Channel):
         self.in_lockstep = False
         if self.active_ranks != (1 << self.collective.world_size) - 1:
             self._last_active = self._in_last_burst or self.active_ranks
+            for _, burst in self._bursts:
+                burst.loop_ended(_lowest(self._last_active))
 
     def _end_step(self) -> None:
         self._check_open()
@@ -166,7 +168,7 @@ class LockstepChannel(Channel):
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
-        return (self.active_ranks & -self.active_ranks).bit_length() - 1  # the lowest
+        return _lowest(self.active_ranks)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -199,6 +201,11 @@ class LockstepChannel(Channel):
             # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
             last = bool(self._last_active >> self._rank & 1)
             self.active_ranks = self._last_active
-            self.leader = (self._last_active & -self._last_active).bit_length() - 1
+            self.leader = _lowest(self._last_active)
             return Outcome(even=False, last=last)
         return outcome
+
+
+def _lowest(ranks: int) -> int:
+    """The lowest of the ranks in a bit mask."""
+    return (ranks & -ranks).bit_length() - 1

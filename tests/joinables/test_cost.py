@@ -51,14 +51,23 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer.step()
 
     x, y = batch(rank, 0, 9)
-    steps = 2 + STEPS if "declared" in setup else None
-    with Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps) if joining else nullcontext():
+    steps: Any = 2 + STEPS if "declared" in setup else None
+    if "iterate" in setup:
+        steps = steps and "loader"
+    with (
+        Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps) if joining else nullcontext() as join
+    ):
+        loop = iter(range(9))
+        if "iterate" in setup and join is not None:
+            loop = join.iterate(range(9))
         for _ in range(2):
+            next(loop)
             optimizer.zero_grad()
             ((ddp(x) - y) ** 2).mean().backward()
             optimizer.step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             for number in range(STEPS):
+                next(loop)
                 step(number)
     counts: dict[str, float] = {}
     for event in profile.events() or []:
@@ -78,6 +87,10 @@ COSTS = {
     "mlp, sharded, eval": {"gloo:all_reduce": 1},
     "mlp, sharded, mean over contributors, declared": {},
     "mlp, declared": {},
+    "mlp, iterate": {"gloo:all_reduce": 1},
+    "norm, zero, mean over contributors, iterate": {"gloo:all_reduce": 1},
+    "mlp, sharded, iterate": {"gloo:all_reduce": 1},
+    "mlp, iterate, declared": {},
     "norm, mean over contributors, declared": {},
     "mlp, zero, declared": {},
     "mlp, no_sync": {},

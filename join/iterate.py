@@ -261,11 +261,15 @@ class Iteration(Iterator[Any]):
             ProtocolError, PeerError: as :meth:`join.early_exit.EarlyExit.leave`.
         """
         assert self._windows is not None
-        self._over()
-        EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
+        self.running, self._channel.leave_loop = False, None
+        try:
+            EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
+        finally:
+            self._over()
 
     def _over(self) -> None:
         self.running = False
+        self._ahead.close()
         self._channel.leave_loop = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -15,12 +15,16 @@ class ReadAhead:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._source = iter(loader)
+        self._source: Iterator[Any] = iter(loader)
         self._ended = False
         self.batches: deque[Any] = deque()
         """In their order."""
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
+
+    def close(self) -> None:
+        """Let go of the loader, whose workers can end; what was read stays."""
+        self._ended, self._source = True, iter(())
 
     def read(self, wanted: int) -> int:
         """Read up to ``wanted`` more batches; how many there were."""

@@ -475,6 +475,28 @@ def test_loops_in_loops_are_refused(in_a_block_of_its_own: bool) -> None:
         assert "one loop over join.iterate in another" in text
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_loader_is_let_go_with_its_loop(breaks: bool) -> None:
+    def run(collective: ThreadCollective) -> bool:
+        let_go = []
+
+        def loader() -> Iterator[torch.Tensor]:
+            try:
+                yield from batches(collective.rank, 4 - collective.rank)
+            finally:
+                let_go.append(True)  # worker processes end, say
+
+        counter = Counter(collective)
+        with Join([counter]) as join:
+            for _ in join.iterate(loader(), until="first"):
+                counter()
+                if breaks:
+                    break
+        return bool(let_go)
+
+    assert run_threads(2, run) == [True, True]
+
+
 def test_disabled() -> None:
     def run(collective: ThreadCollective) -> list[int]:
         with Join([Counter(collective)], enable=False) as join:

@@ -303,9 +303,11 @@ NORMED = {
     ),
     "ddp, evaluation and a skipped backward": Case(hook="loop"),
     "ddp, declared": Case(declared=True),
+    "ddp, lockstep": Case(iterate="empty"),
     "a plain module": Case(hook="plain"),
     "a plain module, example": Case(hook="plain, example"),
     "fully_shard": Case(hook="sharded"),
+    "fully_shard, lockstep": Case(hook="sharded", iterate="empty"),
 }
 
 
@@ -341,12 +343,12 @@ def train_normed(rank: int, case: Case) -> dict[str, torch.Tensor]:
     for epoch in range(EPOCHS):
         count = case.counts[epoch][rank]
         joinables = [listed, reduction, optimizer] if "plain" in case.hook else [listed, optimizer]
-        with Join(joinables, divide_by_initial_world_size=case.initial, steps=count if case.declared else None):
-            for step in range(count):
+        steps = count if case.declared else None
+        with Join(joinables, divide_by_initial_world_size=case.initial, steps=steps) as join:
+            for step, (x, y) in enumerate(batches(join, case, rank, epoch)):
                 sync = (step + 1) % case.accumulate == 0
                 if step % case.accumulate == 0:
                     optimizer.zero_grad()
-                x, y = batch(rank, epoch, step)
                 if case.hook == "loop":
                     model.eval()
                     with torch.no_grad():

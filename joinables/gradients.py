@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from join import Join, JoinHook, ProtocolError
 from join.collectives import Work
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.hooks import ModuleHook
@@ -104,9 +104,11 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
         """
         broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
-        adopt_gradients(self._collective, self._parameters, source, accumulated=self._unsynced)
-        may_hold_result = broadcast_tree(self._collective, self._may_hold_result, source)
-        if not self._unsynced:
+        accumulated, may_hold_result = self._unsynced, self._may_hold_result
+        may_hold_result = adopt_gradients(
+            self._collective, self._parameters, source, accumulated=accumulated, also=may_hold_result
+        )
+        if not accumulated:
             self._may_hold_result = may_hold_result
 
     # -- the header ---------------------------------------------------------------------------------------------------

@@ -2,17 +2,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-horovod check bench clean
+.PHONY: help demo test soak test-horovod check bench docs clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    run the demo'
 	@echo 'make test    run the tests'
+	@echo 'make soak    train SOAK=500 random models in random ways (make test: a dozen)'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
-	@echo 'make clean   remove caches, build output and demo-out (keeps .venv)'
-	@echo 'The first four create .venv when it is missing; PYTHON=... picks the interpreter.'
+	@echo 'make docs    write the API reference to docs-out'
+	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
+	@echo 'The first five create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
@@ -20,6 +22,10 @@ demo: .venv/.demo-installed
 
 test: .venv/.test-installed
 	$(BIN)/python -m pytest
+
+SOAK ?= 500
+soak: .venv/.test-installed
+	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run
@@ -35,8 +41,11 @@ bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/trainer.py
 
+docs: .venv/.docs-installed
+	$(BIN)/pdoc --docformat google -o docs-out join join.collectives joinables joinables.trainer joinables.zero
+
 clean:
-	rm -rf build dist demo-out .hypothesis .pytest_cache .ruff_cache
+	rm -rf build dist demo-out docs-out .hypothesis .pytest_cache .ruff_cache
 	find . \( -path './.venv*' -o -path ./.git \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 .venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip

@@ -11,12 +11,18 @@ answered yet, and waits for the others there::
     the next window's bursts                            the next window
                                                         the answer is read: PeerError or ProtocolError
 
-If all ranks have left at the same step, that was an orderly end, and nothing is shadowed. The bursts that this rank
-shadows are those it knows of the body, from the step before. The body's own collectives it cannot shadow; there the
-others are free only once this process ends, which it can: the roll call is given up after a while.
+If all ranks have left at the same step, that was an orderly end, and nothing is shadowed; unless one that was early
+lost patience, which then all accompany. Ranks may leave at different steps of a window; each shadows what is left of it
+for the others. The bursts that a rank shadows are those it knows of the body, from the step before. The body's own
+collectives it cannot shadow; there the others are free only once this process ends, which it can: the roll call is
+given up after a while.
 """
 
 from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator
 
 from join.errors import JoinError, PeerError, ProtocolError
 from join.lockstep import LockstepChannel
@@ -27,6 +33,10 @@ _GRACE_SECONDS = 2.0
 """How long a rank that leaves waits for the others before it takes them to be waiting for it, at least."""
 _LIMIT_SECONDS = 60.0
 """How long it waits for them altogether, at least, unless it has an exception to raise."""
+
+
+_SLICE_SECONDS = 0.1
+"""How often ranks that have all left look whether one has lost patience."""
 
 
 class EarlyExit:
@@ -53,7 +63,8 @@ class EarlyExit:
             PeerError: if another rank has failed, and this one not, or with a ``RuntimeError`` that may come of it.
         """
         try:
-            self._leave(error)
+            with self._explained():
+                self._leave(error)
         except (PeerError, ProtocolError) as told:
             # What a collective raises when a peer is gone is explained by this; anything else is the user's to see.
             if error is None or (isinstance(error, RuntimeError) and not isinstance(error, JoinError)):
@@ -61,14 +72,24 @@ class EarlyExit:
         except Exception:
             if error is None:
                 raise
-            # The user's exception is under way and must not be replaced by ours; most likely a peer's process is gone.
+            # The user's exception is under way and must not be replaced by ours.
         finally:
             if error is not None:
                 self._channel.closed = self._channel.closed or f"this rank raised {type(error).__name__}"
 
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None]:
+        """A collective that fails because a peer's process is gone says what that peer has raised, if it has."""
+        try:
+            yield
+        except JoinError:
+            raise
+        except Exception:
+            self._windows.check_peers()
+            raise
+
     def _leave(self, error: BaseException | None) -> None:
         windows = self._windows
-        windows.check_peers()
         self._channel.fulfil()
         answer = windows.answers.left(windows.at) if error is None else windows.failed(error)
         limit = self._patience if error is not None else _LIMIT_SECONDS
@@ -76,32 +97,52 @@ class EarlyExit:
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
                 return self._give_up(error)
+            if any(windows.answers.is_end(reply) for reply in windows.replies):
+                self._accompany_rest()  # the others read it when this window is over
             counts = windows.read("left the loop over join.iterate")
         windows.call(answer, self._patience + limit + _GRACE_SECONDS)
-        if not self._come_within(self._patience):
-            self._channel.accompany(rest=True)
-            self._accompany_window()
+        loses_patience = not self._come_within(self._patience)
+        if loses_patience:
+            windows.accompany()
+            self._accompany_rest()
             if not self._come_within(limit):
                 return self._give_up(error)
-        replies = windows.replies()
+        replies = windows.replies
         if all(reply == answer for reply in replies):
+            self._part(limit, accompanies=loses_patience)
             if error is None:
                 self._channel.end()
             return None
-        windows.begin(counts)
-        if not all(windows.answers.has_ended(reply) for reply in replies):
+        if all(windows.answers.is_end(reply) for reply in replies):
+            self._accompany_rest()  # those who left earlier wait in it for those who left later
+        else:
+            windows.begin(counts)
             self._accompany_window()
         if error is None:
             windows.check(replies)
         return None
+
+    def _part(self, limit: float, *, accompanies: bool) -> None:
+        """All have left at one step; an orderly end, once it is clear that none lost patience."""
+        deadline = time.monotonic() + limit
+        self._windows.call(0, limit + _GRACE_SECONDS)
+        while not self._come_within(_SLICE_SECONDS) and time.monotonic() < deadline:
+            if not accompanies and self._windows.accompanied:
+                accompanies = True
+                self._accompany_rest()
 
     def _come_within(self, seconds: float) -> bool:
         """Whether all ranks answer the roll call under way in time."""
         assert self._windows.under_way is not None
         return is_done_within(self._windows.under_way, seconds)
 
+    def _accompany_rest(self) -> None:
+        """Shadow what the others still make of this window, from where this rank left."""
+        self._channel.accompany(rest=True)
+        self._accompany_window()
+
     def _accompany_window(self) -> None:
-        """Shadow the steps of this window that the others still make."""
+        """Shadow the steps of this window that were not begun."""
         windows = self._windows
         while windows.at < windows.steps:
             self._channel.step(windows.active)

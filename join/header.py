@@ -82,7 +82,7 @@ class Header:
 
     @property
     def looping(self) -> int:
-        """How many active ranks announced no burst: they begin a loop in lockstep."""
+        """How many active ranks announced no burst, where others did: they begin a loop in lockstep."""
         return self.active - sum(self.announcements.values())
 
 

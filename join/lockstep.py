@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from join.collectives import Collective, Work
 from join.collectives.base import Done
-from join.errors import PeerError
+from join.errors import PeerError, ProtocolError
 from join.header import ACTIVE, LEADER, Header
 from join.joinable import Joinable
 from join.protocol import Channel, Outcome
@@ -60,8 +60,13 @@ class LockstepChannel(Channel):
         header = self._exchange([ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE])
         if header.failed:
             self._close_with(PeerError(self._failures(header.failed)))
-        if header.announcements or header.active < self.collective.world_size:
+        if header.announcements:
             self.confirm()
+        if header.active < self.collective.world_size:
+            missing = self.collective.world_size - header.active
+            self._break_off_with(
+                ProtocolError(f"{header.active} ranks began a loop over join.iterate, and {missing} had left the block")
+            )
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
         self.loop += 1

@@ -415,7 +415,7 @@ class Channel:
 
     def _check_converged(self, header: Header) -> None:
         """Raise if active ranks announced different bursts, after helping the one that could not wait."""
-        if not (header.diverged or header.looping):
+        if not header.diverged:
             return
         ahead = self._ahead if self.has_several_bursts else self._members[0]
         others_ran_ahead = ahead is not None and ahead is not self._sent_by and not self._awaits_all
@@ -445,6 +445,8 @@ class Channel:
 
     def _break_off(self, why: str) -> NoReturn:
         """Raise for a mistake that this rank alone may have made, after telling the others."""
-        error = JoinError(why)
+        self._break_off_with(JoinError(why))
+
+    def _break_off_with(self, error: JoinError) -> NoReturn:
         self.fail(error)
         self._close_with(error)

@@ -66,19 +66,26 @@ class Answers:
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self.failed = window + 1
-        """It raised."""
-        self.wrong = self.largest = 2 * window + 3
+        self._failed, self._left = window + 1, 2 * window + 2
+        self.wrong = self.largest = 3 * window + 3
         """It had another number of batches than it declared."""
+
+    def failed(self, step: int) -> int:
+        """It raised after this many steps of the window."""
+        return self._failed + min(step, self._window)
+
+    def has_failed(self, answer: int) -> bool:
+        """Whether an answer says so."""
+        return self._failed <= answer < self._left
 
     def left(self, step: int) -> int:
         """It left the loop after this many steps of the window."""
-        return self.failed + 1 + min(step, self._window)
+        return self._left + min(step, self._window)
 
     def has_left(self, answer: int) -> bool:
         """Whether an answer says so."""
-        return self.failed < answer < self.wrong
+        return self._left <= answer < self.wrong
 
-    def has_ended(self, answer: int) -> bool:
-        """Whether an answer says that the rank takes no further steps, because it has left or failed."""
-        return answer == self.failed or self.has_left(answer)
+    def is_end(self, answer: int) -> bool:
+        """Whether an answer says that its rank does not go on."""
+        return answer >= self._failed

@@ -94,18 +94,19 @@ class Windows:
         self._channel.wait(self.under_way, doing)
         if self._channel.shadowing:
             self._channel.tally.idle += time.monotonic() - started
-        replies = self.replies()
+        self.under_way = None
+        replies = self.replies
         self.check(replies)
         return replies
 
+    @property
     def replies(self) -> list[int]:
         """What the ranks answered, after the roll call is done."""
-        self.under_way = None
         return self._roll_call.answers()
 
     def check(self, replies: list[int]) -> None:
         """Raise what :meth:`read` raises."""
-        failed = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed]
+        failed = [rank for rank, reply in enumerate(replies) if self.answers.has_failed(reply)]
         if failed:
             self.close_with(PeerError(self._texts(failed)))
         wrong = [rank for rank, reply in enumerate(replies) if reply == self.answers.wrong]
@@ -124,7 +125,7 @@ class Windows:
 
     def failed(self, error: BaseException) -> int:
         """Publish that this rank raised ``error``; the answer that says so."""
-        return self._publish(f"failed: {type(error).__name__}: {error}", self.answers.failed)
+        return self._publish(f"failed: {type(error).__name__}: {error}", self.answers.failed(self.at))
 
     def wrong(self, text: str) -> int:
         """Publish how this rank's batches differ from what it declared; the answer that says so."""
@@ -138,7 +139,7 @@ class Windows:
         return "; ".join(self._collective.get(f"{self.key}/ended/{rank}") for rank in ranks)
 
     def check_peers(self) -> None:
-        """Raise a ``PeerError`` if another rank has published its end: whatever went wrong here comes from that."""
+        """Raise a ``PeerError`` if another rank has published its end."""
         ranks = [rank for rank in range(self._collective.world_size) if rank != self._collective.rank]
         try:
             ended = [rank for rank in ranks if self._collective.check(f"{self.key}/ended/{rank}")]
@@ -146,6 +147,15 @@ class Windows:
             return  # the store is gone with a peer
         if ended:
             self.close_with(PeerError(self._texts(ended)))
+
+    @property
+    def accompanied(self) -> bool:
+        """Whether a rank that left shadows steps that the others may not make."""
+        return self._collective.check(f"{self.key}/accompanied")
+
+    def accompany(self) -> None:
+        """Publish that this rank does."""
+        self._collective.set(f"{self.key}/accompanied", "")
 
     def close_with(self, error: JoinError) -> NoReturn:
         """Raise ``error``, after which nothing can be announced any more."""

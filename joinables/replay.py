@@ -344,7 +344,8 @@ class ReplayedBackward(_Replayed):
         super().attach(join)
         self._join = join
         self._weights.attach(join)
-        self._unsynced = _unsynced.get(self._of.module, False)
+        # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
+        self._unsynced = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
         self._in_backward = False
         module, entrances = self._of.module, self._reduction.entrances
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))

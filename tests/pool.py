@@ -78,12 +78,16 @@ class Pool:
         return [results[rank][1] for rank in range(ranks)]
 
     def _start(self) -> None:
+        started: list[_Worker] = []
         while len(self._workers) < SIZE:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             there.close()
             self._workers.append(_Worker(process, here))
+            started.append(self._workers[-1])
+        for worker in started:
+            worker.pipe.recv()  # ready: what starting takes is no part of a call's time
 
     def close(self, *, dump: bool = False) -> None:
         """End all ranks; ``dump`` prints their stacks first."""
@@ -110,6 +114,7 @@ def _serve(pipe: Any) -> None:
     warnings.simplefilter("error")
     # A group must not be freed by one of its own threads, which may still be clearing a comm hook's callback.
     recent: deque[Any] = deque(maxlen=3)
+    pipe.send("ready")
     while True:
         try:
             fn, rank, ranks, path, args = pipe.recv()

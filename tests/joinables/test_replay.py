@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from join import EarlyTerminationError, Join, JoinError
 from joinables import Replay, SharedCall
-from tests.joinables.test_exact import EPOCHS, Case, batches, data_of, full_state, loss_of, reference
 from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
+from tests.training import Case, batches, data_of, full_state, loss_of, reference
+
+EPOCHS = 3
 
 
 def import_fsdp(rank: int) -> None:

@@ -115,7 +115,8 @@ class Iteration(Iterator[Any]):
     @property
     def shadowing(self) -> bool:
         """Whether the batch that was handed out last is a dummy."""
-        return self.running and self._channel.shadowing
+        has_broken_out = self._channel.leave_loop is not None
+        return self.running and not has_broken_out and self._channel.shadowing
 
     def handed_out(self) -> Iterator[Any]:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""

@@ -42,7 +42,8 @@ class LockstepChannel(Channel):
     @property
     @override
     def shadowing(self) -> bool:
-        return self.in_lockstep and not self.active_ranks >> self._rank & 1
+        has_broken_out = self.leave_loop is not None
+        return self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class LockstepChannel(Channel):
         member, ranks = self._members[index], self.collective.world_size
         counts = [0] * self._buffer.fields
         counts[ACTIVE] = ranks
-        counts[LEADER] = self.active_ranks >> self.leader & 1
+        counts[LEADER] = self.leader == self._lowest(self.active_ranks)  # lower ones come back in a second loop
         at = self._buffer.offsets[index]
         counts[at] = ranks
         if member.burst is not None:
@@ -156,7 +157,11 @@ class LockstepChannel(Channel):
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
-        return (self.active_ranks & -self.active_ranks).bit_length() - 1  # the lowest
+        return self._lowest(self.active_ranks)
+
+    @staticmethod
+    def _lowest(ranks: int) -> int:
+        return (ranks & -ranks).bit_length() - 1
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +194,6 @@ class LockstepChannel(Channel):
             # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
             last = bool(self._last_active >> self._rank & 1)
             self.active_ranks = self._last_active
-            self.leader = (self._last_active & -self._last_active).bit_length() - 1
+            self.leader = self._lowest(self._last_active)
             return Outcome(even=False, last=last)
         return outcome

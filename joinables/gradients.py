@@ -162,7 +162,8 @@ class GradientSync(DDPBurst):
             self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         self._unsynced = False
-        self._weights.end_reduction()
+        self._weights.put_back(reducer.used_anywhere(self._ddp))
+        self._weights.forget()
         self._scale()
         self._rebuild.expect()
 
@@ -212,7 +213,7 @@ class GradientSync(DDPBurst):
         return self._channel.in_lockstep and self._ddp.find_unused_parameters and not self._ddp.static_graph
 
     def _forget_use_of_zeroed(self) -> None:
-        if all(parameter.grad is None for parameter in self._parameters):
+        if self._has_no_gradient:
             reducer.forget_use(self._ddp)
 
     @property
@@ -274,6 +275,7 @@ class GradientSync(DDPBurst):
         if self._in_backward or not self._handles:
             return
         self._in_backward = True
+        self._forget_zeroed()
         self._see_zeroed(values=True)
         self._weights.begin_backward(holds_result=self._sets_result_aside())
         if self._counts_use and not self._had_data:
@@ -314,11 +316,14 @@ class GradientSync(DDPBurst):
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        if not self._weights.window:  # nothing but dummies: what was set aside must be there, to be zeroed or not
+            self._weights.put_back()
 
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
         self._may_hold_result = True
-        self._weights.end_reduction()
+        self._weights.put_back(reducer.used_anywhere(self._ddp))
+        self._weights.forget()
         self._scale()
         if self._counts_use:
             self._usage.end_reduction(with_dummies=self._had_data.bit_count() < self._collective.world_size)
@@ -396,6 +401,19 @@ class GradientSync(DDPBurst):
         return self._weights.window if self._weighted else float(self._divide_by_initial_world_size)
 
     # -- what the gradients hold --------------------------------------------------------------------------------------
+
+    def _forget_zeroed(self) -> None:
+        """What was accumulated and not reduced is gone if ``zero_grad`` was called since: then it must not count.
+
+        Gradients that are 0 tell nothing: those of a batch may be.
+        """
+        if self._has_no_gradient:
+            self._unsynced, self._had_data = False, 0
+            self._weights.forget()
+
+    @property
+    def _has_no_gradient(self) -> bool:
+        return all(parameter.grad is None for parameter in self._parameters)
 
     def _see_zeroed(self, *, values: bool) -> None:
         """Note that the last result is gone: ``zero_grad`` has set the gradients to None, or, if asked to look, to 0.

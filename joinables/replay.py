@@ -534,7 +534,7 @@ class ReplayedBackward(_Replayed):
         if not self._complete:
             return
         self._had_data = 0
-        self._weights.end_reduction()
+        self._weights.forget()
         if not self._scales:
             self._reduction.scale(1.0)
             return

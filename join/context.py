@@ -107,7 +107,7 @@ class Join:
         self._kwargs = kwargs
         self._weight: float | None = None
         self._iteration: Iteration | None = None
-        self._entered = False
+        self._entered = self._is_open = False
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -173,8 +173,11 @@ class Join:
 
     @property
     def shadowing(self) -> bool:
-        """Whether the batch that :meth:`iterate` handed out last is a dummy, which must not count."""
-        return self._iteration is not None and self._iteration.shadowing
+        """Whether the batch that :meth:`iterate` handed out last is a dummy, which must not count.
+
+        Also where the loop is that of another block, around this one on the same group.
+        """
+        return self._is_open and self._channel.shadowing
 
     @property
     def pending(self) -> list[Any]:
@@ -256,6 +259,7 @@ class Join:
         members = [Member(joinable, joinable.join_hook(**self._kwargs)) for joinable in self._joinables]
         self._scope = Scope(members, self._throw, self._timeout)
         self._channel = self._open_channel()
+        self._is_open = True
         self._attached: list[Joinable] = []
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
@@ -359,6 +363,7 @@ class Join:
                 calls.callback(joinable.detach)
 
     def _close_channel(self) -> None:
+        self._is_open = False
         self._channel.close(self._scope)
         if not self._channel.scopes:
             del _channels[id(self._collective)]

@@ -112,11 +112,6 @@ class Iteration(Iterator[Any]):
         """The batches that were read ahead and not handed out, in their order."""
         return list(self._read)
 
-    @property
-    def shadowing(self) -> bool:
-        """Whether the batch that was handed out last is a dummy."""
-        return self.running and self._channel.shadowing
-
     def handed_out(self) -> Iterator[Any]:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
         try:

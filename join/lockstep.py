@@ -40,8 +40,8 @@ class LockstepChannel(Channel):
     """What is to be done before the next announcement, because this rank has broken out of the loop."""
 
     @property
+    @override
     def shadowing(self) -> bool:
-        """Whether this rank has no data in this step."""
         return self.in_lockstep and not self.active_ranks >> self._rank & 1
 
     # -- the loop -----------------------------------------------------------------------------------------------------

@@ -88,6 +88,11 @@ class Channel:
     loop = 0
     """There: the number of the loop."""
 
+    @property
+    def shadowing(self) -> bool:
+        """There: whether this rank has no data in this step."""
+        return False
+
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self._rank = collective.rank

@@ -21,7 +21,8 @@ so in the next roll call; all ranks raise where that is read.
 step at the earliest. It answers the next roll call that it has not answered yet, and waits for the others there. If all
 have left at the same step, that was an orderly end. If they do not come, they wait for this rank in collectives: it
 shadows what it knows of the body, until they read its answer. What it does not know, the body's own collectives, it
-cannot shadow; there the others are free only once this process ends.
+cannot shadow; there the others are free only once this process ends. Several ranks may leave at different steps of a
+window; each then shadows what is left of it for the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -268,7 +269,7 @@ class Iteration(Iterator[Any]):
             self._channel.tally.idle += time.monotonic() - started
         self._under_way = None
         answers = self._roll_call.answers()
-        failed = [rank for rank, answer in enumerate(answers) if answer == self._answers.failed]
+        failed = [rank for rank, answer in enumerate(answers) if self._answers.has_failed(answer)]
         if failed:
             self._over()
             if self._collective.rank in failed and self._error is not None:
@@ -301,7 +302,7 @@ class Iteration(Iterator[Any]):
         """Publish that this rank failed; the answer that says so."""
         rank = self._collective.rank
         self._collective.set(f"{self._key}/failure/{rank}", f"rank {rank} failed: {type(error).__name__}: {error}")
-        return self._answers.failed
+        return self._answers.failed(self._at)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -347,7 +348,8 @@ class Iteration(Iterator[Any]):
             PeerError: if another rank has failed, and this one not or with a ``RuntimeError`` that may come of it.
         """
         try:
-            self._leave(error)
+            with self._explained():
+                self._leave(error)
         except (PeerError, ProtocolError) as told:
             # What a collective raises when a peer is gone is explained by this; anything else is the user's to see.
             if error is None or (isinstance(error, RuntimeError) and not isinstance(error, JoinError)):
@@ -355,41 +357,57 @@ class Iteration(Iterator[Any]):
         except Exception:
             if error is None:
                 raise
-            # The user's exception is under way and must not be replaced by ours; most likely a peer's process is gone.
+            # The user's exception is under way and must not be replaced by ours.
         finally:
             self._over()
             if error is not None:
                 self._channel.closed = self._channel.closed or f"this rank raised {type(error).__name__}"
 
     def _leave(self, error: BaseException | None) -> None:
-        self._check_peers()
         self._channel.fulfil()
         answer = self._failed(error) if error is not None else self._answers.left(self._at)
         patience = max(_GRACE_SECONDS, 3 * self._longest)
         if self._under_way is not None:  # sent when this window began: all have come to it, or will
             self._await(_LIMIT_SECONDS + patience)
+            if any(self._answers.is_end(reply) for reply in self._roll_call.answers()):
+                self._accompany_window()  # the others read it when this window is over
             answers = self._read_roll_call()
         else:
             answers = [0] * self._collective.world_size
+        limit = patience if error is not None else _LIMIT_SECONDS
         self._call(answer)
-        if not self._await(patience):
+        accompanies = not self._await(patience)
+        if accompanies:
+            self._collective.set(f"{self._key}/accompanied", "")
             self._accompany_window()
-            if not self._await(patience if error is not None else _LIMIT_SECONDS):
+            if not self._await(limit):
                 self._give_up(error)
         replies = self._roll_call.answers()
         if all(reply == answer for reply in replies):
+            self._part(limit, accompanies=accompanies)
             if error is None:
                 self._channel.end()
             return
+        if all(self._answers.is_end(reply) for reply in replies):
+            self._accompany_window()  # those who left earlier wait in it for those who left later
         self._counts, self._at = answers, 0
         self._steps = min(answers) if self._until == "first" else max(answers)
-        if not all(self._answers.has_left(reply) or reply == self._answers.failed for reply in replies):
+        if not all(self._answers.is_end(reply) for reply in replies):
             self._accompany_window(begun=False)
         if error is None:
-            failed = [rank for rank, reply in enumerate(replies) if reply == self._answers.failed]
+            failed = [rank for rank, reply in enumerate(replies) if self._answers.has_failed(reply)]
             if failed:
                 self._close_with(PeerError(self._texts(failed)))
             self._check_nobody_left(replies)
+
+    def _part(self, limit: float, *, accompanies: bool) -> None:
+        """All have left at one step. Who came early may have lost patience, and shadows a window that nobody makes."""
+        deadline = time.monotonic() + limit
+        self._call(self._answers.count(0))
+        while not self._await(0.1) and time.monotonic() < deadline:
+            if not accompanies and self._collective.check(f"{self._key}/accompanied"):
+                accompanies = True
+                self._accompany_window()
 
     def _accompany_window(self, *, begun: bool = True) -> None:
         """Shadow the steps of this window that the others still make; if it has begun, from where this rank left."""
@@ -400,8 +418,19 @@ class Iteration(Iterator[Any]):
             self._channel.accompany()
             self._at += 1
 
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None]:
+        """A collective that fails because a peer's process is gone says what that peer has raised, if it has."""
+        try:
+            yield
+        except JoinError:
+            raise
+        except Exception:
+            self._check_peers()
+            raise
+
     def _check_peers(self) -> None:
-        """Raise if a peer has failed: whatever went wrong here comes from that."""
+        """Raise if a peer has failed."""
         failed: list[int] = []
         with contextlib.suppress(Exception):  # the store may be gone with the peer
             ranks = [rank for rank in range(self._collective.world_size) if rank != self._collective.rank]
@@ -468,17 +497,29 @@ class _Answers:
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self.failed = window + 1  # it raised
-        self.wrong = self.largest = 2 * window + 3
+        self._failed, self._left = window + 1, 2 * window + 2
+        self.wrong = self.largest = 3 * window + 3
 
     def count(self, batches: int) -> int:
         """It has as many batches."""
         return batches
 
+    def failed(self, step: int) -> int:
+        """It raised after this many steps of the window."""
+        return self._failed + min(step, self._window)
+
+    def has_failed(self, answer: int) -> bool:
+        """Whether an answer says so."""
+        return self._failed <= answer < self._left
+
     def left(self, step: int) -> int:
         """It left the loop after this many steps of the window."""
-        return self.failed + 1 + min(step, self._window)
+        return self._left + min(step, self._window)
 
     def has_left(self, answer: int) -> bool:
         """Whether an answer says so."""
-        return self.failed < answer < self.wrong
+        return self._left <= answer < self.wrong
+
+    def is_end(self, answer: int) -> bool:
+        """Whether an answer says that its rank does not go on."""
+        return answer >= self._failed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,13 +112,13 @@ def test_emptied_batches_keep_their_shape() -> None:
     assert batch["sample"].x.shape == (2,)
 
 
-def outcome(collective: ThreadCollective, body: Any, loader: Any = None, **options: Any) -> str:
+def outcome(collective: ThreadCollective, body: Any, loader: Any = None, lookahead: int = 1, **options: Any) -> str:
     """How a loop over three batches ends whose body calls ``body(step)`` between two bursts; and the group works."""
     first, second = Leading(collective, "first"), Leading(collective, "second")
     text = "fine"
     try:
         with Join([first, second], **options) as join:
-            for step, _ in enumerate(join.iterate(loader or batches(collective.rank, 3))):
+            for step, _ in enumerate(join.iterate(loader or batches(collective.rank, 3), lookahead=lookahead)):
                 first()
                 if body(step, "middle") == "break":
                     break
@@ -138,6 +140,28 @@ def test_leaving_together_is_an_orderly_end(at: int, where: str) -> None:
         return "break" if (step, place) == (at, where) else ""
 
     assert run_threads(3, lambda collective: outcome(collective, body)) == ["fine"] * 3
+
+
+@pytest.mark.parametrize("where", ["middle", "end"])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}])
+def test_leaving_together_and_late(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], fails: bool, where: str
+) -> None:
+    monkeypatch.setattr("join.iterate._GRACE_SECONDS", 0.3)
+
+    def run(collective: ThreadCollective) -> str:
+        def body(step: int, place: str) -> str:
+            if (step, place) != (1, where):
+                return ""
+            time.sleep(0.45 if collective.rank == 0 else 0.0)  # it saves a checkpoint, say
+            if fails:
+                raise ValueError("enough")
+            return "break"
+
+        return outcome(collective, body, list(batches(collective.rank, 4)), **options)
+
+    assert run_threads(3, run) == ["ValueError: enough" if fails else "fine"] * 3
 
 
 @pytest.mark.parametrize("where", ["middle", "end"])
@@ -171,6 +195,25 @@ def test_a_body_that_raises(monkeypatch: pytest.MonkeyPatch, at: int, where: str
 
     peer = "PeerError: rank 1 failed: ValueError: enough"
     assert run_threads(3, run) == [peer, "ValueError: enough", peer]
+
+
+@pytest.mark.parametrize("where", ["middle", "end"])
+@pytest.mark.parametrize("ats", [(0, 0, 0), (1, 1, None), (0, 1, None), (1, 2, None), (0, 2, None), (0, 1, 2)])
+@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}])
+def test_bodies_that_raise(monkeypatch: pytest.MonkeyPatch, ats: Any, where: str, options: Any) -> None:
+    monkeypatch.setattr("join.iterate._GRACE_SECONDS", 0.1)
+
+    def run(collective: ThreadCollective) -> str:
+        def body(step: int, place: str) -> str:
+            if (step, place) == (ats[collective.rank], where):
+                time.sleep(0.02 * collective.rank)  # so that the failures of others can be known
+                raise ValueError("enough")
+            return ""
+
+        return outcome(collective, body, list(batches(collective.rank, 3)), **options)
+
+    for at, text in zip(ats, run_threads(3, run), strict=True):
+        assert re.match("PeerError: rank [01] failed" if at is None else "ValueError: enough|PeerError: rank", text)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -263,8 +306,6 @@ def test_a_rank_that_has_left_the_block() -> None:
 
 def test_a_rank_that_sleeps() -> None:
     def run(collective: ThreadCollective) -> str:
-        import time
-
         def body(step: int, place: str) -> str:
             if collective.rank == 1 and (step, place) == (1, "end"):
                 time.sleep(2.5)

@@ -347,6 +347,7 @@ class Iteration(Iterator[Any]):
             ProtocolError: without an ``error``, if not all ranks have left at this step.
             PeerError: if another rank has failed, and this one not or with a ``RuntimeError`` that may come of it.
         """
+        self._channel.leave_loop = None  # what is owed is announced below
         try:
             with self._explained():
                 self._leave(error)

@@ -415,6 +415,7 @@ class Iteration(Iterator[Any]):
         if begun:
             self._channel.accompany(rest=True)
         while self._at < self._steps:
+            self._channel.meet(self._line, f"has left join.iterate before step {self._step + 1}")
             self._channel.step(self._mask(self._at))
             self._channel.accompany()
             self._at += 1

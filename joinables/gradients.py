@@ -133,7 +133,7 @@ class GradientSync(DDPBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (self._buffers is not None, False, True, weighted)
+        return (self._buffers is not None and self._channel.may_announce_early(self), False, True, weighted)
 
     @property
     @override

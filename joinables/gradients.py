@@ -122,7 +122,7 @@ class GradientSync(DDPBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (self._buffers is not None, False, True, weighted)
+        return (self._buffers is not None and self._channel.may_announce_early(self), False, True, weighted)
 
     @property
     @override
@@ -135,9 +135,13 @@ class GradientSync(DDPBurst):
         kept = [parameter.grad for parameter in self._parameters]
         self._credit = False
         try:
+            if self._channel.in_lockstep:
+                self._weighted = self._weights.agree()
+            self._begin_use()
             self._drop_gradients()
             self._count_contributors(0.0)
             reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+            self._end_use()
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -154,6 +158,7 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
+        self._begin_use()
         self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
@@ -165,6 +170,7 @@ class GradientSync(DDPBurst):
         self._weights.put_back(reducer.used_anywhere(self._ddp))
         self._weights.forget()
         self._scale()
+        self._end_use()
         self._rebuild.expect()
 
     @property
@@ -229,6 +235,7 @@ class GradientSync(DDPBurst):
         initial = self._divide_by_initial_world_size
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         worth_it |= self._channel.declared and self._buffers is not None
+        worth_it |= self._channel.in_lockstep  # nothing is sent there, and a rank may skip its backward
         early = worth_it and self._channel.may_announce_early(self)
         self._weighted = self._weights.in_use
         self._with_buffers = early and self._buffers is not None
@@ -278,9 +285,7 @@ class GradientSync(DDPBurst):
         self._forget_zeroed()
         self._see_zeroed(values=True)
         self._weights.begin_backward(holds_result=self._sets_result_aside())
-        if self._counts_use and not self._had_data:
-            self._usage.begin_window()
-        self._had_data |= self._channel.active_ranks
+        self._begin_use()
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
@@ -325,10 +330,20 @@ class GradientSync(DDPBurst):
         self._weights.put_back(reducer.used_anywhere(self._ddp))
         self._weights.forget()
         self._scale()
+        self._end_use()
+        self._rebuild.run_if_due()
+
+    def _begin_use(self) -> None:
+        """In lockstep, a backward begins: note who has data, and, if it is the first of a reduction, the gradients."""
+        if self._counts_use and not self._had_data:
+            self._usage.begin_window()
+        self._had_data |= self._channel.active_ranks
+
+    def _end_use(self) -> None:
+        """In lockstep, a reduction is over: what only dummies used is put back."""
         if self._counts_use:
             self._usage.end_reduction(with_dummies=self._had_data.bit_count() < self._collective.world_size)
         self._had_data = 0
-        self._rebuild.run_if_due()
 
     # -- scaling ------------------------------------------------------------------------------------------------------
 

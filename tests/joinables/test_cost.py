@@ -15,6 +15,7 @@ from tests.models import batch, build
 from tests.pool import Pool
 
 STEPS = 4
+TOTAL = STEPS + 4  # two before them, and two after
 
 
 def fully_sharded(model: Any) -> Any:
@@ -51,15 +52,26 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer.step()
 
     x, y = batch(rank, 0, 9)
-    steps = 2 + STEPS if "declared" in setup else None
-    with Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps) if joining else nullcontext():
-        for _ in range(2):
-            optimizer.zero_grad()
-            ((ddp(x) - y) ** 2).mean().backward()
-            optimizer.step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for number in range(STEPS):
-                step(number)
+    steps: Any = TOTAL if "declared" in setup else "loader" if "known lengths" in setup else None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    block: Any = nullcontext()
+    if joining:
+        block = Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps)
+    with block as join:
+        numbers: Any = range(TOTAL)
+        if joining and "lockstep" in setup:
+            numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1)
+        for number in numbers:
+            if number == 2:
+                profile.start()
+            if number == 2 + STEPS:
+                profile.stop()
+            if 2 <= number < 2 + STEPS:
+                step(number - 2)
+            else:
+                optimizer.zero_grad()
+                ((ddp(x) - y) ** 2).mean().backward()
+                optimizer.step()
     counts: dict[str, float] = {}
     for event in profile.events() or []:
         if event.name.startswith("gloo:"):
@@ -83,6 +95,11 @@ COSTS = {
     "mlp, no_sync": {},
     "mlp, eval": {},
     "norm, eval": {},
+    "mlp, lockstep": {"gloo:all_reduce": 1},
+    "norm, mean over contributors, lockstep": {"gloo:all_reduce": 1},
+    "norm, zero, lockstep": {"gloo:all_reduce": 1},
+    "mlp, mean over contributors, lockstep, lookahead": {"gloo:all_reduce": 1 / STEPS},
+    "norm, zero, lockstep, known lengths": {},
 }
 
 

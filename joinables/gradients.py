@@ -61,6 +61,7 @@ class GradientSync(DDPBurst):
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
+        self._had_dummies = False  # in lockstep: a rank had none in a backward since then
         self._may_hold_result = True  # grad may still hold the last reduction's result
         self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
@@ -338,12 +339,13 @@ class GradientSync(DDPBurst):
         if self._counts_use and not self._had_data:
             self._usage.begin_window()
         self._had_data |= self._channel.active_ranks
+        self._had_dummies |= self._channel.active_ranks.bit_count() < self._collective.world_size
 
     def _end_use(self) -> None:
         """In lockstep, a reduction is over: what only dummies used is put back."""
         if self._counts_use:
-            self._usage.end_reduction(with_dummies=self._had_data.bit_count() < self._collective.world_size)
-        self._had_data = 0
+            self._usage.end_reduction(with_dummies=self._had_dummies)
+        self._had_data, self._had_dummies = 0, False
 
     # -- scaling ------------------------------------------------------------------------------------------------------
 
@@ -423,7 +425,7 @@ class GradientSync(DDPBurst):
         Gradients that are 0 tell nothing: those of a batch may be.
         """
         if self._has_no_gradient:
-            self._unsynced, self._had_data = False, 0
+            self._unsynced, self._had_data, self._had_dummies = False, 0, False
             self._weights.forget()
 
     @property

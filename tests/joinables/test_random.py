@@ -137,6 +137,10 @@ FOUND = {
         model=BRANCHES, iterate="last", one_block=True, accumulate=2, ddp={"find_unused_parameters": True},
         counts=((3, 0), (4, 0)),
     ),
+    "a path that only a dummy takes, in a window with data": Case(
+        model=BRANCHES, optimizer="sgd", iterate="empty", accumulate=2, ddp={"find_unused_parameters": True},
+        counts=((4, 3),),
+    ),
     "a plain loop after a break, weights": Case(
         model=MODEL, iterate="last", one_block=True, plain_last=True, stop=3, weighted=True, initial=True,
         counts=((5, 2, 3), (0, 5, 3)),

@@ -208,6 +208,7 @@ class Join:
 
         Raises:
             ValueError, TypeError: for arguments that are none of these.
+            JoinError: in the loop, on all ranks, if it is inside another one on the same group.
             ProtocolError: on all ranks, if some leave the loop early and others do not.
             PeerError: if a rank fails, in its loader or in the body.
         """
@@ -219,7 +220,7 @@ class Join:
         if not isinstance(self._channel, LockstepChannel):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
         if self._iteration is not None and self._iteration.running:
-            self._iteration.leave(None)
+            self._iteration.give_way()
         declared = self._steps == "loader"
         self._iteration = Iteration(
             self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw
@@ -313,11 +314,12 @@ class Join:
         return channel
 
     def _leave_loop(self, iteration: Iteration, error: BaseException | None) -> None:
+        text = ""
         if isinstance(error, Exception) and iteration.is_empty_dummy:
-            told = JoinError(cannot_take_empty(error, self._collective.rank, [j.join_target for j in self._joinables]))
-            iteration.leave(told)
-            raise told from error
-        iteration.leave(error)
+            text = cannot_take_empty(error, self._collective.rank, [j.join_target for j in self._joinables])
+        iteration.leave(error, text)
+        if text:
+            raise JoinError(text) from error
 
     def _finish(self) -> None:
         ran_out = None if self._iteration is None else self._iteration.joined_at

@@ -41,21 +41,29 @@ def _emptied_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def cannot_take_empty(error: BaseException, rank: int, listed: Sequence[Any]) -> str:
+def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str:
     """What to tell the user of an ``error`` that came of an empty batch: the rank, who raised, and the way out.
 
     Args:
         error: as caught; the innermost module in its traceback is taken for the one that raised.
         rank: this rank.
         listed: the objects of the block, of which modules are searched for the name of that one.
+
+    Returns:
+        A sentence or two; nothing if the error does not come of an empty batch: this package's own, and what a body
+        raises by a class of its own.
     """
     culprit: torch.nn.Module | None = None
+    package = ""
     traceback = error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
             culprit = owner
+        package = str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0]
         traceback = traceback.tb_next
+    if package in ("join", "joinables") or (culprit is None and type(error).__module__ != "builtins"):
+        return ""
     where = "the loop's body"
     if culprit is not None:
         modules = [each for each in listed if isinstance(each, torch.nn.Module)]

@@ -52,11 +52,12 @@ class EarlyExit:
         self._channel, self._windows = channel, windows
         self._patience = max(_GRACE_SECONDS, 3 * longest)
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None, text: str) -> None:
         """Bring the others to where they can be told, and tell them.
 
         Args:
             error: what this rank raised, if it did.
+            text: what to tell the others of it, if not that.
 
         Raises:
             ProtocolError: without an ``error``, if not all ranks have left at this step.
@@ -64,7 +65,7 @@ class EarlyExit:
         """
         try:
             with self._explained():
-                self._leave(error)
+                self._leave(error, text)
         except (PeerError, ProtocolError) as told:
             # What a collective raises when a peer is gone is explained by this; anything else is the user's to see.
             if error is None or (isinstance(error, RuntimeError) and not isinstance(error, JoinError)):
@@ -88,10 +89,12 @@ class EarlyExit:
             self._windows.check_peers()
             raise
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None, text: str) -> None:
         windows = self._windows
         self._channel.fulfil()
-        answer = windows.answers.left(windows.at) if error is None else windows.failed(error)
+        answer = windows.answers.left(windows.at)
+        if error is not None:
+            answer = windows.failed(JoinError(text) if text else error)
         limit = self._patience if error is not None else _LIMIT_SECONDS
         counts = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:

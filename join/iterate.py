@@ -28,8 +28,8 @@ from typing_extensions import Self, override
 
 from join.dummies import emptied
 from join.early_exit import EarlyExit
-from join.errors import EarlyTerminationError, JoinError
-from join.lockstep import LockstepChannel
+from join.errors import EarlyTerminationError, JoinError, PeerError, ProtocolError
+from join.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
 from join.windows import Windows
@@ -75,6 +75,7 @@ class Iteration(Iterator[Any]):
         self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
         self._longest, self._since = 0.0, 0.0  # seconds: the longest step, the beginning of this one
+        self._gave_way = False
         self.running = False
         """Whether the loop has begun and has not come to its end."""
         self.joined_at: float | None = None
@@ -94,7 +95,8 @@ class Iteration(Iterator[Any]):
         try:
             yield from self
         except GeneratorExit:
-            self._channel.leave_loop = lambda: self.leave(None)  # not here, where nothing can be raised
+            if self.running:  # one that is kept after a break may be dropped much later
+                self._channel.leave_loop = lambda: self.leave(None)  # not here, where nothing can be raised
             raise
 
     @override
@@ -103,15 +105,20 @@ class Iteration(Iterator[Any]):
 
     @override
     def __next__(self) -> Any:
-        if self._windows is None:
-            self._windows = self._begin()
-        if not self.running:
+        if self._gave_way:
+            raise JoinError(ONE_AT_A_TIME)
+        if self._windows is not None and not self.running:
             raise StopIteration
         try:
-            ended = self._begin_step(self._windows)
-        except BaseException:
+            ended = self._begin_step(self._windows or self._begin())
+        except JoinError:
             self._over()  # the others learn of it here, too, or have told it
+            if self._ahead.error is not None:  # what the others are told is this
+                raise self._ahead.error from None
             raise
+        except Exception:
+            self._over()
+            raise  # an interrupt, of which nobody else knows, is for the end of the block
         if ended:
             raise StopIteration
         return self._batch() if self._has_data else self._make_dummy()
@@ -159,10 +166,10 @@ class Iteration(Iterator[Any]):
 
     def _begin(self) -> Windows:
         self._channel.begin()
-        self.running = True
         until_first = self._until == "first" and not self._throw
         size = self._lookahead if self._length is None else None
-        windows = Windows(self._channel, size, until_first=until_first)
+        windows = self._windows = Windows(self._channel, size, until_first=until_first)
+        self.running = True
         if self._length is None:
             self._tell_next_window(windows)
         else:
@@ -174,13 +181,7 @@ class Iteration(Iterator[Any]):
         if self._length is not None:
             windows.begin([0])  # there is none
             return
-        try:
-            counts = windows.read(f"came to step {self._step + 1} of join.iterate")
-        except JoinError:
-            if self._ahead.error is not None:  # what the others are told is this
-                raise self._ahead.error from None
-            raise
-        self._begin_window(windows, counts)
+        self._begin_window(windows, windows.read(f"came to step {self._step + 1} of join.iterate"))
         if windows.steps:
             self._tell_next_window(windows)
 
@@ -197,25 +198,31 @@ class Iteration(Iterator[Any]):
     def _share_template(self, windows: Windows) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
         source = next(rank for rank, count in enumerate(windows.counts) if count)
-        template, problem = None, ""
-        if self._collective.rank == source:
-            try:
-                if not self._ahead.batches:
-                    self._ahead.read(1)
-                first = self._ahead.batches[0]
-                template = emptied(first) if self._dummy == "empty" else first
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-        template, problem = broadcast_tree(windows.line, (template, problem), source)
-        if problem:
-            windows.close_with(
-                JoinError(
-                    f"ranks without data need a dummy, and rank {source} cannot make one of its first batch"
-                    f" ({problem}); give join.iterate(..., dummy=function) a function that makes a dummy of a batch"
-                )
-            )
+        mine = self._own_template(source) if self._collective.rank == source else None
+        template, problem = broadcast_tree(windows.line, mine, source)
+        if problem is not None:
+            windows.close_with(problem)
         if not windows.mine:
             self._template = template
+
+    def _own_template(self, rank: int) -> tuple[Any, JoinError | None]:
+        """This rank's first batch, or an empty one made of it; or what to raise because there is none."""
+        if not self._ahead.batches:
+            self._ahead.read(1)
+        if self._ahead.error is not None:
+            error = self._ahead.error
+            return None, PeerError(f"rank {rank} failed: {type(error).__name__}: {error}")
+        if not self._ahead.batches:
+            return None, ProtocolError(f"rank {rank} has a loader of len {self._length} that ended after 0 batches")
+        first = self._ahead.batches[0]
+        try:
+            return emptied(first) if self._dummy == "empty" else first, None
+        except Exception as error:
+            return None, JoinError(
+                f"ranks without data need a dummy, and rank {rank} cannot make one of its first batch"
+                f" ({type(error).__name__}: {error}); give join.iterate(..., dummy=function) a function that makes a"
+                " dummy of a batch"
+            )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -234,18 +241,28 @@ class Iteration(Iterator[Any]):
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         windows.close_with(EarlyTerminationError(mine if exhausted else others))
 
-    def leave(self, error: BaseException | None) -> None:
+    def give_way(self) -> None:
+        """Another loop begins in the middle of this one, which is over if it was broken out of; else it is an error.
+
+        Raises:
+            ProtocolError, PeerError: as :meth:`leave`.
+        """
+        self._gave_way = True
+        self.leave(None)
+
+    def leave(self, error: BaseException | None, text: str = "") -> None:
         """The block is left, or another loop begins, in the middle of this one.
 
         Args:
             error: what this rank raised, if it did.
+            text: what to tell the others of it, if not that.
 
         Raises:
             ProtocolError, PeerError: as :meth:`join.early_exit.EarlyExit.leave`.
         """
         assert self._windows is not None
         self._over()
-        EarlyExit(self._channel, self._windows, self._longest).leave(error)
+        EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
 
     def _over(self) -> None:
         self.running = False

@@ -24,10 +24,15 @@ from typing_extensions import override
 
 from join.collectives import Collective, Work
 from join.collectives.base import Done
-from join.errors import PeerError, ProtocolError
+from join.errors import JoinError, PeerError, ProtocolError
 from join.header import ACTIVE, LEADER, Header
 from join.joinable import Joinable
 from join.protocol import Channel, Outcome
+
+ONE_AT_A_TIME = (
+    "one loop over join.iterate in another, on the same process group, is not possible. Run the inner one before or"
+    " after the outer one, or without join.iterate: an evaluation with DDP communicates nothing"
+)
 
 
 class LockstepChannel(Channel):
@@ -51,10 +56,15 @@ class LockstepChannel(Channel):
         """All ranks begin a loop: one header, awaited.
 
         Raises:
+            JoinError: in the middle of another loop.
             ProtocolError: on all ranks, if some do something else.
             PeerError: if a rank has failed.
         """
         self._check_open()
+        if self.leave_loop is not None:
+            self.leave_loop()
+        if self.in_lockstep:
+            raise JoinError(ONE_AT_A_TIME)
         self.fulfil()
         self.settle()
         self._outstanding = []

@@ -19,8 +19,8 @@ class ReadAhead:
         self._ended = False
         self.batches: deque[Any] = deque()
         """In their order."""
-        self.error: Exception | None = None
-        """What the loader raised; it is not asked again."""
+        self.error: BaseException | None = None
+        """What the loader raised, or interrupted it; it is not asked again."""
 
     def read(self, wanted: int) -> int:
         """Read up to ``wanted`` more batches; how many there were."""
@@ -30,6 +30,6 @@ class ReadAhead:
                 self.batches.append(next(self._source))
             except StopIteration:
                 self._ended = True
-            except Exception as error:
+            except BaseException as error:  # also Ctrl-C: here most of it comes, and the others have to be told
                 self._ended, self.error = True, error
         return len(self.batches) - before

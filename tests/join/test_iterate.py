@@ -6,6 +6,7 @@ import re
 import time
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +113,18 @@ def test_emptied_batches_keep_their_shape() -> None:
     assert batch["sample"].x.shape == (2,)
 
 
-def outcome(collective: ThreadCollective, body: Any, loader: Any = None, lookahead: int = 1, **options: Any) -> str:
+def outcome(
+    collective: ThreadCollective, body: Any, loader: Any = None, lookahead: int = 1, joins: Any = None, **options: Any
+) -> str:
     """How a loop over three batches ends whose body calls ``body(step)`` between two bursts; and the group works."""
     first, second = Leading(collective, "first"), Leading(collective, "second")
     text = "fine"
     try:
         with Join([first, second], **options) as join:
-            for step, _ in enumerate(join.iterate(loader or batches(collective.rank, 3), lookahead=lookahead)):
+            loader = batches(collective.rank, 3) if loader is None else loader
+            if joins is not None:
+                joins[collective.rank] = join
+            for step, _ in enumerate(join.iterate(loader, lookahead=lookahead)):
                 first()
                 if body(step, "middle") == "break":
                     break
@@ -226,17 +232,84 @@ def test_a_loader_that_raises(at: int) -> None:
     assert run_threads(3, run) == [peer, "OSError: disk", peer]
 
 
-class Sized:
-    """A loader that says it has ``said`` batches and has ``there``."""
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_interrupt_in_a_loader(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    monkeypatch.setattr("join.early_exit._GRACE_SECONDS", 0.1)
 
-    def __init__(self, said: int, there: int) -> None:
-        self.said, self.there = said, there
+    def interrupted(rank: int) -> Iterator[torch.Tensor]:
+        for step in range(3):
+            if (rank, step) == (1, at):
+                raise KeyboardInterrupt
+            yield torch.tensor([step])
+
+    def run(collective: ThreadCollective) -> str:
+        try:
+            return outcome(collective, lambda step, place: "", interrupted(collective.rank))
+        except KeyboardInterrupt:
+            collective.all_reduce(torch.ones(1)).wait()  # as the others do in the end
+            return "interrupted"
+
+    peer = "PeerError: rank 1 failed: KeyboardInterrupt: "
+    assert run_threads(3, run) == [peer, "interrupted", peer]
+
+
+class Refuses(torch.nn.Module):
+    """A module that takes nothing."""
+
+    def forward(self, x: Any) -> Any:
+        raise Enough("of it")
+
+
+EMPTY = "JoinError: rank 1 had run out of batches and got an empty one, which "
+
+
+class Enough(Exception):
+    """By which a body ends its loop."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (lambda join: Enough("of it"), "Enough: of it"),  # does not come of an empty batch
+        (lambda join: setattr(join, "weight", -1), "ValueError: weight=-1 must be finite and not negative"),
+        (
+            lambda join: IndexError("no rows"),
+            EMPTY + "the loop's body",
+        ),
+        (
+            lambda join: Refuses()(0),
+            EMPTY + "Refuses",
+        ),
+    ],
+)
+def test_a_body_that_raises_on_an_empty_batch(error: Any, told: str) -> None:
+    def run(collective: ThreadCollective) -> str:
+        def body(step: int, place: str) -> str:
+            if step == 2:
+                raise error(joins[collective.rank])
+            return ""
+
+        return outcome(collective, body, batches(collective.rank, 3 - collective.rank), joins=joins)
+
+    joins: dict[int, Join] = {}
+    texts = run_threads(2, run)
+    assert texts[1].startswith(told)
+    assert not texts[0].startswith("JoinError")
+
+
+class Sized:
+    """A loader that says it has ``said`` batches and has ``there``, or fails."""
+
+    def __init__(self, said: int, there: int, error: Exception | None = None) -> None:
+        self.said, self.there, self.error = said, there, error
 
     def __len__(self) -> int:
         return self.said
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return batches(0, self.there)
+        yield from batches(0, self.there)
+        if self.error is not None:
+            raise self.error
 
 
 def test_declared_lengths_send_no_header_a_step() -> None:
@@ -263,6 +336,29 @@ def test_wrong_lengths(there: int, text: str) -> None:
         return outcome(collective, lambda step, place: "", loader, steps="loader")
 
     assert run_threads(3, run) == [f"ProtocolError: rank 1 {text}"] * 3
+
+
+def test_no_dummy_can_be_made_where_lengths_are_declared() -> None:
+    def run(collective: ThreadCollective, first: list[Any]) -> str:
+        return outcome(collective, lambda step, place: "", [] if collective.rank else first, steps="loader")
+
+    told = "JoinError: ranks without data need a dummy, and rank 0 cannot make one of its first batch"
+    for text in run_threads(2, lambda collective: run(collective, [torch.ones(2).to_sparse()])):
+        assert text.startswith(told)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_first_batch_that_is_not_there(fails: bool) -> None:
+    def run(collective: ThreadCollective) -> str:
+        loader: Any = Sized(0, 0)
+        if collective.rank == 0:
+            loader = Sized(2, 0, OSError("disk") if fails else None)
+        return outcome(collective, lambda step, place: "", loader, steps="loader")
+
+    told = "failed: OSError: disk" if fails else "has a loader of len 2 that ended after 0 batches"
+    texts = run_threads(2, run)
+    assert texts[1] == ("PeerError: " if fails else "ProtocolError: ") + f"rank 0 {told}"
+    assert texts[0] == ("OSError: disk" if fails else texts[1])
 
 
 def test_early_termination() -> None:
@@ -344,6 +440,39 @@ def test_two_loops_and_a_plain_one_in_one_block() -> None:
         return counter.total, join.report.ranks[rank].steps
 
     assert run_threads(3, run) == [(3 * 3 + 3 + 3, 1 + 1 + 0), (15, 2 + 1 + 1), (15, 3 + 1 + 2)]
+
+
+def test_an_iterator_that_is_kept_after_a_break() -> None:
+    def run(collective: ThreadCollective) -> list[Any]:
+        counter, seen = Counter(collective), list[Any]()
+        with Join([counter]) as join:
+            for epoch in range(2):
+                loop = join.iterate(batches(collective.rank, 4 - 3 * collective.rank))  # drops the one before
+                for _ in loop:
+                    counter()
+                    seen.append((epoch, join.shadowing))
+                    if epoch == 0:
+                        break
+        return seen
+
+    expected = [(0, False)] + [(1, False)] * 4, [(0, False), (1, False)] + [(1, True)] * 3
+    assert tuple(run_threads(2, run)) == expected
+
+
+@pytest.mark.parametrize("in_a_block_of_its_own", [False, True])
+def test_loops_in_loops_are_refused(in_a_block_of_its_own: bool) -> None:
+    def run(collective: ThreadCollective) -> str:
+        counter, other = Counter(collective), Counter(collective)
+        with pytest.raises(JoinError) as caught, Join([counter]) as join:
+            for _ in join.iterate(batches(collective.rank, 3 - collective.rank)):
+                counter()
+                with Join([other]) if in_a_block_of_its_own else nullcontext(join) as inner:
+                    for _ in inner.iterate(batches(collective.rank, 2 - collective.rank)):
+                        (other if in_a_block_of_its_own else counter)()
+        return str(caught.value)
+
+    for text in run_threads(2, run):
+        assert "one loop over join.iterate in another" in text
 
 
 def test_disabled() -> None:

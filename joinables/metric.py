@@ -31,7 +31,8 @@ class Metric:
     Args:
         metric: a ``torchmetrics.Metric`` or ``MetricCollection``.
         every_step: whether calling the metric in the block returns the value of the batches of all ranks that call it
-            in the same step, and not of this rank's alone. Then all ranks with data call it at the same places.
+            in the same step, and not of this rank's alone. Then all ranks with data call it at the same places. In a
+            block with ``enable=False``, and outside, it is this rank's.
 
     Raises:
         TypeError: if it is none.

@@ -262,6 +262,24 @@ def test_a_batch_that_cannot_be_taken_does_not_count() -> None:
     assert first == third == f"PeerError: rank 1 failed: {second}"
 
 
+def test_a_rank_that_fails_in_lockstep_accompanies_the_others() -> None:
+    def body(collective: ThreadCollective, counter: Counter) -> str:
+        metric = SumMetric()
+        try:
+            with Join([counter, every_step(metric)]) as join:
+                for step, x in enumerate(join.iterate([torch.ones(1)] * (4 * collective.rank))):
+                    counter()
+                    if step == 1 and collective.rank == 1:
+                        raise KeyError("enough")
+                    metric(x)
+        except (KeyError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "fine"
+
+    told = "PeerError: rank 1 failed: KeyError: 'enough'"
+    assert on_threads(3, body) == [told, "KeyError: 'enough'", told]
+
+
 def test_ranks_that_do_not_call_at_the_same_places() -> None:
     def body(collective: ThreadCollective, counter: Counter) -> None:
         metric = SumMetric()

@@ -300,7 +300,10 @@ class GradientSync(DDPBurst):
             reducer.expect_backward(self._ddp, outputs)
         if not self._credit:
             if self._channel.declared and self._buffers is not None:
-                raise ProtocolError("with steps=, each backward of a module with buffers needs a forward of its own")
+                raise ProtocolError(
+                    "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
+                    " it; call what announces in between after the backward, and list it after the module"
+                )
             self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
         if self._channel.in_lockstep:

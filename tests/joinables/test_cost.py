@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MeanMetric
 
 from join import Join
 from join.collectives import TorchCollective
+from joinables import Metric
 from tests.models import batch, build
 from tests.pool import Pool
 
@@ -38,8 +40,17 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     initial = "mean over contributors" not in setup
 
+    metric = MeanMetric()
+    listed = [ddp, optimizer, *([Metric(metric, every_step=True)] if "metric" in setup else [])]
+
     def step(number: int) -> None:
         x, y = batch(rank, 0, number)
+        if "metric" in setup:
+            optimizer.zero_grad()
+            output = ddp(x)
+            metric(output.detach())
+            ((output - y) ** 2).mean().backward()
+            return
         if "eval" in setup:
             with torch.no_grad():
                 ddp.module(x) if "norm" in setup and not joining else ddp(x)
@@ -57,7 +68,7 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     block: Any = nullcontext()
     if joining:
-        block = Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps)
+        block = Join(listed, divide_by_initial_world_size=initial, steps=steps)
     with block as join:
         numbers: Any = range(TOTAL)
         if joining and "lockstep" in setup:
@@ -95,6 +106,9 @@ COSTS = {
     "mlp, declared": {},
     "norm, mean over contributors, declared": {},
     "mlp, zero, declared": {},
+    # The metric's header and all-gathers, and no backward but the user's own.
+    "mlp, metric": {"gloo:all_reduce": 2, "gloo:all_gather": 5},
+    "norm, metric": {"gloo:all_reduce": 3, "gloo:all_gather": 5},
     "mlp, no_sync": {},
     "mlp, eval": {},
     "norm, eval": {},

@@ -202,8 +202,9 @@ class Join:
             until: ``"all"``: until all ranks have run out. ``"first"``: all ranks stop when one has run out; what they
                 had read ahead is in ``pending``.
             dummy: ``"empty"``: the rank's last batch with all tensors of length 0 along their first dimension.
-                ``"last"``: the last batch itself. A function: what it returns for the last batch, at every step. A rank
-                that never had a batch uses the first one of another rank.
+                ``"last"``: the last batch itself; not where ranks compute together (SyncBatchNorm), for there it would
+                count. A function: what it returns for the last batch, at every step. A rank that never had a batch uses
+                the first one of another rank.
             lookahead: how many batches are read ahead, and how many steps one header is for.
 
         Raises:
@@ -219,6 +220,12 @@ class Join:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
         if not isinstance(self._channel, LockstepChannel):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
+        members = [member for scope in self._channel.scopes for member in scope.announcing]
+        mixed = [member.burst.mixes_ranks for member in members if member.burst and member.burst.mixes_ranks]
+        if dummy == "last" and mixed:
+            raise ValueError(
+                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
+            )
         if self._iteration is not None and self._iteration.running:
             self._iteration.give_way()
         declared = self._steps == "loader"

@@ -141,6 +141,18 @@ class Burst(Joinable):
     is_covered: ClassVar[bool] = False
     """Whether another burst's announcement covers this one wherever numbers of steps are declared."""
 
+    @property
+    def mixes_ranks(self) -> str:
+        """What in this burst computes with the samples of all ranks together, so that dummies must have none; or ""."""
+        return ""
+
+    def loop_ended(self, source: int) -> None:
+        """A loop over ``Join.iterate`` is over, on all ranks, in which some had dummies.
+
+        Args:
+            source: the lowest of the ranks that had data to the end; what dummies may have changed must be as there.
+        """
+
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
         """The flags of all ranks that announce this burst, where numbers of steps are declared and no header comes.
 

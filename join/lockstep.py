@@ -110,6 +110,8 @@ class LockstepChannel(Channel):
         self.in_lockstep = False
         if self.active_ranks != (1 << self.collective.world_size) - 1:
             self._last_active = self._in_last_burst or self.active_ranks
+            for _, burst in self._bursts:
+                burst.loop_ended(_lowest(self._last_active))
 
     def _end_step(self) -> None:
         self._check_open()
@@ -153,7 +155,7 @@ class LockstepChannel(Channel):
         member, ranks = self._members[index], self.collective.world_size
         counts = [0] * self._buffer.fields
         counts[ACTIVE] = ranks
-        counts[LEADER] = self.leader == self._lowest(self.active_ranks)  # lower ones come back in a second loop
+        counts[LEADER] = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
         at = self._buffer.offsets[index]
         counts[at] = ranks
         if member.burst is not None:
@@ -167,11 +169,7 @@ class LockstepChannel(Channel):
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
-        return self._lowest(self.active_ranks)
-
-    @staticmethod
-    def _lowest(ranks: int) -> int:
-        return (ranks & -ranks).bit_length() - 1
+        return _lowest(self.active_ranks)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
@@ -204,6 +202,11 @@ class LockstepChannel(Channel):
             # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
             last = bool(self._last_active >> self._rank & 1)
             self.active_ranks = self._last_active
-            self.leader = self._lowest(self._last_active)
+            self.leader = _lowest(self._last_active)
             return Outcome(even=False, last=last)
         return outcome
+
+
+def _lowest(ranks: int) -> int:
+    """The lowest of the ranks in a bit mask."""
+    return (ranks & -ranks).bit_length() - 1

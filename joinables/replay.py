@@ -227,6 +227,19 @@ class ReplayedForward(_Replayed):
         """Parameters and buffers that are not spread over the ranks come from the last joiner."""
         broadcast_tensors(self._collective, self._reduction.replicated, source)
 
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        module = self._of.module
+        is_synchronised = any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+        return f"{self.join_name}, which contains SyncBatchNorm" if is_synchronised else ""
+
+    @override
+    def loop_ended(self, source: int) -> None:
+        """Each rank's buffers are its own, and a dummy's forward has changed them."""
+        buffers = [buffer for buffer in self._of.module.buffers() if not is_dtensor(buffer)]
+        broadcast_tensors(self._collective, buffers, source)
+
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         if not active:

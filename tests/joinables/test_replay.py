@@ -528,6 +528,51 @@ def test_a_module_that_takes_no_empty_batch_in_lockstep(pool: Pool) -> None:
     assert first == third == "PeerError: rank 1 failed: OSError: disk"
 
 
+def train_two_loops(rank: int, in_one_block: bool) -> dict[str, torch.Tensor]:
+    """A norm whose statistics are each rank's own; in the first loop rank 0 runs out first, in the second rank 1."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+    model: Any = fully_shard(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = (1, 3), (3, 1)
+    for epochs in [(0, 1)] if in_one_block else [(0,), (1,)]:
+        with Join([model, optimizer]) as join:
+            for epoch in epochs:
+                mine = [batch(rank, epoch, step) for step in range(counts[epoch][rank])]
+                for x, y in join.iterate(mine, dummy="last"):
+                    optimizer.zero_grad()
+                    ((model(x) - y) ** 2).mean().backward()
+                    optimizer.step()
+    return flat_state(whole(model.state_dict()))
+
+
+def test_two_loops_in_lockstep_in_one_block(pool: Pool) -> None:
+    in_one_block, in_two = (pool.run(train_two_loops, one, ranks=2) for one in (True, False))
+    for state, expected in zip(in_one_block, in_two, strict=True):
+        assert_same(state, expected)
+
+
+def with_samples(rank: int) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SyncBatchNorm(8)))
+    with (
+        pytest.raises(ValueError, match="dummy='last'") as caught,
+        Join([model, torch.optim.SGD(model.parameters())]) as join,
+    ):
+        join.iterate([], dummy="last")
+    return str(caught.value)
+
+
+def test_dummies_with_samples_where_ranks_compute_together(pool: Pool) -> None:
+    for text in pool.run(with_samples, ranks=2):
+        assert text.startswith(
+            "dummy='last' would count in the forward of FSDPSequential, which contains SyncBatchNorm"
+        )
+
+
 def test_a_module_that_hides_its_outputs(pool: Pool) -> None:
     for text in pool.run(outcome, "hides"):
         assert "FSDPHides returns a Opaque, in which Join finds no tensor" in text

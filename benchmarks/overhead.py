@@ -2,8 +2,8 @@
 
 Two gloo processes train the same models in several ways: plain ``DistributedDataParallel``, inside torch's own
 ``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
-needs to know in each step how many ranks contribute, and inside ours with ``steps=``. Every way has its own modules and
-optimizers.
+needs to know in each step how many ranks contribute, inside ours with ``steps=``, and over ``join.iterate`` with
+``lookahead`` 1 and 4. Every way has its own modules and optimizers.
 
 The ways take turns in blocks of ``--steps`` training steps, in an order that rotates, so that whatever else the machine
 does hits all of them alike. A block's ratio is its time over that of plain DDP in the same round; the table gives
@@ -27,6 +27,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -143,20 +145,35 @@ def our_join_declared(training: Training, steps: int) -> contextlib.AbstractCont
     return Join([*training.modules, *training.optimizers], steps=steps)
 
 
+@contextlib.contextmanager
+def lockstep(training: Training, steps: int, lookahead: int) -> Iterator[Iterator[int]]:
+    with our_join(training, steps) as join:
+        numbers = join.iterate(range(steps + 2 * lookahead), lookahead=lookahead)
+        yield numbers
+        for _ in numbers:  # its end, which is not measured
+            pass
+
+
 Way = Callable[[Training, int], contextlib.AbstractContextManager[Any]]
+"""A context for a block of so many steps; it may hand out an iterator that is to be advanced before each of them."""
 WAYS: dict[str, Way] = {
     "plain": plain,
     "torch's Join": torch_join,
     "Join": our_join,
     "Join, mean over contributors": our_join_by_active,
     "Join, declared steps": our_join_declared,
+    "join.iterate": partial(lockstep, lookahead=1),
+    "join.iterate, lookahead=4": partial(lockstep, lookahead=4),
 }
 CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),
     "CNN with BatchNorm": (cnn, list(WAYS)),
     "transformer": (transformer, list(WAYS)),
     "MLP with ZeRO": (mlp_zero, list(WAYS)),
-    "GAN": (gan, ["plain", "Join"]),  # torch's Join hangs on it as soon as inputs are uneven
+    "GAN": (
+        gan,
+        ["plain", "Join", "join.iterate", "join.iterate, lookahead=4"],
+    ),  # torch's Join hangs on it as soon as inputs are uneven
 }
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -187,31 +204,32 @@ def measure(steps: int, repeats: int, cases: list[str]) -> dict[str, dict[str, M
         results[case] = {name: Measured() for name in names}
         for turn in range(repeats):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                with block(trainings[name], WAYS[name], steps):
-                    wall, cpu = time_steps(trainings[name], steps)
+                with block(trainings[name], WAYS[name], steps) as numbers:
+                    wall, cpu = time_steps(trainings[name], numbers, steps)
                 results[case][name].wall.append(wall)
                 results[case][name].cpu.append(cpu)
         for name in names:
-            with block(trainings[name], WAYS[name], COUNTED_STEPS):
-                count_collectives(trainings[name], results[case][name])
+            with block(trainings[name], WAYS[name], COUNTED_STEPS) as numbers:
+                count_collectives(trainings[name], numbers, results[case][name])
     return results
 
 
 @contextlib.contextmanager
-def block(training: Training, way: Way, steps: int) -> Iterator[None]:
+def block(training: Training, way: Way, steps: int) -> Iterator[Iterator[Any]]:
     """A context around a block of steps, entered, warm, and with all ranks at the same place."""
     settling = 2
-    with warnings.catch_warnings(), way(training, settling + steps):  # torch's Join rewrites the filters on leaving
-        for _ in range(settling):
+    with warnings.catch_warnings(), way(training, settling + steps) as given:  # torch's Join rewrites the filters
+        numbers = given if isinstance(given, Iterator) else repeat(0)
+        for _ in islice(numbers, settling):
             training.step()
         dist.barrier()
-        yield
+        yield numbers
 
 
-def time_steps(training: Training, steps: int) -> tuple[float, float]:
+def time_steps(training: Training, numbers: Iterator[Any], steps: int) -> tuple[float, float]:
     """Seconds a step: wall time, mean of the ranks, and processor time, sum of the ranks."""
     cpu, wall = time.process_time(), time.perf_counter()
-    for _ in range(steps):
+    for _ in islice(numbers, steps):
         training.step()
     wall = time.perf_counter() - wall
     dist.barrier()  # what is still under way in gloo's threads belongs to these steps
@@ -221,10 +239,10 @@ def time_steps(training: Training, steps: int) -> tuple[float, float]:
     return total[0].item(), total[1].item()
 
 
-def count_collectives(training: Training, measured: Measured) -> None:
+def count_collectives(training: Training, numbers: Iterator[Any], measured: Measured) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profile:
-        for _ in range(COUNTED_STEPS):
+        for _ in islice(numbers, COUNTED_STEPS):
             training.step()
         dist.barrier()
     kinds: Counter[str] = Counter()

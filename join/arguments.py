@@ -123,7 +123,8 @@ def common_collective(joinables: Sequence[Joinable]) -> Collective:
     Raises:
         ValueError: if they have several.
     """
-    first, *others = [joinable for joinable in joinables if joinable.communicates]
+    communicating = [joinable for joinable in joinables if joinable.communicates]
+    first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating
     collective = collective_of(first.join_process_group)
     for other in others:
         if collective_of(other.join_process_group) is not collective:

@@ -83,7 +83,8 @@ class DeclaredChannel(Channel):
 
     @override
     def may_announce_early(self, burst: Burst) -> bool:
-        return True
+        # What covers another burst is announced where that one comes.
+        return not self._comes_between or any(each.is_covered for _, each in self._bursts)
 
     @override
     def someone_may_contribute_unseen(self) -> bool:

@@ -148,6 +148,7 @@ class EarlyExit:
         """Shadow the steps of this window that were not begun."""
         windows = self._windows
         while windows.at < windows.steps:
+            self._channel.meet(windows.line, "has left the loop over join.iterate")
             self._channel.step(windows.active)
             self._channel.accompany()
             windows.at += 1

@@ -70,6 +70,9 @@ class Joinable(ABC):
     join_keywords: ClassVar[frozenset[str] | None] = None
     """The keywords ``join_hook`` takes; ``None`` reads them off its signature (``**kwargs`` takes all)."""
 
+    has_own_group: ClassVar[bool] = True
+    """Whether ``join_process_group`` matters; ``False`` for what communicates on whatever group the block is on."""
+
     _join_config: JoinConfig
 
     def __init__(self) -> None:
@@ -127,6 +130,10 @@ class Burst(Joinable):
 
     interjects: ClassVar[bool] = False
     """Whether the burst comes between another one and its followers, at the moment it chooses."""
+
+    comes_between: ClassVar[bool] = False
+    """Whether the burst may come between the forward and the backward of a module, which then announces no backward in
+    its forward: it would be owed, and run empty, before this one."""
 
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""

@@ -47,7 +47,8 @@ class LockstepChannel(Channel):
     @property
     @override
     def shadowing(self) -> bool:
-        return self.in_lockstep and not self.active_ranks >> self._rank & 1
+        has_broken_out = self.leave_loop is not None
+        return self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class LockstepChannel(Channel):
         member, ranks = self._members[index], self.collective.world_size
         counts = [0] * self._buffer.fields
         counts[ACTIVE] = ranks
-        counts[LEADER] = self.active_ranks >> self.leader & 1
+        counts[LEADER] = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
         at = self._buffer.offsets[index]
         counts[at] = ranks
         if member.burst is not None:

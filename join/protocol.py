@@ -142,6 +142,7 @@ class Channel:
         self._buffer = HeaderBuffer(flag_counts, self.collective.world_size)
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
+        self._comes_between = any(burst.comes_between for _, burst in self._bursts)
         self._tracks_leader = any(burst.tracks_leader for _, burst in self._bursts)
         self._outstanding = []
 
@@ -161,10 +162,11 @@ class Channel:
     def may_announce_early(self, burst: Burst) -> bool:
         """Whether ``burst`` may announce long before it runs.
 
-        Not under ``timeout``: there an announcement means that the burst starts now, or a rank that sleeps between the
-        two would not be missed.
+        Not where another burst may come in between (``Burst.comes_between``). And not under ``timeout``: there an
+        announcement means that the burst starts now, or a rank that sleeps between the two would not be missed.
         """
-        return self._ahead is not None and self._ahead.burst is burst and self._timeout is None
+        alone = self._ahead is not None and self._ahead.burst is burst and not self._comes_between
+        return alone and self._timeout is None
 
     def someone_may_contribute_unseen(self) -> bool:
         """Whether the last header may not have counted a rank that contributes to its burst."""

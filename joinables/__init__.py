@@ -76,12 +76,13 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
             " apply fully_shard to it, or list Replay(module), which leaves gradients alone"
         )
-    return Metric(module) if is_metric(module) else State(module)
+    return Metric(module).joinable() if is_metric(module) else State(module)
 
 
 register_state_adapter(State)
 register_joinable(torch.nn.Module, _joinables_of_module)
 register_joinable(Replay, Replay.joinables)
+register_joinable(Metric, Metric.joinable)
 register_joinable(torch.optim.Optimizer, _joinables_of_optimizer)
 register_joinable(TorchJoinableBase, TorchJoinable)
 register_joinable(DistributedDataParallel, joinables_of_ddp)

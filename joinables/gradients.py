@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from join import Join, JoinHook, ProtocolError
 from join.collectives import Work
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.hooks import ModuleHook
@@ -61,6 +61,7 @@ class GradientSync(DDPBurst):
         self._in_backward = False
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
+        self._had_dummies = False  # in lockstep: a rank had none in a backward since then
         self._may_hold_result = True  # grad may still hold the last reduction's result
         self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
@@ -104,9 +105,11 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
         """
         broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
-        adopt_gradients(self._collective, self._parameters, source, accumulated=self._unsynced)
-        may_hold_result = broadcast_tree(self._collective, self._may_hold_result, source)
-        if not self._unsynced:
+        accumulated, may_hold_result = self._unsynced, self._may_hold_result
+        may_hold_result = adopt_gradients(
+            self._collective, self._parameters, source, accumulated=accumulated, also=may_hold_result
+        )
+        if not accumulated:
             self._may_hold_result = may_hold_result
 
     # -- the header ---------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ class GradientSync(DDPBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (self._buffers is not None, False, True, weighted)
+        return (self._buffers is not None and self._channel.may_announce_early(self), False, True, weighted)
 
     @property
     @override
@@ -133,9 +136,13 @@ class GradientSync(DDPBurst):
         kept = [parameter.grad for parameter in self._parameters]
         self._credit = False
         try:
+            if self._channel.in_lockstep:
+                self._weighted = self._weights.agree()
+            self._begin_use()
             self._drop_gradients()
             self._count_contributors(0.0)
             reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+            self._end_use()
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -152,6 +159,7 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
+        self._begin_use()
         self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
@@ -160,8 +168,10 @@ class GradientSync(DDPBurst):
             self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         self._unsynced = False
-        self._weights.end_reduction()
+        self._weights.put_back(reducer.used_anywhere(self._ddp))
+        self._weights.forget()
         self._scale()
+        self._end_use()
         self._rebuild.expect()
 
     @property
@@ -210,7 +220,7 @@ class GradientSync(DDPBurst):
         return self._channel.in_lockstep and self._ddp.find_unused_parameters and not self._ddp.static_graph
 
     def _forget_use_of_zeroed(self) -> None:
-        if all(parameter.grad is None for parameter in self._parameters):
+        if self._has_no_gradient:
             reducer.forget_use(self._ddp)
 
     @property
@@ -226,6 +236,7 @@ class GradientSync(DDPBurst):
         initial = self._divide_by_initial_world_size
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         worth_it |= self._channel.declared and self._buffers is not None
+        worth_it |= self._channel.in_lockstep  # nothing is sent there, and a rank may skip its backward
         early = worth_it and self._channel.may_announce_early(self)
         self._weighted = self._weights.in_use
         self._with_buffers = early and self._buffers is not None
@@ -272,11 +283,10 @@ class GradientSync(DDPBurst):
         if self._in_backward or not self._handles:
             return
         self._in_backward = True
+        self._forget_zeroed()
         self._see_zeroed(values=True)
         self._weights.begin_backward(holds_result=self._sets_result_aside())
-        if self._counts_use and not self._had_data:
-            self._usage.begin_window()
-        self._had_data |= self._channel.active_ranks
+        self._begin_use()
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
@@ -290,7 +300,10 @@ class GradientSync(DDPBurst):
             reducer.expect_backward(self._ddp, outputs)
         if not self._credit:
             if self._channel.declared and self._buffers is not None:
-                raise ProtocolError("with steps=, each backward of a module with buffers needs a forward of its own")
+                raise ProtocolError(
+                    "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
+                    " it; call what announces in between after the backward, and list it after the module"
+                )
             self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
         if self._channel.in_lockstep:
@@ -312,16 +325,30 @@ class GradientSync(DDPBurst):
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        if not self._weights.window:  # nothing but dummies: what was set aside must be there, to be zeroed or not
+            self._weights.put_back()
 
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
         self._may_hold_result = True
-        self._weights.end_reduction()
+        self._weights.put_back(reducer.used_anywhere(self._ddp))
+        self._weights.forget()
         self._scale()
-        if self._counts_use:
-            self._usage.end_reduction(with_dummies=self._had_data.bit_count() < self._collective.world_size)
-        self._had_data = 0
+        self._end_use()
         self._rebuild.run_if_due()
+
+    def _begin_use(self) -> None:
+        """In lockstep, a backward begins: note who has data, and, if it is the first of a reduction, the gradients."""
+        if self._counts_use and not self._had_data:
+            self._usage.begin_window()
+        self._had_data |= self._channel.active_ranks
+        self._had_dummies |= self._channel.active_ranks.bit_count() < self._collective.world_size
+
+    def _end_use(self) -> None:
+        """In lockstep, a reduction is over: what only dummies used is put back."""
+        if self._counts_use:
+            self._usage.end_reduction(with_dummies=self._had_dummies)
+        self._had_data, self._had_dummies = 0, False
 
     # -- scaling ------------------------------------------------------------------------------------------------------
 
@@ -394,6 +421,19 @@ class GradientSync(DDPBurst):
         return self._weights.window if self._weighted else float(self._divide_by_initial_world_size)
 
     # -- what the gradients hold --------------------------------------------------------------------------------------
+
+    def _forget_zeroed(self) -> None:
+        """What was accumulated and not reduced is gone if ``zero_grad`` was called since: then it must not count.
+
+        Gradients that are 0 tell nothing: those of a batch may be.
+        """
+        if self._has_no_gradient:
+            self._unsynced, self._had_data, self._had_dummies = False, 0, False
+            self._weights.forget()
+
+    @property
+    def _has_no_gradient(self) -> bool:
+        return all(parameter.grad is None for parameter in self._parameters)
 
     def _see_zeroed(self, *, values: bool) -> None:
         """Note that the last result is gone: ``zero_grad`` has set the gradients to None, or, if asked to look, to 0.

@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from join import Burst, Join, Joinable, JoinError, JoinHook
 from join.collectives import Work
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.hooks import ModuleHook
 from joinables.reductions import Reduction, reduction_of
@@ -382,8 +382,9 @@ class ReplayedBackward(_Replayed):
     def synchronise(self, source: int) -> None:
         """Gradients, too, are as on the last joiner: a loop may clear them after its last step."""
         replicated = [parameter for parameter in self._reduction.parameters if not is_dtensor(parameter)]
-        adopt_gradients(self._collective, replicated, source, accumulated=self._unsynced)
-        cleared, zeroed = broadcast_tree(self._collective, self._emptiness(), source)
+        cleared, zeroed = adopt_gradients(
+            self._collective, replicated, source, accumulated=self._unsynced, also=self._emptiness()
+        )
         if self._collective.rank != source:
             self._clear(cleared, zeroed)
 
@@ -546,7 +547,7 @@ class ReplayedBackward(_Replayed):
         if not self._complete:
             return
         self._had_data = 0
-        self._weights.end_reduction()
+        self._weights.forget()
         if not self._scales:
             self._reduction.scale(1.0)
             return

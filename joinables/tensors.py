@@ -36,8 +36,13 @@ def hides_tensors(tree: Any) -> bool:
 
 
 def adopt_gradients(
-    collective: Collective, parameters: Sequence[torch.nn.Parameter], source: int, *, accumulated: bool
-) -> None:
+    collective: Collective,
+    parameters: Sequence[torch.nn.Parameter],
+    source: int,
+    *,
+    accumulated: bool,
+    also: Any,
+) -> Any:
     """Let ``parameters`` have the gradients that rank ``source`` has.
 
     Args:
@@ -46,12 +51,16 @@ def adopt_gradients(
         source: a last joiner.
         accumulated: whether this rank's gradients are its own, still to be reduced; then they are left alone. As
             ``source``, it only tells which parameters have one.
+        also: what else there is to tell of the gradients.
+
+    Returns:
+        ``source``'s ``also``.
     """
     gradients = [parameter.grad for parameter in parameters]
-    mine = [gradient is not None for gradient in gradients], [] if accumulated else gradients
-    present, values = broadcast_tree(collective, mine, source)
+    mine = [gradient is not None for gradient in gradients], [] if accumulated else gradients, also
+    present, values, also = broadcast_tree(collective, mine, source)
     if collective.rank == source or accumulated:
-        return
+        return also
     for index, parameter in enumerate(parameters):
         if not present[index]:
             parameter.grad = None
@@ -62,3 +71,4 @@ def adopt_gradients(
             parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
         else:
             parameter.grad.zero_()
+    return also

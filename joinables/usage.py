@@ -56,7 +56,8 @@ class Usage:
             self._used[index] = 1
 
     def begin_window(self) -> None:
-        """The first backward since the last reduction begins."""
+        """The first backward since the last reduction, or since ``zero_grad``, begins."""
+        self._used.zero_()
         self._absent = [parameter.grad is None for parameter in self._parameters]
 
     def end_reduction(self, *, with_dummies: bool) -> None:

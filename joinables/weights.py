@@ -27,7 +27,7 @@ class Weights:
         self._handles: list[Any] = []
         self._agreed = False  # in the loop in lockstep of that number, whether weights are in use
         self._agreed_in = 0
-        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._aside: dict[int, torch.Tensor] = {}  # by position among the parameters
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
         self.silent = False
@@ -92,20 +92,30 @@ class Weights:
         if self.current is None:
             return
         if holds_result:
-            for parameter in self._parameters:
+            for index, parameter in enumerate(self._parameters):
                 if parameter.grad is not None:
-                    self._aside.append((parameter, parameter.grad.clone()))
+                    self._aside[index] = parameter.grad.clone()
                     parameter.grad.zero_()
         self.window += self.current
 
     @torch.no_grad()
     def take_back(self, share: float) -> None:
         """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
-        for parameter, result in self._aside:
-            if parameter.grad is not None:
-                parameter.grad.add_(result, alpha=share)
+        for index, result in self._aside.items():
+            gradient = self._parameters[index].grad
+            if gradient is not None:
+                gradient.add_(result, alpha=share)
+
+    @torch.no_grad()
+    def put_back(self, used: Sequence[int] | None = None) -> None:
+        """Let gradients be again what was set aside: all, or those that ``used`` says nobody used, so none reduced."""
+        for index, result in self._aside.items():
+            gradient = self._parameters[index].grad
+            if gradient is not None and not (used and used[index]):
+                gradient.copy_(result)
         self._aside.clear()
 
-    def end_reduction(self) -> None:
-        """What was accumulated has been reduced."""
+    def forget(self) -> None:
+        """What was accumulated is reduced, or was zeroed."""
         self.window = 0.0
+        self._aside.clear()

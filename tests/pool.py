@@ -122,6 +122,7 @@ def _serve(pipe: Any) -> None:
             return
         try:
             dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+            dist.barrier()  # a rank that is done early would close connections that others are still making
             result = (True, fn(rank, *args))
         except BaseException:
             result = (False, traceback.format_exc())

@@ -38,6 +38,7 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
     to_none: bool = True
+    zero_every: int = 1  # optimizer steps; in between, gradients pile up
     rate: float | None = None
     weighted: bool = False
     declared: bool = False
@@ -160,7 +161,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                             loss_of(model, case, branch_of(rank, step), data)
                         ddp.train()
                     sync = (step + 1) % case.accumulate == 0
-                    if step % case.accumulate == 0:
+                    if step % (case.accumulate * case.zero_every) == 0:
                         optimizer.zero_grad(set_to_none=case.to_none)
                     with nullcontext() if sync else ddp.no_sync():
                         loss_of(model, case, branch_of(rank, step), data).backward()
@@ -185,7 +186,8 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
     for epoch in range(len(case.counts)):
         counts = case.trained(epoch)
         for window in range(max(counts) // k):
-            optimizer.zero_grad(set_to_none=case.to_none)
+            if window % case.zero_every == 0:
+                optimizer.zero_grad(set_to_none=case.to_none)
             ranks = [rank for rank in range(case.ranks) if counts[rank] > window * k]
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
             total = sum(weight_of(case, rank, epoch, step) for rank, steps in windows.items() for step in steps)

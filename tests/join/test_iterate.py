@@ -205,7 +205,7 @@ def test_a_body_that_raises(monkeypatch: pytest.MonkeyPatch, at: int, where: str
 
 @pytest.mark.parametrize("where", ["middle", "end"])
 @pytest.mark.parametrize("ats", [(0, 0, 0), (1, 1, None), (0, 1, None), (1, 2, None), (0, 2, None), (0, 1, 2)])
-@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}])
+@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}, {"timeout": 20}])
 def test_bodies_that_raise(monkeypatch: pytest.MonkeyPatch, ats: Any, where: str, options: Any) -> None:
     monkeypatch.setattr("join.early_exit._GRACE_SECONDS", 0.1)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MeanMetric
 
 from join import Join
 from join.collectives import TorchCollective
+from joinables import Metric
 from tests.models import batch, build
 from tests.pool import Pool
 
 STEPS = 4
+TOTAL = STEPS + 4  # two before them, and two after
 
 
 def fully_sharded(model: Any) -> Any:
@@ -36,8 +40,17 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     initial = "mean over contributors" not in setup
 
+    metric = MeanMetric()
+    listed = [ddp, optimizer, *([Metric(metric, every_step=True)] if "metric" in setup else [])]
+
     def step(number: int) -> None:
         x, y = batch(rank, 0, number)
+        if "metric" in setup:
+            optimizer.zero_grad()
+            output = ddp(x)
+            metric(output.detach())
+            ((output - y) ** 2).mean().backward()
+            return
         if "eval" in setup:
             with torch.no_grad():
                 ddp.module(x) if "norm" in setup and not joining else ddp(x)
@@ -51,24 +64,28 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer.step()
 
     x, y = batch(rank, 0, 9)
-    steps: Any = 2 + STEPS if "declared" in setup else None
-    if "iterate" in setup:
-        steps = steps and "loader"
-    with (
-        Join([ddp, optimizer], divide_by_initial_world_size=initial, steps=steps) if joining else nullcontext() as join
-    ):
-        loop = iter(range(9))
-        if "iterate" in setup and join is not None:
-            loop = join.iterate(range(9))
-        for _ in range(2):
-            next(loop)
-            optimizer.zero_grad()
-            ((ddp(x) - y) ** 2).mean().backward()
-            optimizer.step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for number in range(STEPS):
-                next(loop)
-                step(number)
+    steps: Any = TOTAL if "declared" in setup else "loader" if "known lengths" in setup else None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    block: Any = nullcontext()
+    if joining:
+        block = Join(listed, divide_by_initial_world_size=initial, steps=steps)
+    with block as join:
+        numbers: Any = range(TOTAL)
+        if joining and "lockstep" in setup:
+            numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1)
+        for number in numbers:
+            if number in (2, 2 + STEPS):
+                time.sleep(0.1)  # what is under way is counted when it is done
+            if number == 2:
+                profile.start()
+            if number == 2 + STEPS:
+                profile.stop()
+            if 2 <= number < 2 + STEPS:
+                step(number - 2)
+            else:
+                optimizer.zero_grad()
+                ((ddp(x) - y) ** 2).mean().backward()
+                optimizer.step()
     counts: dict[str, float] = {}
     for event in profile.events() or []:
         if event.name.startswith("gloo:"):
@@ -87,15 +104,19 @@ COSTS = {
     "mlp, sharded, eval": {"gloo:all_reduce": 1},
     "mlp, sharded, mean over contributors, declared": {},
     "mlp, declared": {},
-    "mlp, iterate": {"gloo:all_reduce": 1},
-    "norm, zero, mean over contributors, iterate": {"gloo:all_reduce": 1},
-    "mlp, sharded, iterate": {"gloo:all_reduce": 1},
-    "mlp, iterate, declared": {},
     "norm, mean over contributors, declared": {},
     "mlp, zero, declared": {},
+    # The metric's header and all-gathers, and no backward but the user's own.
+    "mlp, metric": {"gloo:all_reduce": 2, "gloo:all_gather": 5},
+    "norm, metric": {"gloo:all_reduce": 3, "gloo:all_gather": 5},
     "mlp, no_sync": {},
     "mlp, eval": {},
     "norm, eval": {},
+    "mlp, lockstep": {"gloo:all_reduce": 1},
+    "norm, mean over contributors, lockstep": {"gloo:all_reduce": 1},
+    "norm, zero, lockstep": {"gloo:all_reduce": 1},
+    "mlp, mean over contributors, lockstep, lookahead": {"gloo:all_reduce": 1 / STEPS},
+    "norm, zero, lockstep, known lengths": {},
 }
 
 

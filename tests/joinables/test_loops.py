@@ -21,93 +21,99 @@ from tests.models import MLP, TOLERANCE, Norm, assert_same, batch, flat_state
 from tests.pool import Pool
 
 Nets = dict[str, Any]
-Compute = Callable[[Nets, int, int, float], None]
+Data = list[tuple[torch.Tensor, torch.Tensor]]
+Compute = Callable[[Nets, Data, int, int, float], None]
 RANKS = 3
+
+
+def streams(rank: int, step: int) -> Data:
+    """What a rank has for one step: as many batches as any loop takes."""
+    return [batch(rank, 0, step, stream) for stream in range(4)]
 
 
 def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((output - y) ** 2).mean()
 
 
-def plain(nets: Nets, rank: int, step: int, scale: float) -> None:
-    x, y = batch(rank, 0, step)
+def plain(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    x, y = data[0]
     (scale * loss(nets["a"](x), y)).backward()
 
 
-def eval_inside(nets: Nets, rank: int, step: int, scale: float) -> None:
+def eval_inside(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
     if rank != 1:
         nets["a"].eval()
         with torch.no_grad():
-            nets["a"](batch(rank, 0, step, stream=5)[0])
+            nets["a"](data[3][0])
         nets["a"].train()
-    plain(nets, rank, step, scale)
+    plain(nets, data, rank, step, scale)
 
 
-def eval_with_grad(nets: Nets, rank: int, step: int, scale: float) -> None:
+def eval_with_grad(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
     if rank == 1:
-        nets["a"](batch(rank, 0, step, stream=5)[0])
-    plain(nets, rank, step, scale)
+        nets["a"](data[3][0])
+    plain(nets, data, rank, step, scale)
 
 
-def skip_by_all(nets: Nets, rank: int, step: int, scale: float) -> None:
-    x, y = batch(rank, 0, step)
+def skip_by_all(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    x, y = data[0]
     output = nets["a"](x)
     if step % 2 == 0:
         (scale * loss(output, y)).backward()
 
 
 def forwards(count: int) -> Compute:
-    def compute(nets: Nets, rank: int, step: int, scale: float) -> None:
+    def compute(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
         total: Any = 0
         for stream in range(count):
-            x, y = batch(rank, 0, step, stream)
+            x, y = data[stream]
             total = total + loss(nets["a"](x), y)
         (scale * total).backward()
 
     return compute
 
 
-def backwards(nets: Nets, rank: int, step: int, scale: float) -> None:
-    x, y = batch(rank, 0, step)
+def backwards(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    x, y = data[0]
     value = scale * loss(nets["a"](x), y)
     value.backward(retain_graph=True)
     value.backward()
 
 
-def two_losses(nets: Nets, rank: int, step: int, scale: float) -> None:
+def two_losses(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
     losses = []
     for stream in range(2):
-        x, y = batch(rank, 0, step, stream)
+        x, y = data[stream]
         losses.append(scale * loss(nets["a"](x), y))
     for value in losses:
         value.backward()
 
 
-def two_passes(nets: Nets, rank: int, step: int, scale: float) -> None:
+def two_passes(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
     for stream in range(2):
-        x, y = batch(rank, 0, step, stream)
+        x, y = data[stream]
         (scale * loss(nets["a"](x), y)).backward()
 
 
-def chain(nets: Nets, rank: int, step: int, scale: float) -> None:
-    x, y = batch(rank, 0, step)
+def chain(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    x, y = data[0]
     (scale * loss(nets["b"](nets["a"](x)), y)).backward()
 
 
-def discriminate(nets: Nets, rank: int, step: int, scale: float) -> None:
-    x, y = batch(rank, 0, step)
+def discriminate(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    x, y = data[0]
     fake = nets["a"](x).detach()
     (scale * (nets["b"](y).mean() - nets["b"](fake).mean())).backward()
 
 
-def generate(nets: Nets, rank: int, step: int, scale: float) -> None:
-    x, _ = batch(rank, 0, step, stream=1)
+def generate(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    x, _ = data[1]
     (scale * nets["b"](nets["a"](x)).mean()).backward()
 
 
-def both(nets: Nets, rank: int, step: int, scale: float) -> None:
-    plain(nets, rank, step, scale)
-    x, y = batch(rank, 0, step, stream=1)
+def both(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    plain(nets, data, rank, step, scale)
+    x, y = data[1]
     (scale * loss(nets["b"](x), y)).backward()
 
 
@@ -186,7 +192,8 @@ def run_phase(program: Program, compute: Callable[[], None], which: str, optimiz
         zero()
 
 
-def run(rank: int, name: str) -> dict[str, torch.Tensor]:
+def run(rank: int, name: str, dummy: Any = None) -> dict[str, torch.Tensor]:
+    """Run a program on one rank; in lockstep, if there is a ``dummy`` for it."""
     program = PROGRAMS[name]
     raw, optimizers = build(program)
     nets = {key: DistributedDataParallel(net, **program.ddp) for key, net in raw.items()}
@@ -201,9 +208,10 @@ def run(rank: int, name: str) -> dict[str, torch.Tensor]:
         with outer:
             if inner is not None:
                 inner.__enter__()
-            for step in range(counts[rank]):
+            mine = [streams(rank, step) for step in range(counts[rank])]
+            for step, data in enumerate(outer.iterate(mine, dummy=dummy) if dummy else mine):
                 for compute, which in program.phases:
-                    run_phase(program, partial(compute, nets, rank, step, 1.0), which, optimizers)
+                    run_phase(program, partial(compute, nets, data, rank, step, 1.0), which, optimizers)
             if inner is not None:
                 inner.__exit__(None, None, None)
     return flat_state(*(net.state_dict() for net in raw.values()), *(o.state_dict() for o in optimizers.values()))
@@ -217,7 +225,7 @@ def compute_all(nets: Nets, compute: Compute, ranks: list[int], step: int, scale
     for rank in ranks:
         for buffer, value in zip(buffers, shared, strict=True):
             buffer.copy_(value)
-        compute(nets, rank, step, scale)
+        compute(nets, streams(rank, step), rank, step, scale)
         kept = kept or [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, kept, strict=True):
         buffer.copy_(value)

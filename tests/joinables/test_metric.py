@@ -21,6 +21,7 @@ import joinables
 from join import Join
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.registry import joinables_of
+from joinables.metric_at_end import MetricAtEnd
 from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool
@@ -404,7 +405,9 @@ def test_what_cannot_be_merged_is_an_error() -> None:
         return metric
 
     makers = {
-        "dist_sync_on_step=True of SumMetric communicates": lambda: SumMetric(dist_sync_on_step=True),
+        r"dist_sync_on_step=True of SumMetric communicates.*Metric\(metric, every_step=True\)": lambda: SumMetric(
+            dist_sync_on_step=True
+        ),
         "compute_with_cache=False of SumMetric": lambda: MetricCollection([SumMetric(compute_with_cache=False)]),
         "call its unsync": synced,
         "Running has states that cannot be merged": lambda: Running(SumMetric(), 2),
@@ -434,8 +437,9 @@ def test_ranks_that_hold_different_metrics() -> None:
 
 
 def test_only_metrics_are_taken_for_metrics() -> None:
-    assert [type(each) for each in joinables_of(SumMetric())] == [joinables.Metric]
-    assert [type(each) for each in joinables_of(MetricCollection([SumMetric()]))] == [joinables.Metric]
+    assert [type(each) for each in joinables_of(SumMetric())] == [MetricAtEnd]
+    assert [type(each) for each in joinables_of(MetricCollection([SumMetric()]))] == [MetricAtEnd]
+    assert [type(each) for each in joinables_of(joinables.Metric(SumMetric()))] == [MetricAtEnd]
     assert [type(each) for each in joinables_of(torch.nn.ModuleList([SumMetric()]))] == [joinables.State]
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.grammar import recipes
+from tests.grammar import Recipe, recipes
 from tests.pool import Pool
 from tests.training import Case, check
 
@@ -64,6 +64,7 @@ def cases(draw: st.DrawFn) -> Case:
         ddp=ddp,
         counts=draw(counts()),
         to_none=draw(st.booleans()),
+        zero_every=draw(st.sampled_from([1, 1, 2, 3])),
         weighted=draw(st.booleans()),
         declared=draw(st.booleans()),
         iterate=draw(st.sampled_from(["", "empty", "last"])),
@@ -86,21 +87,73 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
         case = replace(case, plain_last=False)
     if not case.zero:
         case = replace(case, zero_views=False)
+    if case.plain_last:
+        # What the loop before left unreduced, a rank without data would not zero, and contribute.
+        case = replace(case, accumulate=1)
+    if case.one_block and case.accumulate > 1:
+        case = replace(case, to_none=True)  # only so can all ranks know that what was left is gone
+    if case.clip:
+        case = replace(case, zero_every=1)  # a rank without data does not clip what it keeps
     if "static_graph" in case.ddp:
         case = replace(case, accumulate=1)  # torch itself fails where the first backward is under no_sync
     if case.zero and "find_unused_parameters" in case.ddp:
-        case = replace(case, to_none=True)
+        case = replace(case, to_none=True, zero_every=1)
     if case.declared and not case.iterate and case.initial:
-        case = replace(case, to_none=True)
+        case = replace(case, to_none=True, zero_every=1)
     if has_buffers:
         # Ranks whose inputs are even end with buffers of their own, and under accumulation the first leader must last.
         epochs = [list(epoch) for epoch in case.counts]
         for epoch in epochs if case.accumulate > 1 else epochs[-1:]:
             epoch[0] = max(-(-max(epoch) // case.accumulate), 1) * case.accumulate
         epochs[-1][-1] = 0
+        # In a plain loop after another, buffers are those of the rank that led there, and not of the lowest.
+        case = replace(case, plain_last=case.plain_last and len(case.counts) == 1)
         stop = case.stop if case.accumulate == 1 else None
         case = replace(case, counts=tuple(map(tuple, epochs)), until="all", stop=stop)
     return case
+
+
+MODEL = Recipe((("linear",),))
+BRANCHES = Recipe((("linear",), ("branch", 1, (("linear",),), (("linear",),))))
+FOUND = {
+    "kept gradients that nobody uses, weights": Case(
+        model=BRANCHES, weighted=True, zero_every=3, ddp={"find_unused_parameters": True}, counts=((3, 0),)
+    ),
+    "kept gradients that nobody uses, dummies": Case(
+        model=BRANCHES, iterate="last", zero_every=3, ddp={"find_unused_parameters": True}, counts=((3, 0),)
+    ),
+    "left at the end of a loop, and zeroed": Case(
+        model=MODEL, optimizer="sgd", iterate="empty", one_block=True, accumulate=2, counts=((2, 5), (6, 0))
+    ),
+    "left at the end of a loop, and zeroed, weights": Case(
+        model=MODEL, optimizer="sgd", iterate="last", one_block=True, accumulate=3, weighted=True,
+        counts=((5, 0), (4, 2)),
+    ),
+    "left at the end of a loop on top of kept ones": Case(
+        model=MODEL, optimizer="sgd", iterate="last", one_block=True, accumulate=3, zero_every=2, initial=True,
+        counts=((3, 5), (1, 5)),
+    ),
+    "left at the end of a loop, parameters that nobody uses": Case(
+        model=BRANCHES, iterate="last", one_block=True, accumulate=2, ddp={"find_unused_parameters": True},
+        counts=((3, 0), (4, 0)),
+    ),
+    "a path that only a dummy takes, in a window with data": Case(
+        model=BRANCHES, optimizer="sgd", iterate="empty", accumulate=2, ddp={"find_unused_parameters": True},
+        counts=((4, 3),),
+    ),
+    "a plain loop after a break, weights": Case(
+        model=MODEL, iterate="last", one_block=True, plain_last=True, stop=3, weighted=True, initial=True,
+        counts=((5, 2, 3), (0, 5, 3)),
+    ),
+    "buffers of a rank that comes back": Case(
+        model=Recipe((("batch norm",),)), iterate="empty", one_block=True, counts=((0, 2, 0), (5, 1, 0))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(pool: Pool, name: str) -> None:
+    check(pool, replace(FOUND[name], rate=0.01))
 
 
 @pytest.mark.timeout(600 + 5 * SOAK)

@@ -1,0 +1,173 @@
+"""Metrics of torchmetrics that are merged when the block ends: :class:`MetricAtEnd`.
+
+Inside the block such a metric is local: ``update``, ``forward`` and ``compute`` communicate nothing, so ranks may call
+them as often as they like. When the block ends, on all ranks alike, whatever they did in it::
+
+    active or joined rank
+    ---------------------
+    all-gathers of all ranks' states and numbers of updates
+    on its own: reduce them, compute the value, keep it, and take back its own state
+
+The value over all samples of all ranks is kept where torchmetrics keeps what it has computed: ``compute()`` after the
+block returns it, without communication, until the next ``update`` or ``reset``. The state that is left is the rank's
+own, as after torchmetrics' own synchronisation. So no sample counts twice: not in a second block without ``reset``, nor
+in an ``update`` between two blocks.
+
+A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (the first tensor given has length 0);
+``forward`` returns ``None`` for it, and otherwise the value of the rank's own batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+import torch
+from typing_extensions import override
+
+from join import Join, JoinHook
+from join.transfer import gather_trees
+from joinables.metric_states import contributions, merged, put
+from joinables.stand_in import Silent
+
+
+class MetricAtEnd(Silent, JoinHook):
+    """Merges a metric's states over all ranks once, when the block ends.
+
+    Args:
+        metric: a ``torchmetrics.Metric`` or ``MetricCollection``.
+    """
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._join = join
+        metrics = metrics_of(self._target)
+        # What is no part passes on what the metrics inside it compute.
+        self._parts = {name: each for name, each in metrics.items() if _keeps_value(each)}
+        for each in metrics.values():
+            self._check(each)
+        self._replaced = ExitStack()
+        for part in self._parts.values():
+            part._computed = None  # the last block's value is not this rank's
+            self._replace(part, "distributed_available_fn", Local(part.distributed_available_fn))
+        for name in ("update", "forward"):
+            method = getattr(self._target, name)
+            self._replace(self._target, name, InBlock(method, partial(self._see, method)))
+
+    @override
+    def detach(self) -> None:
+        self._replaced.close()
+        del self._join
+        super().detach()
+
+    def _check(self, metric: Any) -> None:
+        name = type(metric).__name__
+        if metric.dist_sync_on_step:
+            raise ValueError(
+                f"dist_sync_on_step=True of {name} communicates in every forward, where ranks without data never come;"
+                " leave it out: compute() after the block is over all ranks, and so is what forward returns if you list"
+                " joinables.Metric(metric, every_step=True)"
+            )
+        if not metric.compute_with_cache:
+            raise ValueError(
+                f"compute_with_cache=False of {name}: this cache is where the value over all ranks is kept after the"
+                " block; leave it out"
+            )
+        if metric._is_synced:
+            raise ValueError(f"{name} holds the states of all ranks after sync(); call its unsync() before the block")
+        if metric._defaults and not any(metric._defaults is each._defaults for each in self._parts.values()):
+            raise TypeError(f"{name} has states that cannot be merged over ranks; list the metric that it wraps")
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        if name in vars(owner):
+            self._replaced.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._replaced.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+    # -- inside the block ---------------------------------------------------------------------------------------------
+
+    def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``update`` or ``forward`` for batches that have samples."""
+        return method(*args, **kwargs) if self._has_samples(*args, **kwargs) else None
+
+    def _has_samples(self, *args: Any, **kwargs: Any) -> bool:
+        if self._join.shadowing:
+            return False
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        first = next(tensors, None)
+        return first is None or not first.ndim or len(first) > 0
+
+    # -- the end of the block -----------------------------------------------------------------------------------------
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        ranks = gather_trees(self._collective, contributions(self._parts))
+        found = {name: each for name, each in merged(self._parts, ranks, self.join_name).items() if each is not None}
+        with ExitStack() as own:
+            for name, contribution in found.items():
+                part = self._parts[name]
+                own.callback(put, part, part.update_count or _Elsewhere(), part.metric_state)
+                put(part, *contribution)
+                part._computed = None
+            for name in found:
+                self._parts[name].compute()
+
+
+def metrics_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The metrics in ``module``, itself included, by their names."""
+    library = importlib.import_module("torchmetrics")
+    modules = cast("Iterator[tuple[str, Any]]", module.named_modules())
+    return {name: each for name, each in modules if isinstance(each, library.Metric)}
+
+
+def _keeps_value(metric: Any) -> bool:
+    """Whether ``compute`` of ``metric`` keeps its value, as it does unless a wrapper does without."""
+    return type(metric)._wrap_compute is importlib.import_module("torchmetrics").Metric._wrap_compute
+
+
+class _Elsewhere(int):
+    """An update count of 0 where other ranks' updates were merged: ``compute`` has something to return."""
+
+    def __gt__(self, other: int) -> bool:
+        return other <= 0
+
+
+class Local:
+    """What a metric in a block is told about being distributed: it is not. A copy of the metric is in no block."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self) -> bool:
+        """Whether it is distributed."""
+        return False
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _itself, (self._original,)
+
+
+class InBlock:
+    """What a method of a metric does in a block. A copy of the metric is in no block and has its own."""
+
+    def __init__(self, method: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        self._method, self._replacement = method, replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands in for the method."""
+        return self._replacement(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _itself, (self._method,)
+
+
+def _itself(obj: Any) -> Any:
+    return obj

@@ -1,0 +1,116 @@
+"""Metrics of torchmetrics whose batches are merged at every step, too: :class:`MetricAtEveryStep`.
+
+Calling such a metric (``forward``) returns the value of the batches of all ranks that call it in the same step, on all
+of them::
+
+    active rank                                            joined rank
+    -----------                                            -----------
+    a twin of the metric is updated with this batch alone  .
+    header                                                 header
+    all-gathers of the states of the twins                 all-gathers, with nothing
+    the metric itself is updated with this batch           .
+    the twin merges the states and computes the value      .
+
+So what the metric accumulates is what it would without: each sample of this rank once, merged when the block ends
+(``joinables.metric_at_end``). ``update`` stays local. All of it is awaited, and the value has no gradient.
+
+A batch without samples, and a dummy in a loop in lockstep, take part with nothing and get the value of the others;
+``None`` if no rank has any.
+
+The call may come between the forward and the backward of a module, where its predictions are at hand. So no module of
+the block announces its backward in its forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from join import Burst, Join
+from join.transfer import gather_trees
+from joinables.metric_at_end import InBlock, Local, MetricAtEnd, metrics_of
+from joinables.metric_states import contributions, merged, put
+
+
+class MetricAtEveryStep(MetricAtEnd, Burst):
+    """Merges the batches of every step over all ranks, and the metric's states when the block ends."""
+
+    communicates: ClassVar[bool] = True
+    has_own_group: ClassVar[bool] = False
+    comes_between = True
+
+    @override
+    def attach(self, join: Join) -> None:
+        twin = _twin(self._target)
+        super().attach(join)
+        self._twin = twin
+        twins = metrics_of(twin)
+        self._twin_parts = {name: twins[name] for name in self._parts}
+        for each in twins.values():
+            each.distributed_available_fn = Local(each.distributed_available_fn)
+        self._replace(self._target, "forward", InBlock(self._target.forward, self._forward))
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self._twin, self._twin_parts
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        has_samples = self._has_samples(*args, **kwargs)
+        mine = self._seen(*args, **kwargs) if has_samples else None
+        self._join.channel.announce(self)
+        ranks = [rank for rank in gather_trees(self._collective, mine) if rank is not None]
+        if has_samples:
+            with _ungrouped(self._target):
+                self._target.update(*args, **kwargs)
+        if not ranks:
+            return None
+        found = merged(self._twin_parts, ranks, self.join_name)
+        self._twin.reset()
+        for name, contribution in found.items():
+            if contribution is not None:
+                put(self._twin_parts[name], *contribution)
+        return self._twin.compute()
+
+    def _seen(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """The states after this batch alone."""
+        self._twin.reset()
+        with _ungrouped(self._twin):
+            self._twin.update(*args, **kwargs)
+        return contributions(self._twin_parts)
+
+    @override
+    def main_hook(self) -> None:
+        gather_trees(self._collective, None)
+
+
+def _twin(metric: Any) -> Any:
+    """A copy with nothing seen; tensors that a reset does not replace, such as a network's weights, are shared."""
+    states = [each.metric_state for each in metrics_of(metric).values()]
+    tensors = [*metric.parameters(), *metric.buffers(), *pytree.tree_leaves(states)]
+    twin = copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})
+    twin.reset()
+    return twin
+
+
+@contextmanager
+def _ungrouped(metric: Any) -> Generator[None]:
+    """Keep collections from grouping metrics that happen to agree on the first batch, as ``forward`` does not either.
+
+    Groups that an ``update`` of the user's has made stay.
+    """
+    collections = [each for each in metric.modules() if getattr(each, "_enable_compute_groups", None)]
+    enabled = [each._enable_compute_groups for each in collections]
+    for each in collections:
+        each._enable_compute_groups = False
+    try:
+        yield
+    finally:
+        for each, value in zip(collections, enabled, strict=True):
+            each._enable_compute_groups = value

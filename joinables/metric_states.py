@@ -1,0 +1,102 @@
+"""The states of torchmetrics: which of them a rank has something in, and how those of several ranks become one.
+
+Here and in ``joinables.metric_at_end`` and ``joinables.metric_at_every_step``, and nowhere else, private attributes of
+torchmetrics 1.9 are used: which states a metric has and how they are reduced (``_defaults``, ``_reductions``),
+``_update_count``, ``_computed``, ``_is_synced``, ``_wrap_compute`` and, of a collection, ``_enable_compute_groups``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+Contribution: TypeAlias = tuple[int, dict[str, Any]]
+"""One rank's number of updates, and its states by name: a tensor or a list each."""
+
+Contributions: TypeAlias = dict[str, Contribution | None]
+"""Of each metric, by name; ``None`` of those that have seen nothing."""
+
+
+def contributions(parts: Mapping[str, Any]) -> Contributions:
+    """What this rank has seen."""
+    return {name: _contribution(part) for name, part in parts.items()}
+
+
+def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions], where: str) -> Contributions:
+    """Merge what the ranks have seen, by each state's ``dist_reduce_fx``, without those that have seen nothing.
+
+    Args:
+        parts: the metrics, by name.
+        ranks: what each of some ranks has seen.
+        where: what has these metrics, for the error.
+
+    Raises:
+        ValueError: on all ranks that merge the same, if these hold different metrics.
+    """
+    if len({tuple(rank) for rank in ranks}) > 1:
+        names = "; ".join(f"rank {rank}: {', '.join(each)}" for rank, each in enumerate(ranks))
+        raise ValueError(f"ranks hold different metrics in {where}. {names}")
+    return {name: _merged(part, [each for rank in ranks if (each := rank[name])]) for name, part in parts.items()}
+
+
+def put(part: Any, update_count: int, state: Mapping[str, Any]) -> None:
+    """Give a metric another state."""
+    for name, value in state.items():
+        setattr(part, name, value)
+    part._update_count = update_count
+
+
+def _merged(part: Any, ranks: Sequence[Contribution]) -> Contribution | None:
+    if not ranks:
+        return None
+    state = {
+        name: _reduced(reduction, ranks, name, _device(part, name)) for name, reduction in part._reductions.items()
+    }
+    return max(sum(count for count, _ in ranks), 1), state
+
+
+def _contribution(part: Any) -> Contribution | None:
+    """This rank's part of a merge; ``None`` if it has seen nothing."""
+    state = cast("dict[str, Any]", part.metric_state)
+    count = int(part.update_count)
+    if not count and all(_is_same(value, part._defaults[name]) for name, value in state.items()):
+        return None  # but a state that was loaded from a checkpoint has no updates, and is something
+    return count, state
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    if not (isinstance(value, torch.Tensor) and isinstance(default, torch.Tensor)):
+        return isinstance(value, list) and not value
+    default = default.to(value.device)
+    return value.shape == default.shape and bool(((value == default) | ((value != value) & (default != default))).all())
+
+
+def _device(part: Any, name: str) -> torch.device:
+    return torch.device("cpu") if part.compute_on_cpu and isinstance(part._defaults[name], list) else part.device
+
+
+def _reduced(
+    reduction: Callable[..., Any] | None, ranks: Sequence[Contribution], name: str, device: torch.device
+) -> Any:
+    """Reduce one state over the ranks that have something; what is a list stays one."""
+    utilities = importlib.import_module("torchmetrics.utilities")
+    values: list[Any] = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(device), [state[name] for _, state in ranks]
+    )
+    if any(isinstance(value, list) for value in values):
+        listed = [item for value in values for item in cast("list[Any]", value if isinstance(value, list) else [value])]
+        if reduction is None or reduction is utilities.dim_zero_cat or not listed:
+            return listed
+        return reduction(listed)
+    if reduction is None:
+        return torch.stack(values) if len(values) > 1 else values[0]
+    if reduction is utilities.dim_zero_cat:
+        return reduction(values)
+    if reduction is utilities.dim_zero_mean:
+        counts = [max(count, 1) for count, _ in ranks]
+        return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+    return reduction(torch.stack(values))

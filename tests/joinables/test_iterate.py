@@ -1,0 +1,343 @@
+"""Loops over ``join.iterate`` in processes: whatever the body does, they equal one process, or say why they cannot."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
+
+from join import Join, JoinError
+from tests.joinables.test_failures import group_works
+from tests.joinables.test_loops import PROGRAMS, RANKS, Data, Nets, compute_all, loss, reference, run, streams
+from tests.joinables.test_state import Summer
+from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
+from tests.pool import Pool
+
+COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+
+# -- a body with everything in it -------------------------------------------------------------------------------------
+
+
+class Copy(nn.Module):
+    """An exponential moving average as people write it themselves: a copy of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.copy = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.copy.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.1)
+        for mine, theirs in zip(self.copy.buffers(), model.buffers(), strict=True):
+            mine.copy_(theirs)
+
+
+class Trained:
+    """A model and everything around it that has state."""
+
+    def __init__(self, ema: str) -> None:
+        torch.manual_seed(0)
+        self.net = Norm()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        averages = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema == "averaged" else Copy
+        self.ema = averages(self.net)
+
+    def update(self) -> None:
+        """What comes after the backward in each step."""
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.scheduler.step()
+        self.ema.update_parameters(self.net)
+
+    @property
+    def stateful(self) -> list[Any]:
+        return [self.optimizer, self.scheduler, self.scaler, self.ema]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return flat_state(self.net.state_dict(), *(each.state_dict() for each in self.stateful))
+
+
+def spoiled(data: Data, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch, of which one is too much for the scaler: that step must be left out, on all ranks."""
+    x, y = data[0]
+    return x, y * 1e36 if (rank, step) == (2, 2) else y
+
+
+def with_everything(rank: int, ema: str, how: dict[str, Any], steps: Any) -> tuple[Any, list[float], list[list[float]]]:
+    trained, means, gathered = Trained(ema), [], []
+    ddp = DistributedDataParallel(trained.net)
+    for counts in COUNTS:
+        loader = [spoiled(streams(rank, step), rank, step) for step in range(counts[rank])]
+        with Join([ddp, *trained.stateful], divide_by_initial_world_size=False, steps=steps) as join:
+            for x, y in join.iterate(loader, **how):
+                trained.optimizer.zero_grad()
+                value = loss(ddp(x), y)
+                trained.scaler.scale(value).backward()
+                trained.update()
+                total = torch.tensor([value.item() if len(x) else 0.0, float(len(x) > 0)])
+                dist.all_reduce(total)
+                means.append((total[0] / total[1]).item())
+                losses = torch.empty(RANKS)
+                dist.all_gather_single(losses, value.detach().reshape(1))
+                gathered.append(losses.tolist())
+    return trained.state(), means, gathered
+
+
+def without_ranks(ema: str) -> tuple[Any, list[float]]:
+    trained, means = Trained(ema), []
+    seen: list[float] = []
+
+    def compute(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+        x, y = spoiled(data, rank, step)
+        value = loss(nets["a"](x), y)
+        seen.append(value.item())
+        trained.scaler.scale(value * scale).backward()
+
+    for counts in COUNTS:
+        for step in range(max(counts)):
+            ranks = [rank for rank in range(RANKS) if counts[rank] > step]
+            seen.clear()
+            trained.optimizer.zero_grad()
+            compute_all({"a": trained.net}, compute, ranks, step, 1 / len(ranks))
+            trained.update()
+            means.append(sum(seen) / len(seen))
+    return trained.state(), means
+
+
+@pytest.mark.parametrize(
+    ("ema", "how", "steps"), [("averaged", {}, None), ("copy", {"lookahead": 3}, None), ("averaged", {}, "loader")]
+)
+def test_a_body_with_everything_in_it(pool: Pool, ema: str, how: dict[str, Any], steps: Any) -> None:
+    results = pool.run(with_everything, ema, how, steps, ranks=RANKS)
+    expected, means = without_ranks(ema)
+    scaler = torch.tensor([expected["3.scale"], expected["3._growth_tracker"]])
+    assert scaler.tolist() != [1024.0 * 2**5, 0]  # one of the ten steps was left out
+    for state, logged, gathered in results:
+        assert_same(state, results[0][0])
+        assert_same(state, expected, TOLERANCE)
+        assert logged == pytest.approx(means, rel=1e-5)
+        present = [[count > step for count in counts] for counts in COUNTS for step in range(max(counts))]
+        assert [[not math.isnan(each) for each in losses] for losses in gathered] == present
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+EMPTY = ["encoder and decoder", "GAN 2:1, batch norm", "three forwards, batch norm", "skipped backward, batch norm"]
+
+
+@pytest.mark.parametrize(("name", "dummy"), [(n, "last") for n in PROGRAMS] + [(n, "empty") for n in EMPTY])
+def test_program_equals_one_process(pool: Pool, name: str, dummy: str) -> None:
+    states = [*pool.run(run, name, dummy, ranks=RANKS), reference(name)]
+    if PROGRAMS[name].ddp.get("forward_sync_buffers") is False:  # each rank keeps statistics of its own
+        states = [{key: value for key, value in s.items() if ".1." not in key} for s in states]
+    *states, expected = states
+    for other in states[1:]:
+        assert_same(states[0], other)
+    assert_same(states[0], expected, TOLERANCE)
+
+
+# -- models that cannot take empty batches ----------------------------------------------------------------------------
+
+
+class Peak(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.detach().abs().max()
+
+
+class Flat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), 2, -1).flatten(1)
+
+
+class Picky(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(x):
+            raise ValueError("no samples")
+        return x
+
+
+CHOOSY = {"Peak": Peak, "Flat": Flat, "Picky": Picky}
+
+
+def choosy(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), CHOOSY[name](), Norm() if name == "Flat" else MLP())
+
+
+def train_choosy(rank: int, name: str, dummy: Any) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(choosy(name), find_unused_parameters=name == "Picky")
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    timeout = 50 if name == "Flat" else None  # with it, and with batch norm, buffers are a burst of their own
+    with Join([ddp, optimizer], divide_by_initial_world_size=False, timeout=timeout) as join:
+        for x, y in join.iterate([streams(rank, step)[0] for step in range(COUNTS[0][rank])], dummy=dummy):
+            optimizer.zero_grad()
+            loss(ddp(x), y).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict())
+
+
+def choosy_outcome(rank: int, name: str) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        train_choosy(rank, name, "empty")
+        text = "fine"
+    except JoinError as error:
+        text = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - started
+    group_works()
+    return text, took
+
+
+@pytest.mark.parametrize("name", CHOOSY)
+def test_a_model_that_cannot_take_an_empty_batch(pool: Pool, name: str) -> None:
+    for rank, (text, took) in enumerate(pool.run(choosy_outcome, name, ranks=RANKS)):
+        culprit = 2 if rank == 2 else 0  # rank 2 has run out a step after rank 0, in which it cannot know of it yet
+        told = (
+            f"JoinError: rank {culprit} had run out of batches and got an empty one, which {name} ('module.1') cannot"
+        )
+        assert text.startswith(f"PeerError: rank 0 failed: {told}" if rank == 1 else told)
+        assert "join.iterate(loader, dummy='last')" in text
+        assert took < 10
+
+
+def test_it_trains_with_other_dummies(pool: Pool) -> None:
+    net = choosy("Peak")
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for step in range(max(COUNTS[0])):
+        ranks = [rank for rank in range(RANKS) if COUNTS[0][rank] > step]
+        optimizer.zero_grad()
+        for rank in ranks:
+            x, y = streams(rank, step)[0]
+            (loss(net(x), y) / len(ranks)).backward()
+        optimizer.step()
+    for state in pool.run(train_choosy, "Peak", "last", ranks=RANKS):
+        assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
+
+
+# -- one rank that does something else --------------------------------------------------------------------------------
+
+
+def skipping(rank: int, buffers: bool, initial: bool) -> tuple[dict[str, torch.Tensor], int]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Norm() if buffers else MLP())
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=initial) as join:
+        for step, (x, y) in enumerate(join.iterate([streams(rank, step)[0] for step in range((2, 4, 3)[rank])])):
+            optimizer.zero_grad()
+            value = loss(ddp(x), y)
+            if (rank, step) != (2, 1):  # its loss is NaN, say
+                value.backward()
+                optimizer.step()
+    group_works()
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict()), join.report.ranks[rank].steps
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("initial", [False, True])
+def test_a_backward_that_one_rank_skips(pool: Pool, buffers: bool, initial: bool) -> None:
+    results = pool.run(skipping, buffers, initial, ranks=RANKS)
+    for state, _ in results:
+        assert_same(state, results[0][0])
+    assert [steps for _, steps in results] == [2, 4, 3]
+
+
+# -- loaders, and joinables of others ---------------------------------------------------------------------------------
+
+
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Of each rank as many as it has steps in ``COUNTS``, two a batch, and one more."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.x, self.y = (torch.cat(each) for each in zip(*(streams(rank, step)[0] for step in range(4)), strict=True))
+        self.count = 2 * count - 1 if count else 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def loaded(rank: int) -> tuple[dict[str, torch.Tensor], list[int], bool | None]:
+    torch.manual_seed(0)
+    ddp, summer = DistributedDataParallel(MLP()), Summer()
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    totals = []
+    for counts in COUNTS:
+        loader = DataLoader(Samples(rank, counts[rank]), batch_size=2)
+        with Join([summer, ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for x, y in join.iterate(loader):
+                join.weight = len(x)
+                summer()
+                optimizer.zero_grad()
+                loss(ddp(x), y).backward()
+                optimizer.step()
+        totals.append(summer.total)
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict()), totals, summer.last
+
+
+def test_a_data_loader_and_a_joinable_of_others(pool: Pool) -> None:
+    torch.manual_seed(0)
+    net = MLP()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for counts in COUNTS:
+        loaders = [list(DataLoader(Samples(rank, counts[rank]), batch_size=2)) for rank in range(RANKS)]
+        for step in range(max(counts)):
+            parts = [loader[step] for loader in loaders if step < len(loader)]
+            x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+            optimizer.zero_grad()
+            loss(net(x), y).backward()
+            optimizer.step()
+    for rank, (state, totals, last) in enumerate(pool.run(loaded, ranks=RANKS)):
+        assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
+        assert totals == [3 * 3, 3 * 7, 3 * 10]  # every rank is in the body of every step
+        assert last is (rank == 0)
+
+
+def alive(rank: int, lookahead: int) -> list[int]:
+    """How many batches there are in memory, counted in the body."""
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def loader() -> Iterator[Any]:
+        for _ in range(3 + 3 * rank):
+            batch = Batch()
+            made.add(batch)
+            yield batch
+            del batch
+
+    ddp = DistributedDataParallel(MLP())
+    with Join([ddp]) as join:
+        counts = []
+        for batch in join.iterate(loader(), lookahead=lookahead, dummy="last"):
+            counts.append(len(made))
+            del batch
+        return counts
+
+
+class Batch:
+    """Something that can be counted."""
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_no_more_batches_are_held_than_are_read_ahead(pool: Pool, lookahead: int) -> None:
+    results = pool.run(alive, lookahead, ranks=2)
+    assert all(max(counts) <= 2 * lookahead for counts in results), results
+    assert [len(counts) for counts in results] == [6, 6]
+    assert results[0][-1] == 1  # the dummy

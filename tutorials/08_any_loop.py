@@ -1,0 +1,78 @@
+"""Tutorial 8: any loop at all, on uneven data, with `join.iterate`.
+
+In a plain `Join` block, a rank that has run out of data shadows what your joinables send. What the loop itself sends it
+cannot know: an all-reduce for a log, an all-gather of losses. With `join.iterate` all ranks run the loop's body equally
+often, so there is nothing to know. A rank that has run out gets empty batches, which weigh nothing in the gradients.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from join import Join
+
+BATCHES = (2, 6, 0)  # rank 2 has no data
+DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
+
+
+class Training:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scaler = torch.amp.GradScaler(device="cpu", init_scale=1024.0)
+        self.ema = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def run(self, model: torch.nn.Module, loader: Iterable[torch.Tensor], log: Callable[[int, float], None]) -> None:
+        """The loop that you have already. It knows nothing of `join`."""
+        for x in loader:
+            self.optimizer.zero_grad()
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # of an empty batch it is NaN, which harms no gradient
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.net.parameters(), 0.5)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.ema.update_parameters(self.net)
+            log(len(x), loss.item())
+
+
+def train(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    mine = Training()
+    model, state = DistributedDataParallel(mine.net), [mine.optimizer, mine.scheduler, mine.scaler, mine.ema]
+    with Join([model, *state], divide_by_initial_world_size=False) as join:
+
+        def log(samples: int, loss: float) -> None:
+            total, losses = torch.tensor(samples), [torch.zeros(()) for _ in BATCHES]
+            dist.all_reduce(total)  # these two are not to be in a loop over the loader itself
+            dist.all_gather(losses, torch.tensor(loss))
+            if rank == 0:  # `shadowing` is for code that wants to know whether its batch is a dummy
+                print(f"  {total:2} samples, losses {[f'{each:.2f}' for each in losses]}; shadowing: {join.shadowing}")
+
+        mine.run(model, join.iterate(DATA[rank, : BATCHES[rank]]), log)
+    with Join([model, *state]) as join:  # until="first": while all ranks have data, so nobody gets a dummy
+        steps = sum(1 for _ in join.iterate(DATA[rank, : (4, 6, 2)[rank]], until="first"))
+    dist.destroy_process_group()
+    alone = Training()  # in one process, the i-th batches of all ranks are one
+    joint = [torch.cat([DATA[r, i] for r in range(3) if i < BATCHES[r]]) for i in range(6)]
+    alone.run(alone.net, joint, lambda samples, loss: None)
+    of_mine, of_alone = (parameters_to_vector([*t.net.parameters(), *t.ema.parameters()]) for t in (mine, alone))
+    off = (of_mine - of_alone).abs().max()
+    assert off < 1e-5, "the loop must end where one process ends"
+    ahead = len(join.pending)  # batches that were read ahead, and not handed out
+    print(f"Rank {rank} differs from one process by {off:.0e}. With until='first': {steps} steps, {ahead} pending.")
+
+
+if __name__ == "__main__":
+    print("What the loop logs on rank 0; NaN is the loss of a rank that has run out:\n")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(train, args=(f"{folder}/store",), nprocs=3)

@@ -194,14 +194,30 @@ def check_agreement(
     names = ", ".join(joinable.join_name for joinable in joinables)
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
     mine = f"Join([{names}], {', '.join(plain)})"
+    check_same(collective, f"{key}/entered", mine, wait, "enter the same block, but they entered")
+
+
+def check_same(collective: Collective, key: str, mine: str, wait: Callable[[Work, str], None], what: str) -> None:
+    """Make sure that all ranks say the same: one all-reduce of two words.
+
+    Args:
+        collective: the group.
+        key: prefix of what is told through the store if they do not.
+        mine: what this rank says.
+        wait: waits for the all-reduce; gets a text that says what this rank is doing.
+        what: what they must do, and did otherwise, for the error.
+
+    Raises:
+        ProtocolError: on every rank, if they do not agree.
+    """
     digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest])
     wait(collective.all_reduce(extremes, "min"), f"entered {mine}")
     if int(extremes[0]) == -int(extremes[1]):
         return
-    collective.set(f"{key}/entered/{collective.rank}", mine)
-    entered: dict[str, list[int]] = {}
+    collective.set(f"{key}/{collective.rank}", mine)
+    said: dict[str, list[int]] = {}
     for rank in range(collective.world_size):
-        entered.setdefault(collective.get(f"{key}/entered/{rank}"), []).append(rank)
-    told = "; ".join(f"ranks {ranks}: {text}" for text, ranks in entered.items())
-    raise ProtocolError(f"all ranks must enter the same block, but they entered different ones. {told}")
+        said.setdefault(collective.get(f"{key}/{rank}"), []).append(rank)
+    told = "; ".join(f"ranks {ranks}: {text}" for text, ranks in said.items())
+    raise ProtocolError(f"all ranks must {what} different ones. {told}")

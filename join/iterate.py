@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 from typing_extensions import Self, override
 
+from join.arguments import check_same
 from join.dummies import emptied
 from join.early_exit import EarlyExit
 from join.errors import EarlyTerminationError, JoinError, PeerError, ProtocolError
@@ -170,6 +171,10 @@ class Iteration(Iterator[Any]):
         size = self._lookahead if self._length is None else None
         windows = self._windows = Windows(self._channel, size, until_first=until_first)
         self.running = True
+        dummy = "a function" if callable(self._dummy) else self._dummy
+        mine = f"join.iterate(loader, until={self._until}, dummy={dummy}, lookahead={self._lookahead})"
+        key = f"{windows.key}/arguments"
+        check_same(windows.line, key, mine, self._channel.wait, "begin the same loop, but they began")
         if self._length is None:
             self._tell_next_window(windows)
         else:

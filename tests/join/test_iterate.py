@@ -523,6 +523,20 @@ def test_bad_arguments(options: Any, text: str) -> None:
     assert all(told.startswith(text) for told in run_threads(2, run))
 
 
+@pytest.mark.parametrize("options", [[{"lookahead": 2}, {}], [{"until": "first"}, {"until": "all"}]])
+def test_arguments_that_differ(options: list[dict[str, Any]]) -> None:
+    def run(collective: ThreadCollective) -> str:
+        counter = Counter(collective)
+        with pytest.raises(ProtocolError) as caught, Join([counter]) as join:
+            for _ in join.iterate(batches(collective.rank, 3 - collective.rank), **options[collective.rank]):
+                counter()
+        return str(caught.value)
+
+    for text in run_threads(2, run):
+        assert "ranks [0]: join.iterate(loader, " in text
+        assert "ranks [1]: join.iterate(loader, " in text
+
+
 def test_outside_and_with_steps() -> None:
     def run(collective: ThreadCollective) -> None:
         join = Join([Counter(collective)])

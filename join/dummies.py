@@ -50,19 +50,20 @@ def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str
         listed: the objects of the block, of which modules are searched for the name of that one.
 
     Returns:
-        A sentence or two; nothing if the error does not come of an empty batch: this package's own, and what a body
-        raises by a class of its own.
+        A sentence or two; nothing if the error does not come of an empty batch: this package's own, that of a
+        collective, and what a body raises by a class of its own.
     """
     culprit: torch.nn.Module | None = None
-    package = ""
+    source = ""
     traceback = error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
             culprit = owner
-        package = str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        source = f"{traceback.tb_frame.f_globals.get('__name__')}."
         traceback = traceback.tb_next
-    if package in ("join", "joinables") or (culprit is None and type(error).__module__ != "builtins"):
+    of_ours = source.startswith(("join.", "joinables.", "torch.distributed."))
+    if of_ours or (culprit is None and type(error).__module__ != "builtins"):
         return ""
     where = "the loop's body"
     if culprit is not None:

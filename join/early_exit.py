@@ -68,7 +68,8 @@ class EarlyExit:
                 self._leave(error, text)
         except (PeerError, ProtocolError) as told:
             # What a collective raises when a peer is gone is explained by this; anything else is the user's to see.
-            if error is None or (isinstance(error, RuntimeError) and not isinstance(error, JoinError)):
+            may_come_of_it = isinstance(error, RuntimeError) and not isinstance(error, JoinError) and not text
+            if error is None or may_come_of_it:
                 raise told from error
         except Exception:
             if error is None:

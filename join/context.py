@@ -32,7 +32,7 @@ from join.arguments import (
     common_collective,
     expand,
 )
-from join.collectives import Collective, Work
+from join.collectives import Collective, Work, collective_of
 from join.declared import DeclaredChannel
 from join.dummies import cannot_take_empty
 from join.errors import JoinError, ProtocolError
@@ -145,6 +145,11 @@ class Join:
             )
         return block._notify(joinable)
 
+    @staticmethod
+    def is_open_on(group: Any) -> bool:
+        """Whether a block is open on a process group (``None``: the default one)."""
+        return any(channel.collective is collective_of(group) for channel in _channels.values())
+
     @property
     def weight(self) -> float | None:
         """How much this rank's next backwards weigh: the number of samples or tokens in its batch.
@@ -163,6 +168,7 @@ class Join:
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
+        self._check_not_over("weight")
         declared = isinstance(self._steps, int)
         if self._entered and declared and checked is not None and not self._channel.weighted:
             raise JoinError(
@@ -213,11 +219,12 @@ class Join:
             ProtocolError: on all ranks, if some leave the loop early and others do not.
             PeerError: if a rank fails, in its loader or in the body.
         """
+        if not self._entered:
+            raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
+        self._check_not_over("iterate")
         if not self._enable:
             check_arguments(until, dummy, lookahead)
             return iter(loader)
-        if not self._entered:
-            raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
         if not isinstance(self._channel, LockstepChannel):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
         members = [member for scope in self._channel.scopes for member in scope.announcing]
@@ -233,6 +240,10 @@ class Join:
             self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw
         )
         return self._iteration.handed_out()
+
+    def _check_not_over(self, what: str) -> None:
+        if self._entered and self._enable and not self._is_open:
+            raise JoinError(f"join.{what} is used after its block; write `with Join([...]) as join:` for each block")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":

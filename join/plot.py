@@ -42,6 +42,8 @@ def draw(report: JoinReport) -> Any:
 
 def save(figure: Any, path: Path) -> None:
     """Write under another name first, so that nobody ever sees half a file, even if all ranks write it."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)

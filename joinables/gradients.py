@@ -306,6 +306,7 @@ class GradientSync(DDPBurst):
                 )
             self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
+            self._credit = True  # still owed to the others, if this rank raises now
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
         else:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from typing_extensions import override
 
-from join import Burst, Join, JoinHook
+from join import Burst, Join, JoinError, JoinHook
 
 T = TypeVar("T")
 
@@ -54,9 +54,15 @@ class SharedCall(Burst, JoinHook, Generic[T]):
         self._join: Join | None = None
 
     def __call__(self) -> T:
-        """Call it."""
+        """Call it.
+
+        Raises:
+            JoinError: inside a block that does not list it, where ranks without data would not come.
+        """
         if self._join is not None:
             self._join.channel.announce(self)
+        elif Join.is_open_on(self._group):
+            raise JoinError(f"{self.join_name} communicates inside a Join block that does not list it; list it")
         return self._function()
 
     @override

@@ -548,3 +548,15 @@ def test_outside_and_with_steps() -> None:
             join.iterate(iter([]))
 
     run_threads(1, run)
+
+
+def test_a_block_that_is_over() -> None:
+    def run(collective: ThreadCollective) -> None:
+        with Join([Counter(collective)]) as join:
+            pass
+        with pytest.raises(JoinError, match=r"join.iterate is used after its block"):
+            join.iterate([])
+        with pytest.raises(JoinError, match=r"join.weight is used after its block"):
+            join.weight = 2
+
+    run_threads(1, run)

@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from join import EarlyTerminationError, Join, JoinError
+from join.collectives import ThreadCollective, run_threads
 from joinables import Replay, SharedCall
+from tests.join.counter import Counter
 from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
 from tests.training import Case, batches, data_of, full_state, loss_of, reference
@@ -702,3 +704,13 @@ def test_on_gpus(pool: Pool, kind: str) -> None:
         optimizer.step()
     for state in pool.run(on_gpus, kind, ranks=2):
         assert_same(state, flat_state(model.state_dict()), 1e-5)
+
+
+def test_a_shared_call_that_is_not_listed() -> None:
+    def run(collective: ThreadCollective) -> None:
+        call = SharedCall(lambda: 1, process_group=collective)
+        assert call() == 1
+        with Join([Counter(collective)]), pytest.raises(JoinError, match="does not list it; list it"):
+            call()
+
+    run_threads(2, run)

@@ -15,12 +15,12 @@ from tests.models import TOLERANCE, batch, build
 from tests.pool import Pool
 
 
-def outcome(rank: int, weights: tuple[tuple[Any, ...], ...]) -> str:
+def outcome(rank: int, weights: tuple[tuple[Any, ...], ...], initial: bool = True) -> str:
     """Train with ``weights[rank]``, one a step, and tell how it ended."""
     ddp = DistributedDataParallel(build("mlp"))
     text = "fine"
     try:
-        with Join([ddp]) as join:
+        with Join([ddp], divide_by_initial_world_size=initial) as join:
             for step, weight in enumerate(weights[rank]):
                 join.weight = weight
                 ddp.zero_grad()
@@ -66,8 +66,10 @@ def test_weight_0_on_all_ranks(pool: Pool) -> None:
         assert text == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
 
 
-def test_weight_on_one_rank_only(pool: Pool) -> None:
-    first, second, third = pool.run(outcome, ((None, None), (2, 2), ()), ranks=3)
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("weights", [(2, 2), (None, 2)])
+def test_weight_on_one_rank_only(pool: Pool, weights: tuple[int | None, int], initial: bool) -> None:
+    first, second, third = pool.run(outcome, ((None, None), weights, ()), initial, ranks=3)
     assert second.startswith("ValueError: join.weight is set on this rank and not on all others")
     assert first.startswith("PeerError: rank 1 failed")
     assert third.startswith("PeerError: rank 1 failed")

@@ -1,0 +1,111 @@
+"""What a replayed module's forward and backward have in common: :class:`ReplayedModule`, :class:`Pass`, their base.
+
+How a module is replayed is told in ``joinables.replay``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from join import Burst, Join, JoinHook
+from joinables.reductions import Reduction, reduction_of
+from joinables.rehearsal import Example, Rehearsal
+from joinables.sharding import group_of
+from joinables.stand_in import StandIn
+
+REMEMBERED = 62
+"""How many forwards back a backward can go through: bits of a word."""
+
+rehearsals: weakref.WeakKeyDictionary[torch.nn.Module, Rehearsal] = weakref.WeakKeyDictionary()
+"""Over blocks: how ranks without data run a module, as agreed on all ranks."""
+
+
+class ReplayedModule:
+    """What a module's forward and backward have in common."""
+
+    def __init__(self, module: torch.nn.Module, example: Example | None, process_group: Any) -> None:
+        self.module = module
+        self.reduction: Reduction = reduction_of(module)
+        parameter = next(module.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+        if process_group is None and isinstance(module, DistributedDataParallel):
+            process_group = cast("Any", module).process_group
+        if process_group is None:
+            process_group = group_of(self.reduction.parameters, type(module).__name__)
+        self.process_group = process_group
+        self.rehearsal = rehearsals.get(module, Rehearsal(self.device, example))
+        if self.rehearsal.example is not example:
+            self.rehearsal = Rehearsal(self.device, example)
+        self.replaying = False  # this rank runs the module on nobody's behalf
+
+
+class Graph:
+    """Lives as long as the autograd graph into which hooks that hold it were registered."""
+
+
+class Pass:
+    """A forward with grad.
+
+    Args:
+        outputs: its outputs that require grad; of a real forward they are held until its backward or the next forward
+            begins, for the graph belongs to the user.
+        graph: of a real forward: what lives as long as its graph. A replayed one has none.
+    """
+
+    def __init__(self, outputs: list[torch.Tensor], graph: Graph | None = None) -> None:
+        self.outputs = outputs
+        self.real = graph is not None
+        self.graph: weakref.ref[Graph] | None = None if graph is None else weakref.ref(graph)
+        self.done = False
+        """Whether a backward has gone through it."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward can still come, on an active rank."""
+        return not self.done and self.graph is not None and self.graph() is not None
+
+
+class ReplayedBurst(StandIn, Burst, JoinHook):
+    """What forward and backward have in common: the module they stand for."""
+
+    what: ClassVar[str]
+
+    def __init__(self, module: ReplayedModule) -> None:
+        super().__init__(module.module)
+        self._of = module
+        self._reduction = module.reduction
+        self._handles: list[Any] = []
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @property
+    @override
+    def join_name(self) -> str:
+        return f"the {self.what} of {type(self._of.module).__name__}"
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return self._of.device
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._of.process_group
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._channel, self._collective = join.channel, join.collective
+
+    @override
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

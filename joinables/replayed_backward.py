@@ -1,0 +1,300 @@
+"""The backward of a replayed module: :class:`ReplayedBackward`.
+
+The order of collectives is told in ``joinables.replay``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from typing_extensions import override
+
+from join import Join, JoinError, JoinHook
+from join.collectives import Work
+from joinables import _torch_reducer as reducer
+from joinables.hooks import ModuleHook
+from joinables.replayed import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
+from joinables.replayed_forward import ReplayedForward
+from joinables.sharding import is_dtensor
+from joinables.tensors import adopt_gradients, hides_tensors, tensors_with_grad
+from joinables.weights import Weights
+
+# Over blocks: what a rank has not yet reduced.
+_unsynced: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+class ReplayedBackward(ReplayedBurst):
+    """A module's backward."""
+
+    what = "backward"
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
+    # [gradients are None, gradients are zero, this rank contributes, weights are summed, gradients are reduced, and
+    # over all ranks, through other forwards than the last]
+    flag_count = 7
+
+    def __init__(self, module: ReplayedModule, forward: ReplayedForward) -> None:
+        super().__init__(module)
+        self._forward = forward
+        self._divide_by_initial_world_size = True
+        self._weights = Weights(self._reduction.seen)
+        self._current: Graph | None = None  # of the forward that is under way
+        self._in_backward = False
+        self._entered: Graph | None = None  # the forward that the backward which is under way has come to
+        self._through: list[Pass] = []  # the forwards that the backward goes through
+        self._several = False
+        self._weighted = self._complete = False
+        self._unsynced = False  # something is accumulated since the last complete reduction
+        self._had_data = 0  # in lockstep: the ranks that had data since then, as a bit mask
+        self._total: tuple[torch.Tensor, Work] | None = None  # of the weights, under way
+        self._contributors = 0.0
+
+    @override
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+        return self
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._join = join
+        self._weights.attach(join)
+        # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
+        self._unsynced = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
+        self._in_backward = False
+        module, entrances = self._of.module, self._reduction.entrances
+        before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
+        inside = cast("Any", ModuleHook(self._after_part))
+        self._handles = [module.register_forward_pre_hook(before)]
+        # FSDP gathers parameters when a gradient enters; the header goes before that, so the hooks are before FSDP's.
+        self._handles += [part.register_forward_hook(inside, prepend=True) for part in entrances if part is not module]
+        self._handles.append(module.register_forward_hook(after, prepend=True))
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        self._weights.detach()
+        _unsynced[self._of.module] = self._unsynced
+        if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
+            self._reduction.reset()
+        self._in_backward, self._entered, self._current = False, None, None
+        self._through = []
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Gradients, too, are as on the last joiner: a loop may clear them after its last step."""
+        replicated = [parameter for parameter in self._reduction.parameters if not is_dtensor(parameter)]
+        cleared, zeroed = adopt_gradients(
+            self._collective, replicated, source, accumulated=self._unsynced, also=self._emptiness()
+        )
+        if self._collective.rank != source:
+            self._clear(cleared, zeroed)
+
+    # -- flags --------------------------------------------------------------------------------------------------------
+
+    @override
+    def flags(self, active: bool) -> Sequence[bool]:
+        if not active:
+            return (False, False, self._unsynced, False, False, False, False)
+        return (*self._emptiness(), True, self._weighted, *self._reduction.reduces, self._several)
+
+    @override
+    def declared_flags(self, weighted: bool) -> Sequence[bool]:
+        return (True, False, True, weighted, True, True, False)
+
+    def _emptiness(self) -> tuple[bool, bool]:
+        """Whether all gradients are ``None``, and whether those that are not are zero, so nothing is kept."""
+        present = [parameter.grad for parameter in self._reduction.parameters if parameter.grad is not None]
+        return not present, not any(bool(gradient.any()) for gradient in map(_local, present))
+
+    def _clear(self, cleared: bool, zeroed: bool) -> None:
+        """Clear gradients as the active ranks have, but for what is not reduced yet."""
+        if self._unsynced and self._reduction.accumulates_in_grad:
+            return
+        for parameter in self._reduction.parameters:
+            if cleared:
+                parameter.grad = None
+            elif zeroed and parameter.grad is not None:
+                _local(parameter.grad).zero_()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        if self._of.replaying or reducer.in_backward():
+            return
+        self._current = Graph() if torch.is_grad_enabled() else None
+        self._in_backward, self._entered = False, None  # a backward that raised did not come to its end
+
+    def _after_part(self, module: Any, args: Any, output: Any) -> None:
+        """A part of the module has an output, which the module may return as its own."""
+        if self._current is not None and not reducer.in_backward():
+            self._watch(output, self._current)
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        graph = self._current
+        if graph is None or reducer.in_backward():
+            return
+        outputs = list(tensors_with_grad(output))
+        if not outputs and hides_tensors(output):
+            raise JoinError(
+                f"{type(module).__name__} returns a {type(output).__name__}, in which Join finds no tensor, so it"
+                " cannot tell when a backward begins; return tensors, containers of them, or a dataclass"
+            )
+        self._current = None
+        self._reduction.forwarded()
+        self._weights.watch()
+        self._forward.passes.append(Pass(outputs, graph))
+        self._watch(output, graph)
+
+    def _watch(self, output: Any, graph: Graph) -> None:
+        for tensor in tensors_with_grad(output):
+            if not tensor.is_leaf:  # the user's own tensor, passed through: no collective comes after it
+                hook = functools.partial(self._gradient_enters, graph)
+                cast("Any", tensor).register_hook(hook)
+
+    # -- the active side ----------------------------------------------------------------------------------------------
+
+    def _gradient_enters(self, graph: Graph, gradient: torch.Tensor) -> None:
+        """A gradient enters a forward's outputs: the first one of a backward begins it."""
+        if graph is self._entered or self._of.replaying or not self._handles:
+            return
+        passes = list(self._forward.passes)
+        entered = next((each for each in passes if each.graph is not None and each.graph() is graph), None)
+        if entered is None:
+            raise JoinError(
+                f"a backward goes through a forward of {type(self._of.module).__name__} that is more than"
+                f" {REMEMBERED} forwards ago, or of an earlier block"
+            )
+        entered.done, self._entered = True, graph
+        entered.outputs.clear()  # large ones should not outlive the backward
+        if self._in_backward:
+            if entered not in self._through:
+                raise JoinError(self._other_forwards())
+            return
+        self._in_backward = True
+        before = passes[: passes.index(entered)]
+        self._through = [*[each for each in before if each.is_pending], entered]
+        self._several = self._through != passes[-1:]
+        self._weighted = self._weights.in_use
+        self._channel.announce(self)
+        self._channel.read()
+        self._weights.begin_backward(holds_result=False)
+        self._begin(complete=self._reduction.reduces[1])
+        # Queued now, it runs before those of FSDP and DDP, and what it queues runs after them.
+        reducer.after_backward(lambda: reducer.after_backward(self._end_backward))
+
+    def _end_backward(self) -> None:
+        self._in_backward, self._entered = False, None
+        if not all(each.done for each in self._through):
+            raise JoinError(self._other_forwards())
+        self._through = []
+        self._end()
+
+    def _other_forwards(self) -> str:
+        return (
+            f"a backward went through other forwards of {type(self._of.module).__name__} than a rank without data can"
+            " know: several were made, and neither all of them came into it, nor the last one alone. Run backward"
+            " after each forward, or once for all of them; drop the outputs of those that get none"
+        )
+
+    # -- both sides ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, *, complete: bool) -> None:
+        """What comes before the module's own collectives."""
+        flags, announced = self._channel.flags(self), self._channel.announced(self)
+        _, _, contributors, weighted, _, _, several = flags
+        self._complete, self._total = complete, None
+        if self._channel.in_lockstep:
+            self._weighted = self._weights.agree()
+            self._had_data |= self._channel.active_ranks
+            self._contributors = float(self._had_data.bit_count())
+        elif 0 < weighted < announced:
+            raise ValueError("join.weight is set on some ranks and not on all others; set it on all ranks or on none")
+        else:
+            self._weighted, self._contributors = weighted > 0, float(contributors)
+        if self._weighted and not self._reduction.weighs:
+            raise ValueError(
+                f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
+                " backward ranks compute together; leave it None and multiply the loss by what it should weigh"
+            )
+        if self._complete and self._weighted:
+            total = torch.tensor(self._weights.window, dtype=torch.float64)
+            self._total = total, self._collective.all_reduce(total)
+        if self._complete and self._scales:
+            self._reduction.set_aside()
+        if several:
+            self._agree_on_forwards()
+
+    @property
+    def _scales(self) -> bool:
+        if not self._reduction.scales:
+            return False
+        uneven = self._contributors not in (0.0, float(self._collective.world_size))
+        return self._weighted or (uneven and not self._divide_by_initial_world_size)
+
+    def _agree_on_forwards(self) -> None:
+        """Let ranks without data know through which forwards the backward goes."""
+        newest = len(self._forward.passes) - 1
+        mine = sum(1 << (newest - self._forward.passes.index(each)) for each in self._through)
+        word = torch.tensor(mine)
+        self._collective.all_reduce(word, "max").wait()
+        if self._through and int(word) != mine:
+            raise JoinError(self._other_forwards())
+        self._through = [each for place, each in enumerate(reversed(self._forward.passes)) if int(word) >> place & 1]
+
+    def _end(self) -> None:
+        """What comes after the module's own collectives."""
+        has_data = not (self._of.replaying or self._join.shadowing)
+        self._unsynced = not self._complete and (self._unsynced or has_data)
+        if not self._complete:
+            return
+        self._had_data = 0
+        self._weights.forget()
+        if not self._scales:
+            self._reduction.scale(1.0)
+            return
+        parts = self._contributors
+        if self._total is not None:
+            total, work = self._total
+            work.wait()
+            parts = total.item()
+            if parts == 0:
+                raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
+        self._reduction.scale(self._collective.world_size / parts)
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    @override
+    def main_hook(self) -> None:
+        cleared, zeroed, _, _, reduces, complete, several = self._channel.flags(self)
+        announced = self._channel.announced(self)
+        self._through = []
+        self._clear(cleared == announced, zeroed == announced)
+        self._begin(complete=complete > 0)
+        if not several:
+            self._through = list(self._forward.passes)[-1:]
+        outputs = [tensor for each in self._through for tensor in each.outputs]
+        if not outputs:
+            raise JoinError(
+                f"rank {self._collective.rank} cannot take part in the backward of {type(self._of.module).__name__},"
+                " because it has dropped the outputs of the forward it is for, or they were none that require grad"
+            )
+        self._of.replaying = self._weights.silent = True
+        try:
+            self._weights.watch(always=True)
+            with self._reduction.reducing(reduces > 0, complete > 0), torch.enable_grad():
+                torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in outputs], retain_graph=True)
+            for each in self._through:
+                each.done = True
+            self._end()
+        finally:
+            self._of.replaying = self._weights.silent = False
+            self._through = []
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is on this rank."""
+    return cast("Any", tensor).to_local() if is_dtensor(tensor) else tensor

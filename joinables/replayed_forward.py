@@ -1,0 +1,155 @@
+"""The forward of a replayed module: :class:`ReplayedForward`.
+
+The order of collectives is told in ``joinables.replay``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from typing_extensions import override
+
+from join import Join, JoinError
+from join.transfer import broadcast_tensors
+from joinables import _torch_reducer as reducer
+from joinables.hooks import ModuleHook
+from joinables.rehearsal import in_mode
+from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
+from joinables.sharding import is_dtensor
+from joinables.tensors import tensors_with_grad
+
+
+class ReplayedForward(ReplayedBurst):
+    """A module's forward."""
+
+    what = "forward"
+    tracks_leader = True
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+    # [with grad, in training mode, prepares a reduction, in another way than agreed, buffers are broadcast]
+    flag_count = 5
+
+    def __init__(self, module: ReplayedModule) -> None:
+        super().__init__(module)
+        self.passes: deque[Pass] = deque(maxlen=REMEMBERED)
+        """The last forwards with grad, the newest at the end: the same number on all ranks."""
+        self._is_other = self._due = False
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        rehearsals[self._of.module] = self._of.rehearsal
+        self._reduction.attach()
+        before = cast("Any", ModuleHook(self._before))
+        # Before everybody else's hooks, which may communicate.
+        self._handles = [self._of.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        self._reduction.detach()
+        self._of.rehearsal.forget()
+        for each in self.passes:
+            each.outputs.clear()
+        self.passes.clear()
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Parameters and buffers that are not spread over the ranks come from the last joiner."""
+        broadcast_tensors(self._collective, self._reduction.replicated, source)
+
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        module = self._of.module
+        is_synchronised = any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+        return f"{self.join_name}, which contains SyncBatchNorm" if is_synchronised else ""
+
+    @override
+    def loop_ended(self, source: int) -> None:
+        """Each rank's buffers are its own, and a dummy's forward has changed them."""
+        buffers = [buffer for buffer in self._of.module.buffers() if not is_dtensor(buffer)]
+        broadcast_tensors(self._collective, buffers, source)
+
+    @override
+    def flags(self, active: bool) -> Sequence[bool]:
+        if not active:
+            return (False,) * self.flag_count
+        grad, module = torch.is_grad_enabled(), self._of.module
+        return (grad, module.training, self._reduction.prepares, self._is_other, self._due)
+
+    @override
+    def declared_flags(self, weighted: bool) -> Sequence[bool]:
+        # In lockstep nobody replays, but a rank that leaves early, which does what it can.
+        is_new = self._of.rehearsal.call is None and not self._channel.in_lockstep
+        return (True, self._of.module.training, True, is_new, self._reduction.buffers_are_due())
+
+    # -- the active side ----------------------------------------------------------------------------------------------
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._of.replaying or reducer.in_backward():
+            return
+        of = self._of
+        if self._channel.in_lockstep:
+            of.rehearsal.assume(args, kwargs)
+        else:
+            self._is_other = of.rehearsal.is_other(args, kwargs)
+        if self._is_other and self._channel.declared and of.rehearsal.call is not None:
+            raise ValueError(
+                f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
+                " cannot know of another"
+            )
+        self._due = self._reduction.buffers_are_due()
+        self._channel.announce(self)
+        self._drop_outputs()  # before new activations come
+        self._begin((args, kwargs))
+
+    def _begin(self, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+        """What comes before the module's own collectives."""
+        of, (_, _, _, is_other, due) = self._of, self._channel.flags(self)
+        leader = self._channel.leader  # has what all start from, also if it has just run out
+        if is_other:
+            of.replaying = True
+            try:
+                of.rehearsal.agree(self._collective, self._channel.lead(), mine)
+                of.rehearsal.attempt(self._reduction.inner, self._collective.rank)
+            except Exception:
+                of.rehearsal.call = None
+                self._reduction.reset()
+                raise
+            finally:
+                of.replaying = False
+        if due:
+            self._reduction.sync_buffers(leader)
+
+    def _drop_outputs(self) -> None:
+        for each in self.passes:
+            if each.real or each.done:
+                each.outputs.clear()
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    @override
+    def main_hook(self) -> None:
+        self._drop_outputs()
+        self._begin(None)
+        of, (grad, training, prepares, _, _) = self._of, self._channel.flags(self)
+        of.replaying = True
+        try:
+            with (
+                torch.set_grad_enabled(grad > 0),
+                in_mode(of.module, training=training > 0),
+                self._reduction.reducing(prepares > 0, prepares > 0),
+            ):
+                self._reduction.buffers_are_due()
+                outputs = of.rehearsal.run(of.module)
+                if grad:
+                    self._reduction.forwarded()
+        except Exception as error:
+            raise JoinError(of.rehearsal.complaint(of.module, error, self._collective.rank)) from error
+        finally:
+            of.replaying = False
+        if grad:
+            self.passes.append(Pass(list(tensors_with_grad(outputs))))

@@ -10,6 +10,7 @@ Order of what communicates, on every rank::
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,23 @@ def work(job: Job, environment: Environment, call: Call | None) -> None:
         sys.exit(1)
     if rank == 0:
         job.queue.put(rank, True)
+    if call is None and not job.forked_by_server:
+        _end()
+
+
+def _end() -> NoReturn:
+    """End this spawned process as the interpreter does, but for taking itself and torch apart.
+
+    That takes most of a second, in which the parent waits, and backends' threads have aborted in it. A forked process
+    ends like this by itself.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _end_with_parent(job: Job) -> None:

@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from join.collectives import Collective, Work
 from join.collectives.base import Done
-from join.errors import EarlyTerminationError, JoinError, PeerError, ProtocolError
-from join.header import ACTIVE, LEADER, Header
+from join.errors import JoinError, PeerError, ProtocolError
 from join.joinable import Burst
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
@@ -110,9 +109,7 @@ class DeclaredChannel(Channel):
                 " with steps=, each step runs every joinable of the list once, in its order"
             )
         if self._throw and self._step >= min(self._steps):
-            self._close_with(
-                EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
-            )
+            self.terminate_early(exhausted=False)
         if self._step >= self._mine:
             self._mistake(f"declared steps={self._mine} and began step {self._step + 1}")
 
@@ -128,17 +125,7 @@ class DeclaredChannel(Channel):
             step = self._step_of_header = self._step
             self._events += 1
         active = sum(steps > step for steps in self._steps)
-        counts = [0] * self._buffer.fields
-        counts[ACTIVE] = active
-        counts[LEADER] = int(self._steps[self.leader] > step)
-        at = self._buffer.offsets[announcing]
-        counts[at] = active
-        if member.burst is not None:
-            for place, told in enumerate(member.burst.declared_flags(self.weighted)):
-                counts[at + 1 + place] = active if told else 0
-        header = Header(counts, self._buffer.offsets)
-        self._header, self._unsettled, self._leads = header, True, False
-        self._last_of[id(member.joinable)] = header
+        self._assume(announcing, active, leader_alive=self._steps[self.leader] > step, weighted=self.weighted)
 
     @override
     def elect(self, candidate: bool) -> int:
@@ -157,7 +144,7 @@ class DeclaredChannel(Channel):
             self._wrong = f"declared steps={self._mine} and made {made}{unfinished}"
         even = min(self._steps) == self._longest
         if self._throw and not even:
-            self._close_with(EarlyTerminationError(f"Rank {self._rank} exhausted all inputs."))
+            self.terminate_early(exhausted=True)
         try:
             self._shadow_rest()
         except Exception as error:
@@ -193,6 +180,6 @@ class DeclaredChannel(Channel):
         ends = self.collective.all_gather_object((failed, self._wrong))
         mistakes = [f"rank {rank} {text}" for rank, (_, text) in enumerate(ends) if text]
         if mistakes:
-            self._close_with(ProtocolError("; ".join(mistakes)))
+            self.close_with(ProtocolError("; ".join(mistakes)))
         failures = [f"rank {rank} failed: {text}" for rank, (text, _) in enumerate(ends) if text]
-        self._close_with(PeerError("; ".join(failures)))
+        self.close_with(PeerError("; ".join(failures)))

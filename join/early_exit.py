@@ -167,4 +167,4 @@ class EarlyExit:
                 " more"
             )
             self._windows.failed(told)
-            self._windows.close_with(told)
+            self._channel.close_with(told)

@@ -29,7 +29,7 @@ from typing_extensions import Self, override
 from join.arguments import check_same
 from join.dummies import emptied
 from join.early_exit import EarlyExit
-from join.errors import EarlyTerminationError, JoinError, PeerError, ProtocolError
+from join.errors import JoinError, PeerError, ProtocolError
 from join.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
@@ -134,7 +134,7 @@ class Iteration(Iterator[Any]):
             self._end(windows)
             return True
         if self._throw and windows.at >= min(windows.counts):
-            self._throw_early_termination(windows)
+            self._channel.terminate_early(exhausted=windows.mine <= windows.at)
         self._step += 1
         self._channel.meet(windows.line, f"came to step {self._step} of join.iterate")
         self._has_data = windows.at < windows.mine
@@ -206,7 +206,7 @@ class Iteration(Iterator[Any]):
         mine = self._own_template(source) if self._collective.rank == source else None
         template, problem = broadcast_tree(windows.line, mine, source)
         if problem is not None:
-            windows.close_with(problem)
+            self._channel.close_with(problem)
         if not windows.mine:
             self._template = template
 
@@ -239,12 +239,6 @@ class Iteration(Iterator[Any]):
         windows.read("came to the end of join.iterate")
         self._channel.end()
         self._over()
-
-    def _throw_early_termination(self, windows: Windows) -> None:
-        exhausted = windows.mine <= windows.at
-        mine = f"Rank {self._collective.rank} exhausted all inputs."
-        others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-        windows.close_with(EarlyTerminationError(mine if exhausted else others))
 
     def give_way(self) -> None:
         """Another loop begins in the middle of this one, which is over if it was broken out of; else it is an error.

@@ -25,7 +25,7 @@ from typing_extensions import override
 from join.collectives import Collective, Work
 from join.collectives.base import Done
 from join.errors import JoinError, PeerError, ProtocolError
-from join.header import ACTIVE, LEADER, Header
+from join.header import ACTIVE, LEADER
 from join.joinable import Joinable
 from join.protocol import Channel, Outcome
 
@@ -70,7 +70,7 @@ class LockstepChannel(Channel):
         self._outstanding = []
         header = self._exchange([ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE])
         if header.failed:
-            self._close_with(PeerError(self._failures(header.failed)))
+            self.close_with(PeerError(self._failures(header.failed)))
         if header.announcements:
             self.confirm()
         if header.active < self.collective.world_size:
@@ -152,18 +152,9 @@ class LockstepChannel(Channel):
         """What a header would have said that all ranks sent to announce member ``index``."""
         self._sequence.append(index)
         self._in_last_burst = self.active_ranks
-        member, ranks = self._members[index], self.collective.world_size
-        counts = [0] * self._buffer.fields
-        counts[ACTIVE] = ranks
-        counts[LEADER] = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
-        at = self._buffer.offsets[index]
-        counts[at] = ranks
-        if member.burst is not None:
-            for place, told in enumerate(member.burst.declared_flags(weighted=False)):
-                counts[at + 1 + place] = ranks if told else 0
-        self._header = self._last_of[id(member.joinable)] = Header(counts, self._buffer.offsets)
-        self._sent_by, self._unsettled, self._leads = member, True, False
-        self._was_active = not self.shadowing
+        leads = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
+        self._assume(index, self.collective.world_size, leader_alive=leads, weighted=False)
+        self._sent_by, self._was_active = self._members[index], not self.shadowing
 
     @override
     def elect(self, candidate: bool) -> int:
@@ -173,14 +164,11 @@ class LockstepChannel(Channel):
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def accompany(self, *, rest: bool = False) -> bool:
+    def accompany(self, *, rest: bool = False) -> None:
         """Shadow a step of the others, as it was the time before.
 
         Args:
             rest: only what this rank has not run of the step in which it left.
-
-        Returns:
-            Whether there was anything to shadow.
         """
         sequence = self._usual[len(self._sequence) :] if rest else self._usual
         for index in sequence:
@@ -188,7 +176,6 @@ class LockstepChannel(Channel):
             if any(burst.holds_followers for _, burst in self._bursts):  # the others run it in between
                 self._shadow_burst(next(index for index, burst in self._bursts if burst.interjects))
         self._end_step()
-        return bool(sequence)
 
     def _shadow_burst(self, index: int) -> None:
         self._end_step()
@@ -201,7 +188,6 @@ class LockstepChannel(Channel):
         if outcome.even and self._last_active:
             # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
             last = bool(self._last_active >> self._rank & 1)
-            self.active_ranks = self._last_active
             self.leader = _lowest(self._last_active)
             return Outcome(even=False, last=last)
         return outcome

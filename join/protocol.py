@@ -234,9 +234,7 @@ class Channel:
         """
         header = self.read()
         if header.stopping:
-            self._close_with(
-                EarlyTerminationError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
-            )
+            self.terminate_early(exhausted=False)
         self._check_converged(header)
         return header
 
@@ -260,7 +258,7 @@ class Channel:
         try:
             Patience(self.collective, self.key, self._timeout).wait(work, doing, away=self._away)
         except JoinTimeoutError as error:
-            self._close_with(error)
+            self.close_with(error)
 
     def announced(self, burst: Burst) -> int:
         """How many ranks announced ``burst`` in the last header; waits for it."""
@@ -293,7 +291,7 @@ class Channel:
         self._check_converged(header)
         self._unsettled = False
         if header.failed:
-            self._close_with(PeerError(self._failures(header.failed)))
+            self.close_with(PeerError(self._failures(header.failed)))
         self.lead()
 
     def lead(self) -> int:
@@ -333,13 +331,13 @@ class Channel:
             if header.active == 0:
                 self._unsettled = False
                 if header.failed:
-                    self._close_with(PeerError(self._failures(header.failed)))
+                    self.close_with(PeerError(self._failures(header.failed)))
                 even = header.fresh == self.collective.world_size
                 if not even:
                     self.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh)
             if self._throw:
-                self._close_with(EarlyTerminationError(f"Rank {self.collective.rank} exhausted all inputs."))
+                self.terminate_early(exhausted=True)
             fresh = False
             try:
                 self._shadow(header)
@@ -406,6 +404,24 @@ class Channel:
         self._work = self.collective.all_reduce(tensor)
         return self._work
 
+    def _assume(self, index: int, active: int, *, leader_alive: bool, weighted: bool) -> None:
+        """Take for the last header what it would have said, where none is sent.
+
+        Args:
+            index: the member that ``active`` ranks would have announced.
+            active: how many these are.
+            leader_alive: whether the leader is among them.
+            weighted: whether ``join.weight`` is in use.
+        """
+        member, at = self._members[index], self._buffer.offsets[index]
+        counts = [0] * self._buffer.fields
+        counts[ACTIVE], counts[LEADER], counts[at] = active, int(leader_alive), active
+        if member.burst is not None:
+            for place, told in enumerate(member.burst.declared_flags(weighted)):
+                counts[at + 1 + place] = active if told else 0
+        self._header = self._last_of[id(member.joinable)] = Header(counts, self._buffer.offsets)
+        self._unsettled, self._leads = True, False
+
     def _exchange(self, fields: Sequence[int]) -> Header:
         started = time.monotonic()
         self._sent_by = None
@@ -426,7 +442,7 @@ class Channel:
         names = [f"{n} x {self._members[index].joinable.join_name}" for index, n in header.announcements.items()]
         names += [f"{header.looping} x join.iterate"] if header.looping else []
         mine = "none" if self._sent_by is None else self._sent_by.joinable.join_name
-        self._close_with(
+        self.close_with(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
                 f" {self.collective.rank} announced {mine}. All ranks must call forward, backward and step in the same"
@@ -441,7 +457,14 @@ class Channel:
         if self.closed:
             raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
 
-    def _close_with(self, error: JoinError) -> NoReturn:
+    def terminate_early(self, *, exhausted: bool) -> NoReturn:
+        """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""
+        mine = f"Rank {self._rank} exhausted all inputs."
+        others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        self.close_with(EarlyTerminationError(mine if exhausted else others))
+
+    def close_with(self, error: JoinError) -> NoReturn:
+        """Raise ``error``, after which nothing can be announced any more."""
         self.closed = f"{type(error).__name__}: {error}"
         raise error
 
@@ -451,4 +474,4 @@ class Channel:
 
     def _break_off_with(self, error: JoinError) -> NoReturn:
         self.fail(error)
-        self._close_with(error)
+        self.close_with(error)

@@ -7,12 +7,11 @@ never meets what the loop's body sends. The order is told in ``join.iterate``.
 from __future__ import annotations
 
 import time
-from typing import NoReturn
 
 import torch
 
 from join.collectives import Collective, Work
-from join.errors import JoinError, PeerError, ProtocolError
+from join.errors import PeerError, ProtocolError
 from join.lockstep import LockstepChannel
 from join.roll_call import Answers, RollCall
 
@@ -108,13 +107,13 @@ class Windows:
         """Raise what :meth:`read` raises."""
         failed = [rank for rank, reply in enumerate(replies) if self.answers.has_failed(reply)]
         if failed:
-            self.close_with(PeerError(self._texts(failed)))
+            self._channel.close_with(PeerError(self._texts(failed)))
         wrong = [rank for rank, reply in enumerate(replies) if reply == self.answers.wrong]
         if wrong:
-            self.close_with(ProtocolError(self._texts(wrong)))
+            self._channel.close_with(ProtocolError(self._texts(wrong)))
         left = [rank for rank, reply in enumerate(replies) if self.answers.has_left(reply)]
         if left:
-            self.close_with(
+            self._channel.close_with(
                 ProtocolError(
                     f"ranks {left} left the loop over join.iterate early, and the others did not. End it on all ranks"
                     " at the same step, by something that all ranks know"
@@ -146,7 +145,7 @@ class Windows:
         except Exception:
             return  # the store is gone with a peer
         if ended:
-            self.close_with(PeerError(self._texts(ended)))
+            self._channel.close_with(PeerError(self._texts(ended)))
 
     @property
     def accompanied(self) -> bool:
@@ -156,8 +155,3 @@ class Windows:
     def accompany(self) -> None:
         """Publish that this rank does."""
         self._collective.set(f"{self.key}/accompanied", "")
-
-    def close_with(self, error: JoinError) -> NoReturn:
-        """Raise ``error``, after which nothing can be announced any more."""
-        self._channel.closed = f"{type(error).__name__}: {error}"
-        raise error

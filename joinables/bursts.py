@@ -5,41 +5,32 @@ When each of them comes, and the order of collectives, is told in ``joinables.dd
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Burst, Join, JoinHook
+from join import Join
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
-from joinables.stand_in import StandIn
+from joinables.stand_in import Announcing
 
 
-class DDPBurst(StandIn, Burst, JoinHook):
+class DDPBurst(Announcing):
     """What the bursts of a DDP module have in common: the module they stand for."""
 
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
     what: ClassVar[str]
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
         self._ddp = ddp
 
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
     @property
     @override
     def join_name(self) -> str:
         module = cast("torch.nn.Module", self._ddp.module)
         return f"{self.what} of DistributedDataParallel({type(module).__name__})"
-
-    @override
-    def attach(self, join: Join) -> None:
-        self._channel, self._collective = join.channel, join.collective
 
 
 class BufferSync(DDPBurst):

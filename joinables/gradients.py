@@ -66,7 +66,6 @@ class GradientSync(DDPBurst):
         self._contributors: tuple[torch.Tensor, Work] | None = None  # their sum, under way
         self._held: tuple[torch.Tensor, Work] | None = None  # kept while it is under way
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        self._handles: list[Any] = []
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -88,9 +87,7 @@ class GradientSync(DDPBurst):
 
     @override
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._weights.detach()
         self._usage.detach()
         del self._join

@@ -12,11 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Burst, Join, JoinHook
 from joinables.reductions import Reduction, reduction_of
 from joinables.rehearsal import Example, Rehearsal
 from joinables.sharding import group_of
-from joinables.stand_in import StandIn
+from joinables.stand_in import Announcing
 
 REMEMBERED = 62
 """How many forwards back a backward can go through: bits of a word."""
@@ -70,7 +69,7 @@ class Pass:
         return not self.done and self.graph is not None and self.graph() is not None
 
 
-class ReplayedBurst(StandIn, Burst, JoinHook):
+class ReplayedBurst(Announcing):
     """What forward and backward have in common: the module they stand for."""
 
     what: ClassVar[str]
@@ -79,11 +78,6 @@ class ReplayedBurst(StandIn, Burst, JoinHook):
         super().__init__(module.module)
         self._of = module
         self._reduction = module.reduction
-        self._handles: list[Any] = []
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
 
     @property
     @override
@@ -99,13 +93,3 @@ class ReplayedBurst(StandIn, Burst, JoinHook):
     @override
     def join_process_group(self) -> Any:
         return self._of.process_group
-
-    @override
-    def attach(self, join: Join) -> None:
-        self._channel, self._collective = join.channel, join.collective
-
-    @override
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from typing_extensions import override
@@ -27,7 +27,6 @@ class ReplayedForward(ReplayedBurst):
 
     what = "forward"
     tracks_leader = True
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
     # [with grad, in training mode, prepares a reduction, in another way than agreed, buffers are broadcast]
     flag_count = 5
 

@@ -1,4 +1,4 @@
-"""What adapters have in common: :class:`StandIn`, and :class:`Silent` for objects that do not communicate."""
+"""What adapters have in common: :class:`StandIn`, :class:`Announcing` for bursts, :class:`Silent` for mere state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 from typing_extensions import override
 
-from join import Join, Joinable, JoinHook
+from join import Burst, Join, Joinable, JoinHook
 
 
 class StandIn(Joinable):
@@ -40,6 +40,31 @@ class StandIn(Joinable):
     @override
     def join_target(self) -> Any:
         return self._target
+
+
+class Announcing(StandIn, Burst, JoinHook):
+    """Stands for an object that announces bursts of its own, and is its own hook."""
+
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target)
+        self._handles: list[Any] = []
+        """What ``attach`` registered at the object; ``detach`` removes it."""
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._channel, self._collective = join.channel, join.collective
+
+    @override
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 class Silent(StandIn):

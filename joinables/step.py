@@ -1,4 +1,4 @@
-"""The step of an optimizer whose parameters are spread over the ranks: :class:`ShardStep`.
+"""The step of an optimizer whose parameters are spread over the ranks: :class:`ShardStep`, on :class:`OptimizerStep`.
 
 Every rank steps its shard, and nobody else can: a joined rank goes on, on the gradients that a replayed backward has
 left it. The step itself communicates nothing::
@@ -18,39 +18,29 @@ What the loop does to gradients between backward and step, and communicates, is 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from join import Burst, Join, JoinHook
+from join import Join
 from join.transfer import broadcast_tree
 from joinables.hyperparameters import Hyperparameters
 from joinables.sharding import group_of, is_dtensor
-from joinables.stand_in import StandIn
+from joinables.stand_in import Announcing
 
 
-class ShardStep(StandIn, Burst, JoinHook):
-    """Shadows the steps of an optimizer over ``DTensor`` parameters; ``Join`` makes one by itself.
+class OptimizerStep(Announcing):
+    """A step that joined ranks make, too, each on its own part.
 
     Args:
-        optimizer: the optimizer.
-        process_group: the ranks that step it, if they are not those its parameters are spread over.
+        optimizer: whose step is announced.
     """
 
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
-    def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._optimizer = optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._group = process_group or group_of(parameters, type(optimizer).__name__)
         self._announced = self._shadowing = False
-        self._handles: list[Any] = []
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
 
     @property
     @override
@@ -58,59 +48,44 @@ class ShardStep(StandIn, Burst, JoinHook):
         return f"the step of {type(self._optimizer).__name__}"
 
     @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return self._group
+    def _local_optimizer(self) -> torch.optim.Optimizer:
+        """Whose step changes this rank's part."""
+        return self._optimizer
 
     @override
     def attach(self, join: Join) -> None:
-        self._channel, self._collective = join.channel, join.collective
+        super().attach(join)
         self._hyperparameters = Hyperparameters(self._optimizer, join)
         self._announced = self._shadowing = False
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
+            self._local_optimizer.register_step_post_hook(self._after_local_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
 
     @override
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @override
     def synchronise(self, source: int) -> None:
-        """Shards are up to date everywhere; hyperparameters and the state of what is no shard come from ``source``."""
+        """Every rank kept its own part up to date; what schedulers changed is no part of it."""
         self._hyperparameters.broadcast(source)
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        whole = [parameter for parameter in parameters if not is_dtensor(parameter)]
-        if whole:
-            states = [self._optimizer.state.get(parameter) for parameter in whole]
-            received = broadcast_tree(self._collective, states, source)
-            for parameter, state in zip(whole, received, strict=True):
-                if state is not None:
-                    self._optimizer.state[parameter] = state
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # A closure runs bursts of its own inside the step; then the announcement comes after it.
+        # A closure runs bursts of its own inside the local step; then the announcement comes after it.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         if not self._shadowing and not has_closure:
             self._announce()
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._shadowing:
             return
         if not self._announced:
             self._announce()
         self._channel.confirm()
-        self._announced = False
         self._hyperparameters.share(active=True)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._announced = False
 
     def _announce(self) -> None:
         self._channel.announce(self, confirm=False)
@@ -133,6 +108,48 @@ class ShardStep(StandIn, Burst, JoinHook):
         self._hyperparameters.share(active=False)
         self._shadowing = True
         try:
-            self._optimizer.step()
+            self._shadow_step()
         finally:
             self._shadowing = False
+
+    def _shadow_step(self) -> None:
+        self._optimizer.step()
+
+
+class ShardStep(OptimizerStep):
+    """Shadows the steps of an optimizer over ``DTensor`` parameters; ``Join`` makes one by itself.
+
+    Args:
+        optimizer: the optimizer.
+        process_group: the ranks that step it, if they are not those its parameters are spread over.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any = None) -> None:
+        super().__init__(optimizer)
+        self._group = process_group or group_of(self._parameters, type(optimizer).__name__)
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._group
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Shards are up to date everywhere; hyperparameters and the state of what is no shard come from ``source``."""
+        super().synchronise(source)
+        whole = [parameter for parameter in self._parameters if not is_dtensor(parameter)]
+        if whole:
+            states = [self._optimizer.state.get(parameter) for parameter in whole]
+            received = broadcast_tree(self._collective, states, source)
+            for parameter, state in zip(whole, received, strict=True):
+                if state is not None:
+                    self._optimizer.state[parameter] = state

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
+
+from join.batch import map_tensors
 
 
 def emptied(batch: Any) -> Any:
@@ -17,28 +16,8 @@ def emptied(batch: Any) -> Any:
     Containers, dataclasses and mappings of any depth keep their shape. Tensors without dimensions, and what is no
     tensor, stay as they are. No memory of the batch is held.
     """
-    return pytree.tree_map(_emptied_leaf, batch, is_leaf=_is_odd_mapping)
-
-
-def _is_odd_mapping(node: Any) -> bool:
-    """Whether ``node`` is a mapping that pytree does not look into, such as a ``UserDict``."""
-    return isinstance(node, Mapping) and not isinstance(node, dict)
-
-
-def _emptied_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf[:0].clone() if leaf.dim() else leaf  # a slice alone would keep the storage
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        changed = copy.copy(leaf)
-        for field in fields(leaf):
-            object.__setattr__(changed, field.name, emptied(getattr(leaf, field.name)))
-        return changed
-    if _is_odd_mapping(leaf):
-        changed = copy.copy(cast("Any", leaf))
-        for key, value in cast("Mapping[Any, Any]", leaf).items():
-            changed[key] = emptied(value)
-        return changed
-    return leaf
+    # A slice alone would keep the storage.
+    return map_tensors(lambda tensor: tensor[:0].clone() if tensor.dim() else tensor, batch)
 
 
 def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str:

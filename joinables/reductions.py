@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from joinables import _torch_reducer as reducer
 from joinables.sharding import is_dtensor, is_sharded
 
 
@@ -132,9 +133,7 @@ class DDPReduction(Reduction):
     @property
     @override
     def parameters(self) -> list[torch.nn.Parameter]:
-        from joinables._torch_reducer import reduced_parameters
-
-        return reduced_parameters(self._ddp)
+        return reducer.reduced_parameters(self._ddp)
 
     @override
     def forwarded(self) -> None:
@@ -172,8 +171,6 @@ class DDPReduction(Reduction):
 
     @override
     def buffers_are_due(self) -> bool:
-        from joinables import _torch_reducer as reducer
-
         due = reducer.broadcasts_buffers(self._ddp) and not reducer.syncs_buffers_after_forward(self._ddp)
         if due:
             reducer.suppress_buffer_sync(self._ddp)
@@ -181,8 +178,6 @@ class DDPReduction(Reduction):
 
     @override
     def sync_buffers(self, source: int) -> None:
-        from joinables import _torch_reducer as reducer
-
         reducer.sync_buffers(self._ddp, source)
 
 

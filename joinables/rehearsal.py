@@ -20,6 +20,7 @@ from join import JoinError
 from join.collectives import Collective
 from join.dummies import emptied
 from join.transfer import broadcast_tree
+from joinables.modes import keeping_modes
 
 Example = tuple[Any, ...] | Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -180,13 +181,9 @@ def in_mode(module: torch.nn.Module, *, training: bool) -> Generator[None]:
     if module.training == training:
         yield
         return
-    modes = [(part, part.training) for part in module.modules()]
-    module.train(training)
-    try:
+    with keeping_modes(module):
+        module.train(training)
         yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

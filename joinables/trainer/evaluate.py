@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from join.batch import map_tensors
+from joinables.modes import keeping_modes
 from joinables.trainer import rng
-from joinables.trainer.batch import map_tensors
 from joinables.trainer.data import distribute
 from joinables.trainer.run import Run
 
@@ -84,14 +85,3 @@ def evaluating(module: torch.nn.Module) -> Generator[None]:
     with keeping_modes(module), torch.no_grad():
         module.eval()
         yield
-
-
-@contextmanager
-def keeping_modes(module: torch.nn.Module) -> Generator[None]:
-    """Put each part of the module back into its own mode at the end."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from joinables.trainer.batch import map_tensors
+from join.batch import map_tensors
 
 _NAMES = {
     "32": "32", "32-true": "32", "64": "64", "64-true": "64", "bf16": "bf16-mixed", "bf16-mixed": "bf16-mixed",

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.transfer import broadcast_tree
-from joinables.trainer.batch import map_tensors, samples_in
 from joinables.trainer.members import Counters
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.optimizers import Scheduler

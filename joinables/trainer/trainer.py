@@ -24,13 +24,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
+from joinables.modes import keeping_modes
 from joinables.trainer import snapshot
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import Plan
 from joinables.trainer.environment import detect_environment
-from joinables.trainer.evaluate import evaluate, keeping_modes, predict
+from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
 from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords

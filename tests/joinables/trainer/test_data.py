@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from join.collectives import run_threads
-from joinables.trainer import UnevenDistributedSampler
+from joinables.trainer import Trainer, UnevenDistributedSampler
 from joinables.trainer.data import Plan, distribute
-from tests.joinables.trainer.modules import dataset, loader
+from tests.joinables.trainer.modules import Classifier, dataset, loader
 
 
 @given(st.integers(0, 60), st.integers(1, 5), st.integers(1, 7), st.booleans(), st.integers(0, 3))
@@ -125,3 +135,22 @@ def test_plans() -> None:
     assert plan(shares(15, drop_last=True)).lengths == (2, 1)
     unknown = plan([DataLoader(Endless()), loader(8, 4)])
     assert (unknown.lengths, unknown.even, unknown.shortest) == ((None, 2), False, None)
+
+
+class Encoded(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+def encode(rows: list[Any]) -> UserDict[str, Any]:
+    x, y = default_collate(rows)
+    return UserDict({"x": x, "y": y})
+
+
+@pytest.mark.parametrize("precision", [32, 64])
+def test_batches_of_a_tokenizer(precision: int) -> None:
+    data = dataset(7)
+    trainers = [Trainer(precision=precision) for _ in range(2)]
+    trainers[0].fit(Encoded(), DataLoader(data, 4, collate_fn=encode))
+    trainers[1].fit(Classifier(), DataLoader(data, 4))
+    assert trainers[0].metrics == trainers[1].metrics

@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from joinables.trainer import Trainer
-from joinables.trainer.batch import map_tensors, samples_in
-from tests.joinables.trainer.modules import Classifier, dataset
+from join.batch import map_tensors, samples_in
 
 
 @dataclass(frozen=True)
@@ -55,22 +51,3 @@ def test_tensors_are_mapped_wherever_they_are() -> None:
     assert map_tensors(torch.neg, MappingProxyType({"x": torch.ones(1)})) == {"x": -1}
     anything = object()
     assert map_tensors(torch.neg, anything) is anything
-
-
-class Encoded(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step((batch["x"], batch["y"]), batch_idx)
-
-
-def encode(rows: list[Any]) -> Encoding:
-    x, y = torch.utils.data.default_collate(rows)
-    return Encoding(x=x, y=y)
-
-
-@pytest.mark.parametrize("precision", [32, 64])
-def test_batches_of_a_tokenizer(precision: int) -> None:
-    data = dataset(7)
-    trainers = [Trainer(precision=precision) for _ in range(2)]
-    trainers[0].fit(Encoded(), DataLoader(data, 4, collate_fn=encode))
-    trainers[1].fit(Classifier(), DataLoader(data, 4))
-    assert trainers[0].metrics == trainers[1].metrics

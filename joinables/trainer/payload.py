@@ -2,7 +2,7 @@
 
 It is a folder::
 
-    call           fn and its arguments, from the parent; not there for forked workers, who have them
+    call           fn and its arguments, from the parent, until all have read it; forked workers have them
     began-RANK     empty: the worker has read the call
     result         what fn returned on rank 0
     returned-RANK  empty: fn has returned on another rank
@@ -101,9 +101,14 @@ class Payload:
         account: Account = _read(self.folder / f"failure-{rank}")
         return account.failure(rank)
 
-    def mark_begun(self, rank: int) -> None:
-        """Leave a mark that ``rank`` has found ``fn``."""
+    def mark_begun(self, rank: int, world_size: int) -> None:
+        """Leave a mark that ``rank`` has found ``fn``; the call goes when all have.
+
+        What is still on its way to the disk of a large call would hold up the one who writes a large result.
+        """
         (self.folder / f"began-{rank}").touch()
+        if all(self.has_begun(each) for each in range(world_size)):
+            (self.folder / "call").unlink(missing_ok=True)
 
     def has_begun(self, rank: int) -> bool:
         """Whether ``rank`` has found ``fn``."""

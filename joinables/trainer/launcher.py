@@ -5,7 +5,8 @@ The parent and a worker, where the launcher starts the processes::
     parent                                      worker
     pickles fn and args into a file
     serves a store, starts the workers
-    waits for messages and ends of processes    reads the file, sets the group up, awaits the others
+    waits for messages and ends of processes    reads the file; if forked, waits until all workers are
+                                                sets the group up, awaits the others
                                                 runs fn, tears the group down
                                                 writes its result (rank 0) or what it raised into a file
                                                 puts one message
@@ -133,7 +134,8 @@ class Launcher:
             queue = Queue(context)
             with queue.reader, queue.writer, self._environment.hosting(self._world_size) as environments:
                 by_server = self._start_method == "forkserver"
-                job = Job(self._backend, self._timeout, self._threads(), payload, queue, by_server)
+                gate = context.Semaphore(0) if forks else None
+                job = Job(self._backend, self._timeout, self._threads(), payload, queue, by_server, gate)
                 _run(context, job, environments, (fn, args) if forks else None)
             return payload.read_result()
 
@@ -157,6 +159,9 @@ def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call
             workers.append(context.Process(**arguments))
             with _interrupts_held():
                 workers[-1].start()
+        if job.all_forked is not None:
+            for _ in workers:
+                job.all_forked.release()
         failures = _watch(workers, job, forked=call is not None)
     finally:
         _reap(workers)

@@ -61,6 +61,7 @@ class Job:
         payload: where the call is, and the result goes.
         queue: who is told of it.
         forked_by_server: whether the process above a worker is multiprocessing's server, and not the parent.
+        all_forked: a semaphore, for workers that are forked from the parent; it lets them go on when all of them are.
     """
 
     backend: str
@@ -69,6 +70,7 @@ class Job:
     payload: Payload
     queue: Queue
     forked_by_server: bool
+    all_forked: Any = None
 
 
 def as_rank(
@@ -117,10 +119,14 @@ def work(job: Job, environment: Environment, call: Call | None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _end_with_parent(job)
     torch.set_num_threads(job.threads)
-    rank = environment.place().rank
+    place = environment.place()
+    rank = place.rank
+    if job.all_forked is not None:
+        # A fork copies locks as they are. The parent's store thread takes the C library's when somebody connects.
+        job.all_forked.acquire()
     try:
         fn, args = job.payload.read_call() if call is None else call
-        job.payload.mark_begun(rank)
+        job.payload.mark_begun(rank, place.world_size)
         result = as_rank(environment, job.backend, job.timeout, fn, args)
         if rank == 0:
             job.payload.write_result(result)

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,28 @@ def test_rank_that_is_done_before_the_others_have_set_up() -> None:
         launcher.launch(os.getpid)
 
 
+def test_no_forked_rank_uses_the_store_before_the_last_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's thread may hold a lock then, which no thread of the fork will ever release."""
+    start, store, parent = BaseProcess.start, LocalEnvironment.store, os.getpid()
+
+    def slow_start(self: BaseProcess) -> None:
+        time.sleep(0.5)
+        assert not list(tmp_path.glob("uses-*"))
+        start(self)
+
+    def noting_store(self: LocalEnvironment) -> Any:
+        if os.getpid() != parent:
+            (tmp_path / f"uses-{self.place().rank}").touch()
+        return store(self)
+
+    monkeypatch.setattr(BaseProcess, "start", slow_start)
+    monkeypatch.setattr(LocalEnvironment, "store", noting_store)
+    local(3).launch(os.getpid)
+    assert len(list(tmp_path.glob("uses-*"))) == 3
+
+
 def large(counted: str, argument: torch.Tensor) -> Any:
     """Counts the puts of all ranks from here on; the queue's class is the one that this worker uses."""
     put = Queue.put
@@ -143,6 +166,15 @@ def large(counted: str, argument: torch.Tensor) -> Any:
     Queue.put = counting  # type: ignore[method-assign]
     met = ranks_met(10.0, [argument, None])
     return met, argument + 1, {f"key {number}": [number, str(number)] for number in range(10_000)}
+
+
+def files_there(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("joinables-*/*"))
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_call_is_gone_when_all_have_read_it(start_method: str, folder: Path) -> None:
+    assert local(2, start_method).launch(files_there, folder) == ["began-0", "began-1"]
 
 
 def test_large_result_of_spawned_ranks_in_one_put_and_one_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

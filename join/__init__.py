@@ -3,6 +3,9 @@
 ``with Join([model, optimizer]):`` around a training loop, and every rank may have a different number of batches.
 """
 
+import sys
+
+from join.block_names import Package
 from join.context import Join
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst, Joinable, JoinConfig, JoinHook
@@ -23,3 +26,5 @@ __all__ = [
     "ProtocolError",
     "register_joinable",
 ]
+
+sys.modules[__name__].__class__ = Package

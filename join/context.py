@@ -36,7 +36,7 @@ from join.collectives import Collective, Work, collective_of
 from join.declared import DeclaredChannel
 from join.dummies import cannot_take_empty
 from join.errors import JoinError, ProtocolError
-from join.iterate import Iteration, check_arguments
+from join.iteration import Iteration, check_arguments
 from join.joinable import Joinable, JoinConfig
 from join.lockstep import LockstepChannel
 from join.members import Member, Scope

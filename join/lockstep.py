@@ -1,8 +1,8 @@
 """The protocol in a loop over ``Join.iterate``: :class:`LockstepChannel`.
 
 There all ranks run the same loop body as often, with or without data, so every rank issues its collectives itself: no
-burst is announced and none is shadowed. Who has data in a step is known from the loop's own headers (``join.iterate``),
-so whatever a burst asks a header for is computed::
+burst is announced and none is shadowed. Who has data in a step is known from the loop's own headers, which
+``join.iteration`` tells of, so whatever a burst asks a header for is computed::
 
     rank with data                                 rank without data
     --------------                                 -----------------

@@ -1,7 +1,7 @@
 """Who has how many batches in the steps to come of a loop in lockstep: :class:`Windows`.
 
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
-never meets what the loop's body sends. The order is told in ``join.iterate``.
+never meets what the loop's body sends. The order is told in ``join.iteration``.
 """
 
 from __future__ import annotations

@@ -75,6 +75,18 @@ def test_public_names() -> None:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name
 
 
+@pytest.mark.parametrize("name", ["iterate", "pending", "shadowing", "weight"])
+def test_names_of_a_block_are_not_those_of_the_package(name: str) -> None:
+    told = rf"'{name}' is of a block.*`with join.Join\(\[...\]\) as block:`, and use block.{name}"
+    with pytest.raises(AttributeError, match=told):
+        getattr(join, name)
+    with pytest.raises(AttributeError, match=told):
+        setattr(join, name, 3)
+    assert hasattr(join.Join, name)
+    with pytest.raises(AttributeError, match="module 'join' has no attribute 'anything'"):
+        join.anything  # noqa: B018
+
+
 def test_errors_form_one_family() -> None:
     assert issubclass(join.JoinError, RuntimeError)
     for name in ("EarlyTerminationError", "PeerError", "ProtocolError", "JoinTimeoutError"):

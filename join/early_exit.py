@@ -9,34 +9,31 @@ answered yet, and waits for the others there::
     the next one is answered: "left", or "failed"       is answered when that window begins
     if nobody comes: bursts of the rest of the window   the rest of the window
     the next window's bursts                            the next window
-                                                        the answer is read: PeerError or ProtocolError
+                                                        the answer is read
+    all come to the same burst (join.farewell)          the same
+                                                        PeerError or ProtocolError
 
 If all ranks have left at the same step, that was an orderly end, and nothing is shadowed; unless one that was early
-lost patience, which then all accompany. Ranks may leave at different steps of a window; each shadows what is left of it
-for the others. The bursts that a rank shadows are those it knows of the body, from the step before. The body's own
-collectives it cannot shadow; there the others are free only once this process ends, which it can: the roll call is
-given up after a while.
+lost patience, for which the others then make up. Ranks may leave at different steps of a window; each shadows what is
+left of it for the others. The bursts that a rank shadows are those it knows of the body, from the steps before. The
+body's own collectives it cannot shadow; there the others are free only once this process ends, which it can: the roll
+call is given up after a while.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
+from join.collectives import Work
 from join.errors import JoinError, PeerError, ProtocolError
+from join.farewell import LIMIT_SECONDS
 from join.lockstep import LockstepChannel
 from join.patience import is_done_within
 from join.windows import Windows
 
 _GRACE_SECONDS = 2.0
 """How long a rank that leaves waits for the others before it takes them to be waiting for it, at least."""
-_LIMIT_SECONDS = 60.0
-"""How long it waits for them altogether, at least, unless it has an exception to raise."""
-
-
-_SLICE_SECONDS = 0.1
-"""How often ranks that have all left look whether one has lost patience."""
 
 
 class EarlyExit:
@@ -96,63 +93,61 @@ class EarlyExit:
         answer = windows.answers.left(windows.at)
         if error is not None:
             answer = windows.failed(JoinError(text) if text else error)
-        limit = self._patience if error is not None else _LIMIT_SECONDS
+        limit = self._patience if error is not None else LIMIT_SECONDS
         counts = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
                 return self._give_up(error)
             if any(windows.answers.is_end(reply) for reply in windows.replies):
-                self._accompany_rest()  # the others read it when this window is over
+                self._shadow_rest()  # the others read it when this window is over
+                windows.farewell.part("left", limit)
+                if error is None:
+                    windows.check(windows.replies)
+                return None
             counts = windows.read("left the loop over join.iterate")
         windows.call(answer, self._patience + limit + _GRACE_SECONDS)
-        loses_patience = not self._come_within(self._patience)
-        if loses_patience:
-            windows.accompany()
-            self._accompany_rest()
+        if not self._come_within(self._patience):
+            self._shadow_rest(windows.under_way)
             if not self._come_within(limit):
                 return self._give_up(error)
         replies = windows.replies
-        if all(reply == answer for reply in replies):
-            self._part(limit, accompanies=loses_patience)
-            if error is None:
-                self._channel.end()
-            return None
-        if all(windows.answers.is_end(reply) for reply in replies):
-            self._accompany_rest()  # those who left earlier wait in it for those who left later
-        else:
+        if not all(windows.answers.is_end(reply) for reply in replies):
             windows.begin(counts)
-            self._accompany_window()
+            self._shadow_steps(lambda: False)
+        windows.farewell.part("left", limit)
         if error is None:
-            windows.check(replies)
+            if any(reply != answer for reply in replies):
+                windows.check(replies)
+            self._channel.end()
         return None
-
-    def _part(self, limit: float, *, accompanies: bool) -> None:
-        """All have left at one step; an orderly end, once it is clear that none lost patience."""
-        deadline = time.monotonic() + limit
-        self._windows.call(0, limit + _GRACE_SECONDS)
-        while not self._come_within(_SLICE_SECONDS) and time.monotonic() < deadline:
-            if not accompanies and self._windows.accompanied:
-                accompanies = True
-                self._accompany_rest()
 
     def _come_within(self, seconds: float) -> bool:
         """Whether all ranks answer the roll call under way in time."""
         assert self._windows.under_way is not None
         return is_done_within(self._windows.under_way, seconds)
 
-    def _accompany_rest(self) -> None:
-        """Shadow what the others still make of this window, from where this rank left."""
-        self._channel.accompany(rest=True)
-        self._accompany_window()
+    def _shadow_rest(self, roll_call: Work | None = None) -> None:
+        """Shadow what the others still make of this window, from where this rank left.
 
-    def _accompany_window(self) -> None:
+        Args:
+            roll_call: the one that they answer when it is over, if they have not answered it.
+        """
+
+        def is_over() -> bool:
+            return roll_call is not None and roll_call.is_completed()
+
+        if self._windows.farewell.shadow(is_over):
+            self._shadow_steps(is_over)
+
+    def _shadow_steps(self, is_over: Callable[[], bool]) -> None:
         """Shadow the steps of this window that were not begun."""
         windows = self._windows
         while windows.at < windows.steps:
-            self._channel.meet(windows.line, "has left the loop over join.iterate")
-            self._channel.step(windows.active)
-            self._channel.accompany()
+            windows.farewell.meet()
+            self._channel.shadow_step(windows.active)
             windows.at += 1
+            if not windows.farewell.shadow(is_over):
+                return
 
     def _give_up(self, error: BaseException | None) -> None:
         """The others are held up by collectives of the body; they will be free, and read this, when this process ends.

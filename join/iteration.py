@@ -136,7 +136,7 @@ class Iteration(Iterator[Any]):
         if self._throw and windows.at >= min(windows.counts):
             self._channel.terminate_early(exhausted=windows.mine <= windows.at)
         self._step += 1
-        self._channel.meet(windows.line, f"came to step {self._step} of join.iterate")
+        self._channel.meet(f"came to step {self._step} of join.iterate")
         self._has_data = windows.at < windows.mine
         self._channel.step(windows.active)
         windows.at += 1  # from here on, what goes wrong goes wrong in this step

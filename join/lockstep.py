@@ -11,7 +11,7 @@ burst is announced and none is shadowed. Who has data in a step is known from th
     ...                                            ...
 
 A rank that leaves the loop early goes on for a while with what it knows of the body: the bursts that it ran there the
-time before. It shadows them, so that the others come to where they can be told (``accompany``).
+time before. It shadows them, so that the others come to where they can be told (``join.farewell``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from join.collectives import Collective, Work
+from join.collectives import Work
 from join.collectives.base import Done
 from join.errors import JoinError, PeerError, ProtocolError
 from join.header import ACTIVE, LEADER
@@ -35,11 +35,20 @@ ONE_AT_A_TIME = (
 )
 
 
+MEETING = -1
+"""In the place of a burst's index: no burst, but the meeting of a step."""
+
+
 class LockstepChannel(Channel):
     """The protocol on one group, whose blocks may contain loops in lockstep."""
 
     _in_last_burst = 0  # the ranks that had data in the loop's last burst
     _last_active = 0  # these, of the last loop in which some ranks ran out before others
+
+    begun = 0
+    """How many bursts this rank has begun in the loop, shadowed ones included, and with a ``timeout`` meetings."""
+    last = MEETING
+    """The index of the last of them."""
 
     leave_loop: Callable[[], None] | None = None
     """What is to be done before the next announcement, because this rank has broken out of the loop."""
@@ -84,14 +93,25 @@ class LockstepChannel(Channel):
         self.active_ranks = (1 << self.collective.world_size) - 1
         self._sequence: list[int] = []  # the bursts of this step so far
         self._in_last_burst = 0
+        self.begun = 0
+        # Those of a step, as far as known: all, until one has shown it.
+        self._knows_a_step = False
         self._usual = [index for index, member in enumerate(self._members) if not member.interjects]
+        # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
+        self._meeting = None if self._timeout is None else self.collective.companion().companion()
 
-    def meet(self, line: Collective, doing: str) -> None:
+    @property
+    def meets(self) -> bool:
+        """Whether all ranks meet in each step."""
+        return self._meeting is not None
+
+    def meet(self, doing: str) -> None:
         """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
-        if self._timeout is not None:
+        if self._meeting is not None:
+            self.begun, self.last = self.begun + 1, MEETING
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
-            self.wait(line.all_reduce(torch.zeros(1)), doing)
+            self.wait(self._meeting.all_reduce(torch.zeros(1)), doing)
 
     def step(self, active: int) -> None:
         """A step begins.
@@ -100,9 +120,11 @@ class LockstepChannel(Channel):
             active: the ranks that have data in it, as a bit mask.
         """
         self._end_step()
-        if self._sequence:
-            self._usual, self._sequence = self._sequence, []
-        self.active_ranks = active
+        # A step without bursts may be one of several that accumulate gradients.
+        if self._sequence or (self._knows_a_step and not self._in_last_burst):
+            self._usual = self._sequence
+        self._knows_a_step = True
+        self._sequence, self.active_ranks = [], active
 
     def end(self) -> None:
         """All ranks leave the loop together."""
@@ -150,7 +172,9 @@ class LockstepChannel(Channel):
 
     def _compute(self, index: int) -> None:
         """What a header would have said that all ranks sent to announce member ``index``."""
-        self._sequence.append(index)
+        self.begun, self.last = self.begun + 1, index
+        if not self._members[index].interjects:
+            self._sequence.append(index)
         self._in_last_burst = self.active_ranks
         leads = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
         self._assume(index, self.collective.world_size, leader_alive=leads, weighted=False)
@@ -164,23 +188,26 @@ class LockstepChannel(Channel):
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def accompany(self, *, rest: bool = False) -> None:
-        """Shadow a step of the others, as it was the time before.
+    @property
+    def expected(self) -> int | None:
+        """The burst that usually comes next in this step, by its index; ``None`` if it has none left."""
+        if any(burst.holds_followers for _, burst in self._bursts):
+            return next(index for index, burst in self._bursts if burst.interjects)
+        return next(iter(self._usual[len(self._sequence) :]), None)
 
-        Args:
-            rest: only what this rank has not run of the step in which it left.
-        """
-        sequence = self._usual[len(self._sequence) :] if rest else self._usual
-        for index in sequence:
-            self._shadow_burst(index)
-            if any(burst.holds_followers for _, burst in self._bursts):  # the others run it in between
-                self._shadow_burst(next(index for index, burst in self._bursts if burst.interjects))
-        self._end_step()
-
-    def _shadow_burst(self, index: int) -> None:
+    def shadow(self, index: int) -> None:
+        """Shadow a burst that others run, or take part in a meeting."""
+        if index == MEETING:
+            self.meet("has left the loop over join.iterate")
+            return
         self._end_step()
         self._compute(index)
         self._shadow_member(self._members[index])
+
+    def shadow_step(self, active: int) -> None:
+        """The others begin a step; ``active`` as for :meth:`step`."""
+        self._end_step()
+        self._sequence, self.active_ranks = [], active
 
     @override
     def drain(self) -> Outcome:

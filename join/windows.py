@@ -6,12 +6,14 @@ never meets what the loop's body sends. The order is told in ``join.iteration``.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
 
 from join.collectives import Collective, Work
 from join.errors import PeerError, ProtocolError
+from join.farewell import Farewell
 from join.lockstep import LockstepChannel
 from join.roll_call import Answers, RollCall
 
@@ -37,6 +39,7 @@ class Windows:
         """How many steps this window has."""
         self.at = 0
         """How many of them were begun."""
+        self.farewell = Farewell(self._collective, channel, self.key)
         self.under_way: Work | None = None
         """The roll call that was started and not read."""
         if size is not None:
@@ -95,6 +98,9 @@ class Windows:
             self._channel.tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
+        if any(self.answers.is_end(reply) for reply in replies):
+            with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
+                self.farewell.part("stopped")
         self.check(replies)
         return replies
 
@@ -146,12 +152,3 @@ class Windows:
             return  # the store is gone with a peer
         if ended:
             self._channel.close_with(PeerError(self._texts(ended)))
-
-    @property
-    def accompanied(self) -> bool:
-        """Whether a rank that left shadows steps that the others may not make."""
-        return self._collective.check(f"{self.key}/accompanied")
-
-    def accompany(self) -> None:
-        """Publish that this rank does."""
-        self._collective.set(f"{self.key}/accompanied", "")

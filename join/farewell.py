@@ -1,0 +1,111 @@
+"""The ranks of a loop that ends early come to the same number of bursts: :class:`Farewell`.
+
+A rank that has left the loop shadows the bursts that the others seem to come to, by what it knows of the body. It
+cannot see whether they do. So it may be in a burst that nobody else runs when the others learn that it has left, and
+run no more; or another may be in one that it did not expect. Therefore all ranks tell in the store, where no collective
+is needed, how many bursts they have begun, and begin those of the one that is furthest::
+
+    rank that has left                           rank that goes on
+    ------------------                           -----------------
+    tells that it begins the next burst          its steps
+    the burst                                    its steps
+    ... until a rank that goes on has stopped    a roll call says who has left
+    tells that it has stopped                    tells that it has stopped
+    begins what another has begun                begins what another has begun
+    ... until all have stopped at one burst      ... until all have stopped at one burst
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias, cast
+
+from join.collectives import Collective
+from join.lockstep import MEETING, LockstepChannel
+
+_SLICE_SECONDS = 0.01
+LIMIT_SECONDS = 60.0
+"""How long a rank waits for the others altogether, unless it has an exception to raise."""
+
+Role: TypeAlias = Literal["shadows", "left", "stopped"]
+
+
+class _Account(NamedTuple):
+    """What a rank tells.
+
+    Attributes:
+        begun: how many bursts, and meetings, of the loop it has begun.
+        last: the index of the last one.
+        role: ``"shadows"``: it has left, and goes on with what the others may come to; ``"left"``: it has left, and
+            goes on with nothing of itself; ``"stopped"``: it knows that others have left.
+    """
+
+    begun: int
+    last: int
+    role: Role
+
+
+class Farewell:
+    """One loop's.
+
+    Args:
+        collective: the ranks.
+        channel: the block's.
+        key: prefix of the keys in the store.
+    """
+
+    def __init__(self, collective: Collective, channel: LockstepChannel, key: str) -> None:
+        self._collective, self._channel = collective, channel
+        self._keys = [f"{key}/farewell/{rank}" for rank in range(collective.world_size)]
+
+    def shadow(self, is_over: Callable[[], bool]) -> bool:
+        """Shadow what is left of this step, as it was in the step before.
+
+        Args:
+            is_over: whether nobody comes to it any more.
+
+        Returns:
+            Whether the next step may be shadowed, too.
+        """
+        while not (is_over() or self._has_stopped()):
+            burst = self._channel.expected
+            if burst is None:
+                return True
+            self._begin(burst, "shadows")
+        return False
+
+    def meet(self) -> None:
+        """The others are to come to the meeting of the next step, if there are any."""
+        if self._channel.meets:
+            self._begin(MEETING, "shadows")
+
+    def part(self, role: Role, seconds: float = LIMIT_SECONDS) -> None:
+        """Come to an end with the others; gives up after some time, if a rank is in none of these bursts."""
+        self._tell(self._channel.begun, self._channel.last, role)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            accounts = self._accounts()
+            furthest = max(accounts)
+            if furthest.begun > self._channel.begun:
+                self._begin(furthest.last, role)
+            elif len(accounts) < len(self._keys) or any(
+                each.role == "shadows" or each.begun < furthest.begun for each in accounts
+            ):
+                time.sleep(_SLICE_SECONDS)
+            else:
+                return
+
+    def _begin(self, burst: int, role: Role) -> None:
+        self._tell(self._channel.begun + 1, burst, role)
+        self._channel.shadow(burst)
+
+    def _tell(self, begun: int, last: int, role: Role) -> None:
+        self._collective.set(self._keys[self._collective.rank], f"{begun} {last} {role}")
+
+    def _accounts(self) -> list[_Account]:
+        texts = [self._collective.get(key).split() for key in self._keys if self._collective.check(key)]
+        return [_Account(int(begun), int(last), cast("Role", role)) for begun, last, role in texts]
+
+    def _has_stopped(self) -> bool:
+        return any(account.role == "stopped" for account in self._accounts())

@@ -88,7 +88,7 @@ class EarlyExit:
             raise
 
     def _leave(self, error: BaseException | None, text: str) -> None:
-        windows = self._windows
+        windows, self._channel.leaving = self._windows, True
         self._channel.fulfil()
         answer = windows.answers.left(windows.at)
         if error is not None:
@@ -119,6 +119,7 @@ class EarlyExit:
             if any(reply != answer for reply in replies):
                 windows.check(replies)
             self._channel.end()
+            self._channel.leaving = False
         return None
 
     def _come_within(self, seconds: float) -> bool:

@@ -110,6 +110,8 @@ class Iteration(Iterator[Any]):
             raise JoinError(ONE_AT_A_TIME)
         if self._windows is not None and not self.running:
             raise StopIteration
+        if self.running and not self._channel.closed:
+            self._channel.end_step()  # what goes wrong here is known to this rank alone
         try:
             ended = self._begin_step(self._windows or self._begin())
         except JoinError:

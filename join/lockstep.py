@@ -114,12 +114,12 @@ class LockstepChannel(Channel):
             self.wait(self._meeting.all_reduce(torch.zeros(1)), doing)
 
     def step(self, active: int) -> None:
-        """A step begins.
+        """A step begins; the one before has ended.
 
         Args:
             active: the ranks that have data in it, as a bit mask.
         """
-        self._end_step()
+        self._check_open()
         # A step without bursts may be one of several that accumulate gradients.
         if self._sequence or (self._knows_a_step and not self._in_last_burst):
             self._usual = self._sequence
@@ -128,16 +128,17 @@ class LockstepChannel(Channel):
 
     def end(self) -> None:
         """All ranks leave the loop together."""
-        self._end_step()
+        self.end_step()
         self.in_lockstep = False
         if self.active_ranks != (1 << self.collective.world_size) - 1:
             self._last_active = self._in_last_burst or self.active_ranks
             for _, burst in self._bursts:
                 burst.loop_ended(_lowest(self._last_active))
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""
         self._check_open()
-        self.fulfil()  # a backward that this rank skipped
+        self.fulfil()
         self.settle()
 
     # -- bursts -------------------------------------------------------------------------------------------------------
@@ -181,6 +182,13 @@ class LockstepChannel(Channel):
         self._sent_by, self._was_active = self._members[index], not self.shadowing
 
     @override
+    def protest(self, why: str) -> None:
+        if not self.in_lockstep:
+            super().protest(why)
+        elif not self.leaving:
+            raise ProtocolError(why)  # the others learn of it as of any exception in the body
+
+    @override
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
@@ -200,13 +208,13 @@ class LockstepChannel(Channel):
         if index == MEETING:
             self.meet("has left the loop over join.iterate")
             return
-        self._end_step()
+        self.end_step()
         self._compute(index)
         self._shadow_member(self._members[index])
 
     def shadow_step(self, active: int) -> None:
         """The others begin a step; ``active`` as for :meth:`step`."""
-        self._end_step()
+        self.end_step()
         self._sequence, self.active_ranks = [], active
 
     @override

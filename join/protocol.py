@@ -81,6 +81,8 @@ class Channel:
     """Whether ranks know each other's steps, so that headers need not be sent."""
     weighted = False
     """Where they do: whether ``join.weight`` is in use."""
+    leaving = False
+    """Whether this rank leaves with an exception, or leaves a loop early; then nothing else is its business."""
     in_lockstep = False
     """Whether all ranks run the same steps (``Join.iterate``), so that nothing is announced or shadowed."""
     active_ranks = 0
@@ -350,6 +352,7 @@ class Channel:
         """Leave the block with ``error``: bring the peers to the end of their burst and tell them why."""
         if self.closed:
             return
+        self.leaving = True
         try:
             self.fulfil()
             self._complete_followers()
@@ -467,6 +470,11 @@ class Channel:
         """Raise ``error``, after which nothing can be announced any more."""
         self.closed = f"{type(error).__name__}: {error}"
         raise error
+
+    def protest(self, why: str) -> None:
+        """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst, unless it leaves."""
+        if not self.leaving:
+            self._break_off_with(ProtocolError(why))
 
     def _break_off(self, why: str) -> NoReturn:
         """Raise for a mistake that this rank alone may have made, after telling the others."""

@@ -205,6 +205,15 @@ class _Reach(torch.autograd.Function):
         raise AssertionError("this graph is not meant to be run backward")
 
 
+def hooks_remember(ddp: DistributedDataParallel) -> bool:
+    """Whether a comm hook may add what it has left out of earlier gradients, as PowerSGD's do.
+
+    Stands in for ``ddp._comm_hooks``, a list of hooks and their states; those without one get the process group.
+    """
+    states = [state for _, state in cast("Any", ddp)._comm_hooks]
+    return any(state is not None and not isinstance(state, dist.ProcessGroup) for state in states)
+
+
 def forget_use(ddp: DistributedDataParallel) -> None:
     """Forget which parameters earlier backwards under ``no_sync`` used, because their gradients are gone.
 

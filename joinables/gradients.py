@@ -129,22 +129,49 @@ class GradientSync(DDPBurst):
 
     @override
     def fulfil(self) -> None:
-        """The backward was skipped: take part in the reduction without touching the gradients."""
+        """The backward was skipped: take part in the reduction without touching the gradients.
+
+        On a dummy it is shadowed instead, since the optimizer may be sharded, and step for all.
+
+        Raises:
+            ProtocolError: if this rank had data, and others did not skip it.
+        """
+        self._credit = missed = False
+        if self._channel.in_lockstep:
+            self._weighted = self._weights.agree()
+        if self._join.shadowing:
+            self._shadow_reduction(holding=False)
+        else:
+            missed = self._miss_reduction()
+        self._armed = False
+        self._rebuild.run_if_due()
+        if missed:
+            self._channel.protest(
+                f"rank {self._collective.rank} skipped {self.join_name}, which others ran, so it has no gradients where"
+                " they have. Skip it on all ranks or on none: let them agree by an all-reduce, or multiply the loss by"
+                " 0"
+            )
+
+    def _miss_reduction(self) -> bool:
+        """Give nothing to a reduction, and take nothing; whether others gave something."""
         kept = [parameter.grad for parameter in self._parameters]
-        self._credit = False
         try:
-            if self._channel.in_lockstep:
-                self._weighted = self._weights.agree()
             self._begin_use()
             self._drop_gradients()
             self._count_contributors(0.0)
             reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
             self._end_use()
+            return self._has_result()
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
-            self._armed = False
-        self._rebuild.run_if_due()
+
+    def _has_result(self) -> bool:
+        """Whether a reduction to which this rank gave nothing shows that others gave something."""
+        may_be_older = self._may_hold_result and self._divide_by_initial_world_size
+        if may_be_older or reducer.hooks_remember(self._ddp):
+            return False
+        return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
@@ -156,6 +183,15 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
+        self._shadow_reduction(holding > 0)
+        self._rebuild.expect()
+
+    def _shadow_reduction(self, holding: bool) -> None:
+        """Run a backward with nothing but what was accumulated here.
+
+        Args:
+            holding: whether an active rank still has the last reduction's result in its gradients.
+        """
         self._begin_use()
         self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
@@ -169,7 +205,6 @@ class GradientSync(DDPBurst):
         self._weights.forget()
         self._scale()
         self._end_use()
-        self._rebuild.expect()
 
     @property
     @override

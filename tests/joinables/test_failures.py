@@ -249,3 +249,34 @@ def counting_by_oneself(rank: int) -> str:
 def test_collectives_of_others_in_the_block(pool: Pool) -> None:
     for text in pool.run(counting_by_oneself, ranks=RANKS):
         assert text.startswith("other collectives ran on the group inside the block")
+
+
+def skipping(rank: int, at: int, model: str, initial: bool) -> str:
+    ddp = DistributedDataParallel(build(model))
+    optimizer = torch.optim.Adam(ddp.parameters())
+    text = "fine"
+    try:
+        with Join([ddp, optimizer], divide_by_initial_world_size=initial):
+            for step in range((3, 3, 0)[rank]):
+                optimizer.zero_grad()
+                x, y = batch(rank, 0, step)
+                value = ((ddp(x) - y) ** 2).mean()
+                if (rank, step) != (1, at):
+                    value.backward()
+                    optimizer.step()
+    except (ProtocolError, PeerError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    return text
+
+
+@pytest.mark.parametrize(("model", "initial"), [("mlp", True), ("norm", True), ("norm", False)])
+def test_a_last_backward_that_was_announced_and_one_rank_skips(pool: Pool, model: str, initial: bool) -> None:
+    first, second, third = pool.run(skipping, 2, model, initial, ranks=RANKS)
+    assert second.startswith("ProtocolError: rank 1 skipped the backward of DistributedDataParallel(")
+    assert first == third == f"PeerError: rank 1 failed: {second}"
+
+
+@pytest.mark.parametrize(("at", "model", "initial"), [(1, "norm", False), (1, "mlp", True), (2, "mlp", False)])
+def test_a_backward_that_one_rank_skips_is_one_batch_less(pool: Pool, at: int, model: str, initial: bool) -> None:
+    assert pool.run(skipping, at, model, initial, ranks=RANKS) == ["fine"] * RANKS

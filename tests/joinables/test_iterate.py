@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -234,28 +235,55 @@ def test_it_trains_with_other_dummies(pool: Pool) -> None:
 # -- one rank that does something else --------------------------------------------------------------------------------
 
 
-def skipping(rank: int, buffers: bool, initial: bool) -> tuple[dict[str, torch.Tensor], int]:
+def sharded(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from importing it
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr)
+
+
+def skipping(rank: int, buffers: bool, zero: bool, skipped: tuple[int, int], steps_too: bool) -> Any:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Norm() if buffers else MLP())
-    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
-    with Join([ddp, optimizer], divide_by_initial_world_size=initial) as join:
-        for step, (x, y) in enumerate(join.iterate([streams(rank, step)[0] for step in range((2, 4, 3)[rank])])):
-            optimizer.zero_grad()
-            value = loss(ddp(x), y)
-            if (rank, step) != (2, 1):  # its loss is NaN, say
-                value.backward()
-                optimizer.step()
+    optimizer = (sharded if zero else torch.optim.Adam)(ddp.parameters(), lr=0.01)
+    told = ""
+    try:
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for step, (x, y) in enumerate(join.iterate([streams(rank, step)[0] for step in range((2, 4, 3)[rank])])):
+                optimizer.zero_grad()
+                value = loss(ddp(x), y)
+                if (rank, step) != skipped:  # its loss is NaN, say
+                    value.backward()
+                if (rank, step) != skipped or not steps_too:
+                    optimizer.step()
+    except JoinError as error:
+        told = f"{type(error).__name__}: {error}"
     group_works()
-    return flat_state(ddp.module.state_dict(), optimizer.state_dict()), join.report.ranks[rank].steps
+    return flat_state(ddp.module.state_dict(), {} if zero else optimizer.state_dict()), told
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("initial", [False, True])
-def test_a_backward_that_one_rank_skips(pool: Pool, buffers: bool, initial: bool) -> None:
-    results = pool.run(skipping, buffers, initial, ranks=RANKS)
-    for state, _ in results:
-        assert_same(state, results[0][0])
-    assert [steps for _, steps in results] == [2, 4, 3]
+@pytest.mark.parametrize("skipped", [(2, 1), (1, 2)])
+def test_a_backward_that_one_rank_skips(pool: Pool, buffers: bool, skipped: tuple[int, int]) -> None:
+    for (_, told), rank in zip(
+        pool.run(skipping, buffers, False, skipped, True, ranks=RANKS), range(RANKS), strict=True
+    ):
+        mine = f"ProtocolError: rank {skipped[0]} skipped the backward of DistributedDataParallel"
+        assert told.startswith(mine if rank == skipped[0] else f"PeerError: rank {skipped[0]} failed: {mine}")
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize(
+    ("buffers", "zero", "steps_too"), [(True, False, True), (False, False, False), (False, True, False)]
+)
+def test_a_backward_that_is_skipped_on_a_dummy(
+    pool: Pool, buffers: bool, zero: bool, steps_too: bool, step: int
+) -> None:
+    results = pool.run(skipping, buffers, zero, (0, step), steps_too, ranks=RANKS)
+    expected = pool.run(skipping, buffers, zero, (-1, -1), False, ranks=RANKS)
+    for (state, told), (whole, _) in zip(results, expected, strict=True):
+        assert told == ""
+        assert_same(state, whole, TOLERANCE)
 
 
 # -- loaders, and joinables of others ---------------------------------------------------------------------------------

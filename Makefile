@@ -9,7 +9,7 @@ BIN := .venv/bin
 help:
 	@echo 'make demo    run the demo'
 	@echo 'make test    run the tests'
-	@echo 'make soak    train SOAK=500 random models in random ways (make test: a dozen)'
+	@echo 'make soak    SOAK=500 random models and loops (make test: a dozen)'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
@@ -25,7 +25,7 @@ test: .venv/.test-installed
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py
+	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py tests/join/test_early_exit.py
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 import torch
@@ -52,7 +53,7 @@ def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
     """
     if steps is None or steps == "loader":
         return steps
-    if isinstance(steps, bool) or not isinstance(steps, int):
+    if isinstance(steps, bool) or not isinstance(steps, Integral):
         raise TypeError(
             f"steps={steps!r} must be a whole number, 'loader' for a loop over join.iterate, or None if it is not known"
         )
@@ -60,7 +61,7 @@ def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
         raise ValueError(f"steps={steps} must not be negative")
     if timeout is not None:
         raise ValueError(f"timeout={timeout!r} watches headers, which steps={steps} does without; give one of them")
-    return steps
+    return int(steps)
 
 
 def checked_weight(weight: Any) -> float | None:
@@ -74,11 +75,12 @@ def checked_weight(weight: Any) -> float | None:
         return None
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+    if isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(f"weight={weight!r} must be a number of samples or tokens, or None")
-    if not (math.isfinite(weight) and weight >= 0):
+    number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"weight={weight!r} must be finite and not negative: a number of samples or tokens")
-    return float(weight)
+    return number
 
 
 def expand(objects: Any) -> list[Joinable]:

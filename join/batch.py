@@ -1,14 +1,14 @@
 """The tensors in a batch, whatever holds them: :func:`tensors_in`, :func:`map_tensors`, :func:`samples_in`.
 
-Held are tensors in lists, tuples, dicts and what else ``torch.utils._pytree`` knows, in mappings of any class and in
-dataclasses. Other objects stay as they are.
+Held are tensors in lists, tuples, dicts and what else ``torch.utils._pytree`` knows, in subclasses of these, in
+mappings of any class and in dataclasses. Other objects stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,8 @@ def samples_in(batch: Any) -> int:
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:
     """What is in something that pytree takes for a leaf."""
+    if isinstance(leaf, (list, tuple)):
+        return list(enumerate(cast("Sequence[Any]", leaf)))
     if isinstance(leaf, Mapping):
         return list(cast("Mapping[Any, Any]", leaf).items())
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -53,12 +55,14 @@ def _items(leaf: Any) -> list[tuple[Any, Any]]:
 
 def _replaced(leaf: Any, items: list[tuple[Any, Any]]) -> Any:
     """A copy with other items."""
+    if isinstance(leaf, tuple):
+        return type(cast("tuple[Any, ...]", leaf))([value for _, value in items])
     if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
         return dict(items)
     changed: Any = copy.copy(cast("Any", leaf))
-    is_mapping = isinstance(leaf, Mapping)
+    has_keys = isinstance(leaf, (list, Mapping))
     for key, value in items:
-        if is_mapping:
+        if has_keys:
             changed[key] = value
         else:
             object.__setattr__(changed, key, value)  # frozen ones too

@@ -16,8 +16,19 @@ def emptied(batch: Any) -> Any:
     Containers, dataclasses and mappings of any depth keep their shape. Tensors without dimensions, and what is no
     tensor, stay as they are. No memory of the batch is held.
     """
-    # A slice alone would keep the storage.
-    return map_tensors(lambda tensor: tensor[:0].clone() if tensor.dim() else tensor, batch)
+    # A slice alone would keep the storage, and the graph of what the body has made of the batch.
+    return map_tensors(_without_rows, batch)
+
+
+def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    return tensor.detach()[:0].clone().requires_grad_(tensor.requires_grad)
+
+
+def duplicate(batch: Any) -> Any:
+    """The batch in containers of its own, with the tensors that it has: bodies take theirs apart."""
+    return map_tensors(lambda tensor: tensor, batch)
 
 
 def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str:

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeAlias
 from typing_extensions import Self, override
 
 from join.arguments import check_same
-from join.dummies import emptied
+from join.dummies import duplicate, emptied
 from join.early_exit import EarlyExit
 from join.errors import JoinError, PeerError, ProtocolError
 from join.lockstep import ONE_AT_A_TIME, LockstepChannel
@@ -152,10 +152,23 @@ class Iteration(Iterator[Any]):
             if self._ahead.error is not None:
                 raise self._ahead.error
             if not self._ahead.batches:
-                self._wrong = f"has a loader of len {self._length} that ended after {self._step - 1} batches"
+                self._wrong = self._wrong or self._too_few(self._step - 1)
+                if self._template is None:
+                    raise ProtocolError(f"rank {self._collective.rank} {self._wrong}")
                 return self._make_dummy()
-        self._template = self._ahead.batches.popleft()
-        return self._template
+        batch = self._ahead.batches.popleft()
+        if self._may_be_last:  # dummies are made of it, as it was before the body
+            self._template = duplicate(batch)
+        return batch
+
+    @property
+    def _may_be_last(self) -> bool:
+        if self._length is None:
+            return not self._ahead.has_more
+        return self._template is None or self._step == self._length
+
+    def _too_few(self, count: int) -> str:
+        return f"has a loader of len {self._length} that ended after {count} batches"
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -163,7 +176,8 @@ class Iteration(Iterator[Any]):
             if self._dummy == "empty":
                 self._template = emptied(self._template)
         self.is_empty_dummy = self._dummy == "empty"
-        return self._dummy(self._template) if callable(self._dummy) else self._template
+        dummy = duplicate(self._template)
+        return self._dummy(dummy) if callable(self._dummy) else dummy
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -206,7 +220,13 @@ class Iteration(Iterator[Any]):
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
         source = next(rank for rank, count in enumerate(windows.counts) if count)
         mine = self._own_template(source) if self._collective.rank == source else None
-        template, problem = broadcast_tree(windows.line, mine, source)
+        try:
+            template, problem = broadcast_tree(windows.line, mine, source)
+        except (TypeError, RuntimeError) as error:
+            raise JoinError(
+                f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"
+                " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body"
+            ) from error
         if problem is not None:
             self._channel.close_with(problem)
         if not windows.mine:
@@ -220,7 +240,7 @@ class Iteration(Iterator[Any]):
             error = self._ahead.error
             return None, PeerError(f"rank {rank} failed: {type(error).__name__}: {error}")
         if not self._ahead.batches:
-            return None, ProtocolError(f"rank {rank} has a loader of len {self._length} that ended after 0 batches")
+            return None, ProtocolError(f"rank {rank} {self._too_few(0)}")
         first = self._ahead.batches[0]
         try:
             return emptied(first) if self._dummy == "empty" else first, None

@@ -175,6 +175,11 @@ class Burst(Joinable):
         return False
 
     @property
+    def is_due(self) -> bool:
+        """Whether something was accumulated that a burst to come will reduce."""
+        return False
+
+    @property
     def owes(self) -> bool:
         """Whether a burst is announced but not run: a *credit*."""
         return False

@@ -27,6 +27,7 @@ from join.collectives.base import Done
 from join.errors import JoinError, PeerError, ProtocolError
 from join.header import ACTIVE, LEADER
 from join.joinable import Joinable
+from join.members import Member
 from join.protocol import Channel, Outcome
 
 ONE_AT_A_TIME = (
@@ -96,9 +97,13 @@ class LockstepChannel(Channel):
         self.begun = 0
         # Those of a step, as far as known: all, until one has shown it.
         self._knows_a_step = False
-        self._usual = [index for index, member in enumerate(self._members) if not member.interjects]
+        self._usual = [index for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
         self._meeting = None if self._timeout is None else self.collective.companion().companion()
+
+    def _is_of_its_own(self, member: Member) -> bool:
+        is_covered = member.burst is not None and member.burst.is_covered and self._ahead is not None
+        return not (member.interjects or (is_covered and not self._comes_between))
 
     @property
     def meets(self) -> bool:
@@ -201,7 +206,9 @@ class LockstepChannel(Channel):
         """The burst that usually comes next in this step, by its index; ``None`` if it has none left."""
         if any(burst.holds_followers for _, burst in self._bursts):
             return next(index for index, burst in self._bursts if burst.interjects)
-        return next(iter(self._usual[len(self._sequence) :]), None)
+        # Before the first burst of all, accumulated gradients tell that one is due.
+        usual = self._usual or [index for index, burst in self._bursts if burst.is_due]
+        return next(iter(usual[len(self._sequence) :]), None)
 
     def shadow(self, index: int) -> None:
         """Shadow a burst that others run, or take part in a meeting."""

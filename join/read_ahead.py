@@ -22,6 +22,11 @@ class ReadAhead:
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
 
+    @property
+    def has_more(self) -> bool:
+        """Whether another batch is there, or may be."""
+        return bool(self.batches) or not self._ended
+
     def close(self) -> None:
         """Let go of the loader, whose workers can end; what was read stays."""
         self._ended, self._source = True, iter(())

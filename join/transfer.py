@@ -40,13 +40,22 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
 
     Raises:
         RuntimeError: on every rank, if a leaf that is not a tensor cannot be pickled.
+        TypeError: on every rank, if a container cannot be built without the tensors in it.
     """
     if collective.rank == source:
         tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-        collective.broadcast_object(pytree.tree_map_only(torch.Tensor, _Slot.of, tree), source)
+        try:
+            skeleton = pytree.tree_map_only(torch.Tensor, _Slot.of, tree)
+        except Exception as error:  # some look at what they get, such as PackedSequence
+            refused = TypeError(f"something in it cannot be sent to other ranks: {type(error).__name__}: {error}")
+            collective.broadcast_object(refused, source)
+            raise refused from error
+        collective.broadcast_object(skeleton, source)
         broadcast_tensors(collective, tensors, source)
         return tree
     skeleton = collective.broadcast_object(None, source)
+    if isinstance(skeleton, TypeError):
+        raise skeleton
     received = [leaf.empty() for leaf in pytree.tree_leaves(skeleton) if isinstance(leaf, _Slot)]
     broadcast_tensors(collective, received, source)
     fill = iter(received)

@@ -127,6 +127,11 @@ class GradientSync(DDPBurst):
     def owes(self) -> bool:
         return self._credit
 
+    @property
+    @override
+    def is_due(self) -> bool:
+        return self._unsynced
+
     @override
     def fulfil(self) -> None:
         """The backward was skipped: take part in the reduction without touching the gradients.

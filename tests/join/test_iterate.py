@@ -113,6 +113,54 @@ def test_emptied_batches_keep_their_shape() -> None:
     assert batch["sample"].x.shape == (2,)
 
 
+class Rows(list[Any]):
+    pass
+
+
+class Padded(tuple[Any, ...]):
+    pass
+
+
+def test_subclasses_of_lists_and_tuples_are_emptied() -> None:
+    empty = emptied(Rows([torch.ones(2), Padded((torch.ones(3), "text"))]))
+    assert type(empty) is Rows
+    assert type(empty[1]) is Padded
+    assert (empty[0].shape, empty[1][0].shape, empty[1][1]) == ((0,), (0,), "text")
+
+
+@pytest.mark.parametrize("steps", [None, "loader"])
+@pytest.mark.parametrize("dummy", ["empty", "last", lambda batch: batch])
+def test_a_body_that_takes_its_batch_apart(dummy: Any, steps: Any) -> None:
+    def run(collective: ThreadCollective) -> list[tuple[int, int]]:
+        loader = [{"x": torch.ones(2), "y": torch.ones(2)} for _ in range((2, 5, 0)[collective.rank])]
+        seen: list[tuple[int, int]] = []
+        weight = torch.ones(1, requires_grad=True)
+        with Join([Leading(collective)], steps=steps) as join:
+            for batch in join.iterate(loader, dummy=dummy):
+                y = batch.pop("y")
+                batch["x"] = torch.cat([batch["x"] * weight, torch.ones(1)])
+                batch["x"].sum().backward()
+                seen.append((len(batch["x"]), len(y)))
+        return seen
+
+    full, empty = (3, 2), (1, 0) if dummy == "empty" else (3, 2)
+    expected = [[full] * 2 + [empty] * 3, [full] * 5, [empty] * 5]
+    assert run_threads(3, run) == expected
+
+
+def test_a_first_batch_that_cannot_be_sent() -> None:
+    def run(collective: ThreadCollective) -> None:
+        sequence = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+        with (
+            pytest.raises(JoinError, match=r"the first batch of rank 0 does not reach them"),
+            Join([Leading(collective)]) as join,
+        ):
+            for _ in join.iterate([sequence] * (1 - collective.rank), dummy="last"):
+                pass
+
+    run_threads(2, run)
+
+
 def outcome(
     collective: ThreadCollective, body: Any, loader: Any = None, lookahead: int = 1, joins: Any = None, **options: Any
 ) -> str:

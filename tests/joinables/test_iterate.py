@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -284,6 +285,52 @@ def test_a_backward_that_is_skipped_on_a_dummy(
     for (state, told), (whole, _) in zip(results, expected, strict=True):
         assert told == ""
         assert_same(state, whole, TOLERANCE)
+
+
+def leaving(rank: int, buffers: bool, accumulate: int, at: int, raises: bool, how: dict[str, Any]) -> str:
+    ddp = DistributedDataParallel(Norm() if buffers else MLP())
+    optimizer = torch.optim.Adam(ddp.parameters())
+    try:
+        with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+            for step, (x, y) in enumerate(
+                join.iterate([streams(rank, step)[0] for step in range((4, 6, 0)[rank])], **how)
+            ):
+                if (rank, step) == (1, at):
+                    if raises:
+                        raise ValueError("enough")
+                    break
+                synchronises = (step + 1) % accumulate == 0
+                with nullcontext() if synchronises else ddp.no_sync():
+                    loss(ddp(x), y).backward()
+                if synchronises:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except (ValueError, JoinError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group_works()
+    return "fine"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(
+    ("buffers", "accumulate", "at", "how"),
+    [
+        (True, 1, 0, {}),
+        (True, 1, 0, {"lookahead": 3}),
+        (False, 2, 1, {}),
+        (False, 2, 3, {}),
+        (True, 2, 3, {"lookahead": 3}),
+    ],
+)
+def test_a_rank_that_leaves_alone(
+    pool: Pool, buffers: bool, accumulate: int, at: int, how: dict[str, Any], raises: bool
+) -> None:
+    first, second, third = pool.run(leaving, buffers, accumulate, at, raises, how, ranks=RANKS)
+    told = "PeerError: rank 1 failed: ValueError: enough" if raises else "ProtocolError: ranks [1] left the loop"
+    assert first.startswith(told)
+    assert third.startswith(told)
+    assert second.startswith("ValueError: enough" if raises else told)
 
 
 # -- loaders, and joinables of others ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 
 from join.collectives import Collective, Work, collective_of
 from join.errors import ProtocolError
-from join.joinable import Joinable
+from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -117,6 +117,18 @@ def expand(objects: Any) -> list[Joinable]:
             " (or another Joinable) too"
         )
     return expanded
+
+
+def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
+    """Its hook for a block.
+
+    Raises:
+        TypeError: if ``join_hook`` returned none.
+    """
+    hook: Any = joinable.join_hook(**kwargs)
+    if callable(getattr(hook, "main_hook", None)) and callable(getattr(hook, "post_hook", None)):
+        return hook
+    raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook")
 
 
 def common_collective(joinables: Sequence[Joinable]) -> Collective:

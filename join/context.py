@@ -31,6 +31,7 @@ from join.arguments import (
     checked_weight,
     common_collective,
     expand,
+    hook_of,
 )
 from join.collectives import Collective, Work, collective_of
 from join.declared import DeclaredChannel
@@ -186,6 +187,15 @@ class Join:
         return self._is_open and self._channel.shadowing
 
     @property
+    def is_last_step(self) -> bool:
+        """Whether no other step follows in the loop over :meth:`iterate`, on any rank; ``False`` outside one.
+
+        The same on all ranks, so that all can make something of what is left, such as the gradients of a window of
+        accumulation that is not full. No collective is sent for it; but it may wait until all have begun this step.
+        """
+        return self._iteration is not None and self._iteration.is_last_step
+
+    @property
     def pending(self) -> list[Any]:
         """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
         return [] if self._iteration is None else self._iteration.pending
@@ -275,7 +285,7 @@ class Join:
             self._configure()
             self._report = JoinReport()
             return self
-        members = [Member(joinable, joinable.join_hook(**self._kwargs)) for joinable in self._joinables]
+        members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
         self._scope = Scope(members, self._throw, self._timeout)
         self._channel = self._open_channel()
         self._is_open = True

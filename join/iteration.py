@@ -89,6 +89,14 @@ class Iteration(Iterator[Any]):
         """The batches that were read ahead and not handed out, in their order."""
         return list(self._ahead.batches)
 
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step under way is the last, of all ranks."""
+        windows = self._windows
+        if windows is None or not self.running or windows.at < windows.steps:
+            return False
+        return self._length is not None or windows.is_last(f"asked in step {self._step} whether it is the last")
+
     # -- handing out --------------------------------------------------------------------------------------------------
 
     def handed_out(self) -> Iterator[Any]:

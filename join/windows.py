@@ -58,7 +58,10 @@ class Windows:
     def begin(self, counts: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
         self.counts, self.at = counts, 0
-        self.steps = min(counts) if self._until_first else max(counts)
+        self.steps = self._steps_of(counts)
+
+    def _steps_of(self, counts: list[int]) -> int:
+        return min(counts) if self._until_first else max(counts)
 
     @property
     def active(self) -> int:
@@ -103,6 +106,14 @@ class Windows:
                 self.farewell.part("stopped")
         self.check(replies)
         return replies
+
+    def is_last(self, doing: str) -> bool:
+        """Whether the window is the last one; waits for the roll call under way, which is still to be read."""
+        assert self.under_way is not None
+        self._channel.wait(self.under_way, doing)
+        replies = self.replies
+        has_ended = any(self.answers.is_end(reply) for reply in replies)  # told when it is read
+        return not has_ended and not self._steps_of(replies)
 
     @property
     def replies(self) -> list[int]:

@@ -289,6 +289,11 @@ def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
 # -- torch.distributed.algorithms.join ------------------------------------------------------------------------------
 
 
+def is_in_torch_join(joinable: Any) -> bool:
+    """Whether torch's own ``Join`` is around a module or optimizer. Stands in for its ``_join_config``."""
+    return joinable._join_config.enable
+
+
 @contextmanager
 def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Generator[None]:
     """Send a torch ``Joinable``'s ``Join.notify_join_context(self)`` to ``notify`` while the context is open.

@@ -6,14 +6,14 @@ When it comes, how it scales, and the order of collectives, is told in ``joinabl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, JoinHook, ProtocolError
+from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives import Work
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
@@ -25,6 +25,7 @@ from joinables.usage import Usage
 from joinables.weights import Weights
 
 # From one block of a module to the next: gradients that a rank has not yet reduced are not the last result.
+_IN_TORCH_JOIN = "the module is in torch's own Join or model.join(); leave that out, this Join takes its place"
 _may_hold_result: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -69,6 +70,19 @@ class GradientSync(DDPBurst):
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
+        """Return itself.
+
+        Raises:
+            ValueError: if torch's own ``Join`` is around the module, or a layer has sparse gradients.
+        """
+        if reducer.is_in_torch_join(self._ddp):
+            raise ValueError(_IN_TORCH_JOIN)
+        for name, layer in cast("Iterator[tuple[str, torch.nn.Module]]", self._ddp.named_modules()):
+            if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+                raise ValueError(
+                    f"{name!r} has sparse gradients, which a rank without data cannot take over; build it with"
+                    " sparse=False"
+                )
         self._divide_by_initial_world_size = divide_by_initial_world_size
         return self
 
@@ -239,6 +253,8 @@ class GradientSync(DDPBurst):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, ddp: Any, args: Any) -> None:
+        if reducer.is_in_torch_join(self._ddp):
+            raise JoinError(_IN_TORCH_JOIN)
         reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
             self._in_backward = False  # a backward that raised did not come to its end

@@ -255,6 +255,20 @@ def test_rank_that_does_not_enter() -> None:
     run_threads(2, enter)
 
 
+def test_join_hook_that_returns_nothing() -> None:
+    class Forgetful(Counter):
+        def join_hook(self, **kwargs: Any) -> Any:
+            pass
+
+    def body(collective: ThreadCollective) -> None:
+        with pytest.raises(TypeError, match="join_hook of Forgetful returned None; return a JoinHook"):
+            Join([Forgetful(collective)]).__enter__()
+        with Join([Counter(collective)]):
+            pass
+
+    alone(body)
+
+
 def test_a_typo_of_weight() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:

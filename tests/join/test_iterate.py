@@ -113,6 +113,28 @@ def test_emptied_batches_keep_their_shape() -> None:
     assert batch["sample"].x.shape == (2,)
 
 
+@pytest.mark.parametrize("timeout", [None, 20])
+@pytest.mark.parametrize("until", ["all", "first"])
+@pytest.mark.parametrize("how", [{}, {"lookahead": 2}, {"lookahead": 3}, {"steps": "loader"}])
+def test_last_step(how: dict[str, Any], until: Any, timeout: float | None) -> None:
+    lookahead, steps = how.get("lookahead", 1), how.get("steps")
+    if steps and timeout:
+        return
+
+    def run(collective: ThreadCollective) -> list[bool]:
+        counter, found = Leading(collective), list[bool]()
+        with Join([counter], steps=steps, timeout=timeout) as join:
+            assert not join.is_last_step
+            for _ in join.iterate(list(batches(collective.rank, 4 + collective.rank)), until, lookahead=lookahead):
+                found.append(join.is_last_step)
+                counter()
+                assert join.is_last_step == found[-1]
+            assert not join.is_last_step
+        return found
+
+    assert run_threads(3, run) == [[False] * (5 if until == "all" else 3) + [True]] * 3
+
+
 class Rows(list[Any]):
     pass
 

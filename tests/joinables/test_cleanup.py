@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, PeerError
+from join import Join, JoinError, PeerError
 from joinables import ZeroStep
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
@@ -208,3 +208,32 @@ def refused(rank: int) -> None:
 
 def test_what_cannot_join_is_refused(pool: Pool) -> None:
     pool.run(refused, ranks=2)
+
+
+def told(rank: int) -> list[str]:
+    ddp, other = (DistributedDataParallel(build("mlp")) for _ in range(2))
+    embedding = DistributedDataParallel(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
+    texts: list[str] = []
+
+    def around() -> None:
+        with TorchJoin([ddp]), Join([ddp]):
+            pass
+
+    def inside() -> None:
+        with Join([other]), other.join():
+            other(batch(rank, 0, 0)[0])
+
+    for case in (around, inside, Join([embedding]).__enter__):
+        try:
+            case()
+        except (ValueError, JoinError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_modules_that_cannot_be_in_a_block(pool: Pool) -> None:
+    theirs = "the module is in torch's own Join or model.join(); leave that out, this Join takes its place"
+    sparse = "ValueError: 'module.0' has sparse gradients, which a rank without data cannot take over"
+    for first, second, third in pool.run(told, ranks=2):
+        assert (first, second) == (f"ValueError: {theirs}", f"JoinError: {theirs}")
+        assert third.startswith(sparse)

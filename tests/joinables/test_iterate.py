@@ -333,6 +333,40 @@ def test_a_rank_that_leaves_alone(
     assert second.startswith("ValueError: enough" if raises else told)
 
 
+WINDOWS = ((0, 1, 2), (3, 4))
+
+
+def accumulating(rank: int, how: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP())
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer]) as join:
+        for step, (x, y) in enumerate(join.iterate([streams(rank, step)[0] for step in range((2, 5, 0)[rank])], **how)):
+            join.weight = len(x)
+            synchronises = (step + 1) % 3 == 0 or join.is_last_step
+            with nullcontext() if synchronises else ddp.no_sync():
+                loss(ddp(x), y).backward()
+            if synchronises:
+                optimizer.step()
+                optimizer.zero_grad()
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("how", [{}, {"lookahead": 2}])
+def test_a_last_window_of_accumulation_that_is_not_full(pool: Pool, how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = MLP()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for window in WINDOWS:
+        optimizer.zero_grad()
+        data = [streams(rank, step)[0] for rank, count in enumerate((2, 5, 0)) for step in window if step < count]
+        for x, y in data:
+            (loss(net(x), y) * len(x) / sum(len(each) for each, _ in data)).backward()
+        optimizer.step()
+    for state in pool.run(accumulating, how, ranks=RANKS):
+        assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
+
+
 # -- loaders, and joinables of others ---------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from tests.models import batch, build
 
 
 def rank_main(rank: int, path: str, how: str, results: Any) -> None:
-    join.early_exit._LIMIT_SECONDS = 3.0
+    join.early_exit.LIMIT_SECONDS = 3.0
     dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.Adam(ddp.parameters())

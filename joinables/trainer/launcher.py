@@ -29,12 +29,12 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,8 @@ class Launcher:
 
     Workers keep the parent's number of torch threads unless all of them together would have more than there are
     processors. Their environment variables are the parent's. They do not hear Ctrl-C: the parent does, and ends them.
-    They end when the parent dies, and may have child processes of their own.
+    They end when the parent dies. They may have child processes of their own, which end with a worker that is killed:
+    each worker makes a process group of its own, so signals to the parent's group, as on Ctrl-Z, do not reach it.
 
     Args:
         world_size: the number of ranks.
@@ -226,9 +227,24 @@ def _reap(workers: Sequence[BaseProcess]) -> None:
             worker.join(max(deadline - time.monotonic(), 0.0))
     finally:  # also if Ctrl-C is pressed again
         for worker in started:
+            _kill_group(worker)
             worker.kill()
             worker.join()
             worker.close()
+
+
+def _kill_group(worker: BaseProcess) -> None:
+    """Kill a worker that did not end by itself, and the processes that it started, such as those of a DataLoader."""
+    pid, code = cast("int", worker.pid), worker.exitcode
+    if code is not None:
+        if code >= 0:
+            return  # it saw to its own, or has left them on purpose
+        # A number is not used anew as long as its group has a member.
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return
+    with suppress(ProcessLookupError):  # it had not come to a group of its own, or all of it are gone
+        os.killpg(pid, signal.SIGKILL)
 
 
 def checked_start_method(start_method: Any) -> StartMethod:

@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -362,6 +362,31 @@ def test_worker_killed_while_it_writes_its_result() -> None:
         local().launch(killed_while_it_writes)
 
 
+def killed_with_a_child(file: Path, rank: int) -> None:
+    if dist.get_rank() == rank:
+        # What the pool of a DataLoader is, with nobody left to end it.
+        file.write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def check_gone(pids: Iterable[int]) -> None:
+    """Processes that were killed are gone as soon as the system has reaped them."""
+    pids = set(pids)
+    assert pids
+    deadline = time.monotonic() + 5
+    while pids & set(parents()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not pids & set(parents())
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_what_a_killed_worker_started_ends_with_it(start_method: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match="rank 1 was killed by SIGKILL"):
+        local(2, start_method).launch(killed_with_a_child, tmp_path / "child", 1)
+    check_gone([int((tmp_path / "child").read_text())])
+
+
 def interrupted() -> str:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.1)
@@ -462,8 +487,10 @@ SLEEPER = """
 
     def fn(folder):
         import torch.distributed as dist
-        if sys.argv[1] == "fork" and dist.get_rank() == 1 and os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             time.sleep(1000)  # holds what was inherited from this worker, as a child of the user's would
+        (Path(folder) / f"{dist.get_rank()}.child").write_text(str(child))
         (Path(folder) / f"{dist.get_rank()}.part").write_text(str(os.getpid()))
         (Path(folder) / f"{dist.get_rank()}.part").rename(Path(folder) / f"{dist.get_rank()}.pid")
         time.sleep(1000)
@@ -505,6 +532,7 @@ def test_end_of_the_parent_is_the_end_of_its_workers(
         while (workers & set(parents()) or list(folder.iterdir())) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not workers & set(parents())
+        check_gone(int(file.read_text()) for file in tmp_path.glob("*.child"))
         if sent == "SIGINT":
             text = (tmp_path / "stderr").read_text().strip()
             assert text.count("Traceback") == 1

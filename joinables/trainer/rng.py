@@ -1,4 +1,4 @@
-"""The random numbers of a process: :func:`seed_all`, :func:`glance`, :func:`capture`, :func:`restore`, :func:`iterate`.
+"""The random numbers of a process, and how others go on from them: :func:`capture`, :func:`restore`.
 
 Python's, torch's, those of this process's GPU, and numpy's where the program uses numpy. Captured states are plain data
 and tensors, so that a checkpoint can hold them.
@@ -53,6 +53,14 @@ def restore(state: Mapping[str, Any]) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def start_from(state: Mapping[str, Any]) -> None:
+    """Begin in a new process with the states that were captured in the one that started it."""
+    restore(state)
+    if "cuda" not in state:
+        # That one has not used its GPU; torch.manual_seed would have seeded it there for when it does.
+        torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def iterate(loader: Any) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
 from joinables.modes import keeping_modes
-from joinables.trainer import snapshot
+from joinables.trainer import rng, snapshot
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
@@ -71,7 +71,8 @@ class Trainer:
         enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
             ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
-        seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone.
+        seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone: all ranks that
+            are started here go on from this process's, and this process from rank 0's.
 
     Raises:
         TypeError: if an argument is of a wrong type.
@@ -250,12 +251,12 @@ class Trainer:
                 write_checkpoint(self._state, Path(folder) / "from", durable=False)
                 ckpt_path = Path(folder) / "from"
             here = os.getpid()
-            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
+            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here, rng.capture()
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
             for name, loader in zip(names, loaders, strict=True):
                 self._warn_of_copies(name, loader)
-            pid, result = cast(
-                "tuple[int, Result]",
+            pid, result, drawn = cast(
+                "tuple[int, Result, dict[str, Any]]",
                 self.strategy.launch(
                     self.world_size,
                     self._accelerator,
@@ -273,6 +274,7 @@ class Trainer:
                 result, buffers = replace(result, state=came["state"]), came["buffers"]
             if pid != here:
                 self._bring_home(result, module)
+                rng.restore(drawn)
                 put_buffers(module, buffers)
                 if stage != "fit" and ckpt_path is not None:
                     module.load_state_dict(read_checkpoint(ckpt_path)["module"])
@@ -512,8 +514,12 @@ def _work(
     ckpt_path: str | None,
     folder: str,
     home: int,
-) -> tuple[int, Result]:
-    return os.getpid(), trainer.work(stage, module, loaders, ckpt_path, folder, home)
+    random: dict[str, Any],
+) -> tuple[int, Result, dict[str, Any]]:
+    if os.getpid() != home:
+        rng.start_from(random)
+    result = trainer.work(stage, module, loaders, ckpt_path, folder, home)
+    return os.getpid(), result, rng.capture()
 
 
 def _own(value: Any) -> Any:

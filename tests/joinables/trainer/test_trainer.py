@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -134,6 +135,24 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert_same(flat_state(module.state_dict()), flat_state(whole.state_dict()))
     assert trainer.metrics["val_loss"] == expected.metrics["val_loss"]
     assert os.environ == environ
+
+
+class Draws(Classifier):
+    """Predicts random numbers."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return [random.random(), torch.rand(())]
+
+
+def test_random_numbers_go_on_from_those_of_this_process() -> None:
+    def predict(ranks: int) -> Any:
+        torch.manual_seed(3)
+        random.seed(3)
+        predicted = Trainer(devices=ranks, accelerator="cpu").predict(Draws(), loader(4 * ranks, 4))
+        return predicted, [random.random(), torch.rand(())]
+
+    (predicted,), then = predict(1)
+    assert predict(2) == ([predicted, predicted], then)
 
 
 class Failing(Callback):

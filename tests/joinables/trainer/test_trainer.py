@@ -155,6 +155,33 @@ def test_random_numbers_go_on_from_those_of_this_process() -> None:
     assert predict(2) == ([predicted, predicted], then)
 
 
+class PredictsColumn(Classifier):
+    """Predicts a part of what it computed."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"first": self(batch[0])[:, 0], "sparse": batch[1].to_sparse()}
+
+
+def test_predictions_hold_nothing_else() -> None:
+    predicted = Trainer(accelerator="cpu").predict(PredictsColumn(), loader(8, 4))
+    assert [each["first"].untyped_storage().nbytes() for each in predicted] == [4 * 4, 4 * 4]
+    whole = Classifier().eval()(dataset(8).tensors[0])
+    assert torch.allclose(torch.cat([each["first"] for each in predicted]), whole[:, 0], atol=TOLERANCE)
+    assert predicted[0]["sparse"].is_sparse
+
+
+class Exhausted(Classifier):
+    """Asks an iterator for too much."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        next(iter(()))
+
+
+def test_a_step_may_raise_whatever_it_wants() -> None:
+    with pytest.raises(StopIteration):
+        Trainer().validate(Exhausted(), loader())
+
+
 class Failing(Callback):
     """Fails on one rank, in the middle of a fit."""
 

@@ -29,7 +29,7 @@ from joinables.trainer import rng, snapshot
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.data import Plan
+from joinables.trainer.data import Plan, copied_sampler
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
@@ -283,12 +283,21 @@ class Trainer:
         return result
 
     def _warn_of_copies(self, name: str, loader: Any) -> None:
-        if loader is None or isinstance(loader, DataLoader) or self.world_size == 1 or not self.is_global_zero:
+        if loader is None or self.world_size == 1 or not self.is_global_zero:
+            return
+        if not isinstance(loader, DataLoader):
+            kind = f"is a {cast('type[object]', type(loader)).__name__} and no DataLoader"
+            way_out = "make it an IterableDataset, in DataLoader(dataset, batch_size=None)"
+        elif (sampler := copied_sampler(loader)) is not None:
+            kind = f"has a sampler of its own, a {sampler}"
+            way_out = (
+                "give its sampler a method set_epoch(epoch). For a part of a data set, take torch.utils.data.Subset"
+            )
+        else:
             return
         warnings.warn(
-            f"{name} is a {cast('type[object]', type(loader)).__name__} and no DataLoader, so it is not dealt out: each"
-            f" of the {self.world_size} ranks goes through what it gives there. If that differs by rank, make it an"
-            " IterableDataset, in DataLoader(dataset, batch_size=None)",
+            f"{name} {kind}, so it is not dealt out: each of the {self.world_size} ranks goes through what it gives"
+            f" there. If that differs by rank, {way_out}",
             stacklevel=4,  # of whoever called fit, validate, test or predict
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from joinables.trainer import (
     Callback,
@@ -455,7 +455,11 @@ def test_what_is_not_dealt_out_is_told() -> None:
     assert told[0].filename == __file__
     with pytest.raises(Launched):
         run.fit(Classifier(), loader(), loader())
-    Trainer(max_steps=1).fit(Classifier(), batches)
+    subset = SubsetRandomSampler(range(4))
+    text = "val_loader has a sampler of its own, a SubsetRandomSampler, so"
+    with pytest.warns(UserWarning, match=text), pytest.raises(Launched):
+        run.fit(Classifier(), loader(), loader(sampler=subset))
+    Trainer(max_steps=1).fit(Classifier(), batches, loader(sampler=subset))
 
 
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:

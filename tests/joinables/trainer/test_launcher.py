@@ -400,6 +400,11 @@ def test_interrupts_are_for_the_parent() -> None:
 # -- what cannot be pickled
 
 
+class Holds:
+    def __init__(self, held: Any) -> None:
+        self.itself, self.held = self, held
+
+
 def takes(number: int, callback: Any, *rest: Any) -> None: ...
 
 
@@ -409,6 +414,7 @@ def takes(number: int, callback: Any, *rest: Any) -> None: ...
         (lambda: (lambda: None,), r"^fn cannot be pickled for the workers: .*<lambda>"),
         (lambda: (takes, 1, threading.Lock()), "^callback cannot be pickled"),
         (lambda: (takes, 1, {"locks": [1, threading.Lock()]}), r"^callback\['locks'\]\[1\] cannot be pickled"),
+        (lambda: (takes, 1, [Holds({"a": Holds(threading.Lock())})]), r"^callback\[0\]\.held\['a'\]\.held cannot be"),
         (lambda: (takes, 1, 2, 3, (each for each in [])), r"^rest\[1\] cannot be pickled .*generator"),
     ],
 )

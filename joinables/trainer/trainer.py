@@ -435,10 +435,13 @@ class Trainer:
         return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
 
     def device_of(self, rank: int) -> torch.device:
-        """Where a rank computes."""
+        """Where this process computes, as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        environment = detect_environment()
+        local_rank = rank if environment.creates_processes else environment.place().local_rank
+        # Some launchers let each process see only its own GPU.
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
 
     # -- the work of one rank -----------------------------------------------------------------------------------------
 

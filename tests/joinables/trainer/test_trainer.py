@@ -540,6 +540,19 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not trainer.is_global_zero
 
 
+def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of two nodes, to which SLURM deals ranks in turn."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert Trainer(accelerator="cuda", devices=4).device_of(3) == torch.device("cuda", 3)
+    place = {"PROCID": "2", "LOCALID": "1", "NODEID": "0", "NTASKS": "8", "NNODES": "2"}
+    for name, value in {**place, "JOB_ID": "1", "JOB_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert Trainer(accelerator="cuda", devices=4, num_nodes=2).device_of(2) == torch.device("cuda", 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert Trainer(accelerator="cuda", devices=1, num_nodes=8).device_of(2) == torch.device("cuda", 0)
+
+
 class Wrong(Classifier):
     """Returns something else than a loss."""
 

@@ -166,6 +166,7 @@ class Trainer:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
+    @checks_keywords
     def fit(
         self,
         module: TrainModule,
@@ -212,6 +213,7 @@ class Trainer:
         result = self._launch("fit", module, (train_loader, val_loader), ckpt_path)
         return replace(result, state=None)
 
+    @checks_keywords
     def validate(
         self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
     ) -> list[dict[str, float]]:
@@ -222,12 +224,14 @@ class Trainer:
         """
         return [dict(self._launch("validate", module, (loader,), ckpt_path).metrics)]
 
+    @checks_keywords
     def test(
         self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over ``loader``; return a list with the metrics, by name."""
         return [dict(self._launch("test", module, (loader,), ckpt_path).metrics)]
 
+    @checks_keywords
     def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
         """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
         return list(self._launch("predict", module, (loader,), ckpt_path).predictions or ())
@@ -298,7 +302,7 @@ class Trainer:
         warnings.warn(
             f"{name} {kind}, so it is not dealt out: each of the {self.world_size} ranks goes through what it gives"
             f" there. If that differs by rank, {way_out}",
-            stacklevel=4,  # of whoever called fit, validate, test or predict
+            stacklevel=5,  # of whoever called fit, validate, test or predict, which are wrapped
         )
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:

@@ -512,6 +512,21 @@ def test_bad_keywords_of_callbacks() -> None:
         EarlyStopping("x", wait=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("run", "keyword", "text"),
+    [
+        ("fit", "train_dataloaders", "train_loader, val_loader, ckpt_path. Did you mean train_loader"),
+        ("fit", "datamodule", "train_loader, val_loader, ckpt_path$"),
+        ("validate", "dataloaders", "loader, ckpt_path. Did you mean loader"),
+        ("test", "dataloaders", "loader, ckpt_path. Did you mean loader"),
+        ("predict", "dataloaders", "loader, ckpt_path. Did you mean loader"),
+    ],
+)
+def test_bad_keywords_of_runs(run: str, keyword: str, text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{keyword}: {run} takes module, {text}"):
+        getattr(Trainer(), run)(Classifier(), **{keyword: loader()})
+
+
 def test_bad_runs(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"derive it from joinables\.trainer\.TrainModule"):
         Trainer().fit(torch.nn.Linear(1, 1), loader())

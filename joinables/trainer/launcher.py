@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
@@ -114,7 +114,7 @@ class Launcher:
             NotPicklable: if ``fn`` or an argument (before any process starts) or the result cannot be pickled.
             WorkerDied: if a worker did not live to the end of ``fn``, or ended with another exit code than 0.
             WorkerRaised: if a worker raised something that cannot be pickled.
-            LaunchError: if a process group is in the way.
+            LaunchError: if a process group is in the way, or workers cannot import the main script.
             BaseException: whatever ``fn`` raised on a rank, with the worker's traceback as its cause. If several ranks
                 failed, the one that the others did not fail for, and of these the lowest.
         """
@@ -130,6 +130,7 @@ class Launcher:
         with tempfile.TemporaryDirectory(prefix="joinables-") as folder:
             payload = Payload(Path(folder))
             if not forks:
+                _check_main()
                 payload.write_call(fn, args)
             context = multiprocessing.get_context(self._start_method)
             queue = Queue(context)
@@ -168,6 +169,21 @@ def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call
         _reap(workers)
     if failures:
         raise_cause(failures)
+
+
+def _check_main() -> None:
+    """Make sure that workers find the main script, which each of them imports.
+
+    Raises:
+        LaunchError: if it has a name, but no file, as what comes from standard input.
+    """
+    path = spawn.get_preparation_data("worker").get("init_main_from_path")
+    if path is not None and not os.path.exists(path):
+        raise LaunchError(
+            f"the main script is {os.path.basename(path)!r}, and workers, which import it, cannot: there is no such"
+            " file. Write it into one, or start processes by fork (start_method='fork'; of a trainer,"
+            " strategy='ddp_fork')"
+        )
 
 
 @contextmanager

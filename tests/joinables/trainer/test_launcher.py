@@ -660,6 +660,28 @@ WITHOUT_GUARD = """
 """
 
 
+FROM_STDIN = """
+    import os
+    from joinables.trainer.launcher import Launcher
+
+    if __name__ == "__main__":
+        Launcher(1).launch(os.getpid)
+"""
+
+
+def test_script_that_is_no_file(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable],
+        input=textwrap.dedent(FROM_STDIN),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    last = ended.stderr.splitlines()[-1]
+    assert "LaunchError: the main script is '<stdin>', and workers, which import it, cannot: there is no such" in last
+
+
 def test_script_without_main_guard(tmp_path: Path) -> None:
     ended = run_script(tmp_path, WITHOUT_GUARD)
     assert ended.returncode == 1

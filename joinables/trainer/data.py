@@ -14,7 +14,16 @@ from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from typing_extensions import override
 
 from join.collectives import Collective
@@ -87,15 +96,10 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         seed: of the order.
         shuffle: whether the order changes with the epoch; by default, if the loader shuffles.
     """
-    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
+    if not _is_data_loader(loader) or not _is_dealt_out(loader):
         return loader
-    batches = cast("Any", loader.batch_sampler)
-    if type(batches) not in (BatchSampler, type(None)):
-        return loader
-    order = cast("Any", loader.sampler if batches is None else batches.sampler)
+    batches, order = _samplers(loader)
     shuffles = type(order) is RandomSampler
-    if not (type(order) is SequentialSampler or (shuffles and _is_permutation(order, loader))):
-        return loader
     if world_size == 1 and not shuffles:
         return loader
     sampler = UnevenDistributedSampler(
@@ -117,6 +121,35 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
 
 def _is_data_loader(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return isinstance(loader, DataLoader)
+
+
+def _samplers(loader: DataLoader[Any]) -> tuple[Any, Any]:
+    """What makes batches, ``None`` if nothing does, and what the order of samples is from."""
+    batches, order = cast("tuple[Any, Any]", (loader.batch_sampler, loader.sampler))
+    return batches, order if batches is None else getattr(batches, "sampler", None)
+
+
+def _is_dealt_out(loader: DataLoader[Any]) -> bool:
+    """Whether its samplers are those that a ``DataLoader`` makes for a data set."""
+    batches, order = _samplers(loader)
+    if isinstance(loader.dataset, IterableDataset) or type(batches) not in (BatchSampler, type(None)):
+        return False
+    return type(order) is SequentialSampler or (type(order) is RandomSampler and _is_permutation(order, loader))
+
+
+def copied_sampler(loader: Any) -> str | None:
+    """The class of the sampler for which every rank goes through all of a ``DataLoader``; ``None`` if there is none.
+
+    That is one of torch's that know nothing of ranks, also in batches of another class. A sampler of the user's own may
+    deal out; so may one that wants to be told the epoch.
+    """
+    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset) or _is_dealt_out(loader):
+        return None
+    batches, order = _samplers(loader)
+    knows_nothing = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    if not isinstance(order, knows_nothing) or any(hasattr(each, "set_epoch") for each in (batches, order)):
+        return None
+    return type(order if type(batches) in (BatchSampler, type(None)) else batches).__name__
 
 
 def _is_predictable(loader: DataLoader[Any]) -> bool:

@@ -5,7 +5,7 @@ Nothing is shadowed here: each rank goes through its own batches without communi
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
     """Go through ``loader`` and return what was logged, over all ranks; ``stage`` is ``"validate"`` or ``"test"``."""
     with evaluating(run.module):
         with run.fresh_metrics() as store:
-            for _ in _outputs(run, local_loader(run, loader), stage):
-                pass
+            _go_through(run, local_loader(run, loader), stage)
             metrics = store.reduce(run.collective)
         run.trainer.metrics.update(metrics)
         _end(run, stage)
@@ -39,8 +38,9 @@ def predict(run: Run, loader: Any) -> list[Any]:
     They are in that order where the trainer deals out the data; otherwise each rank's come after the other's.
     """
     local = local_loader(run, loader)
+    mine: list[Any] = []
     with evaluating(run.module):
-        mine = map_tensors(torch.Tensor.cpu, list(_outputs(run, local, "predict")))
+        _go_through(run, local, "predict", lambda output: mine.append(map_tensors(_kept, output)))
         parts: list[list[Any]] = run.collective.all_gather_object(mine)
         _end(run, "predict")
     if local is loader:
@@ -54,7 +54,16 @@ def local_loader(run: Run, loader: Any) -> Any:
     return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
 
 
-def _outputs(run: Run, local: Any, stage: str) -> Generator[Any]:
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, without what else its storage holds: that would be kept, and sent, as well."""
+    tensor = tensor.cpu()
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
+
+
+def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] | None = None) -> None:
+    # No generator: in one, a step's StopIteration would become another error.
     module, name = run.module, _NAMES[stage]
     step, starts, ends = (getattr(module, form.format(name)) for form in _OF_A_BATCH)
     run.call("on_evaluation_start", stage)
@@ -68,7 +77,8 @@ def _outputs(run: Run, local: Any, stage: str) -> Generator[Any]:
             output = step(batch, index)
         ends(output, batch, index)
         run.call("on_evaluation_batch_end", output, batch, index, stage)
-        yield output
+        if keep is not None:
+            keep(output)
     run.samples = 1
     getattr(module, f"on_{name}_epoch_end")()
 

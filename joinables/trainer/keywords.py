@@ -5,23 +5,27 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from join.arguments import did_you_mean
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def checks_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor say which argument was meant, which Python does from 3.13 on."""
-    names = [name for name in inspect.signature(init).parameters if name != "self"]
-    kind = init.__qualname__.split(".")[-2]
+def checks_keywords(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a constructor, or another method, say which argument was meant; Python names the likely one from 3.13 on."""
+    names = [name for name in inspect.signature(method).parameters if name != "self"]
+    kind, own = method.__qualname__.split(".")[-2:]
 
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+    @functools.wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name, value in kwargs.items():
             if name not in names:
-                raise TypeError(f"{name}={value!r}: {kind} takes {', '.join(names)}{did_you_mean(name, names)}")
-        init(*args, **kwargs)
+                taker = kind if own == "__init__" else own
+                given = f"{name}={value!r}" if isinstance(value, (str, int, float)) else name
+                missing = [each for each in names[len(args) - 1 :] if each not in kwargs]  # the first of args is self
+                raise TypeError(f"{given}: {taker} takes {', '.join(names)}{did_you_mean(name, missing)}")
+        return method(*args, **kwargs)
 
     return checked

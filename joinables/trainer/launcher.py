@@ -29,12 +29,12 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,8 @@ class Launcher:
 
     Workers keep the parent's number of torch threads unless all of them together would have more than there are
     processors. Their environment variables are the parent's. They do not hear Ctrl-C: the parent does, and ends them.
-    They end when the parent dies, and may have child processes of their own.
+    They end when the parent dies. They may have child processes of their own, which end with a worker that is killed:
+    each worker makes a process group of its own, so signals to the parent's group, as on Ctrl-Z, do not reach it.
 
     Args:
         world_size: the number of ranks.
@@ -113,7 +114,7 @@ class Launcher:
             NotPicklable: if ``fn`` or an argument (before any process starts) or the result cannot be pickled.
             WorkerDied: if a worker did not live to the end of ``fn``, or ended with another exit code than 0.
             WorkerRaised: if a worker raised something that cannot be pickled.
-            LaunchError: if a process group is in the way.
+            LaunchError: if a process group is in the way, or workers cannot import the main script.
             BaseException: whatever ``fn`` raised on a rank, with the worker's traceback as its cause. If several ranks
                 failed, the one that the others did not fail for, and of these the lowest.
         """
@@ -129,6 +130,7 @@ class Launcher:
         with tempfile.TemporaryDirectory(prefix="joinables-") as folder:
             payload = Payload(Path(folder))
             if not forks:
+                _check_main()
                 payload.write_call(fn, args)
             context = multiprocessing.get_context(self._start_method)
             queue = Queue(context)
@@ -167,6 +169,21 @@ def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call
         _reap(workers)
     if failures:
         raise_cause(failures)
+
+
+def _check_main() -> None:
+    """Make sure that workers find the main script, which each of them imports.
+
+    Raises:
+        LaunchError: if it has a name, but no file, as what comes from standard input.
+    """
+    path = spawn.get_preparation_data("worker").get("init_main_from_path")
+    if path is not None and not os.path.exists(path):
+        raise LaunchError(
+            f"the main script is {os.path.basename(path)!r}, and workers, which import it, cannot: there is no such"
+            " file. Write it into one, or start processes by fork (start_method='fork'; of a trainer,"
+            " strategy='ddp_fork')"
+        )
 
 
 @contextmanager
@@ -226,9 +243,24 @@ def _reap(workers: Sequence[BaseProcess]) -> None:
             worker.join(max(deadline - time.monotonic(), 0.0))
     finally:  # also if Ctrl-C is pressed again
         for worker in started:
+            _kill_group(worker)
             worker.kill()
             worker.join()
             worker.close()
+
+
+def _kill_group(worker: BaseProcess) -> None:
+    """Kill a worker that did not end by itself, and the processes that it started, such as those of a DataLoader."""
+    pid, code = cast("int", worker.pid), worker.exitcode
+    if code is not None:
+        if code >= 0:
+            return  # it saw to its own, or has left them on purpose
+        # A number is not used anew as long as its group has a member.
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return
+    with suppress(ProcessLookupError):  # it had not come to a group of its own, or all of it are gone
+        os.killpg(pid, signal.SIGKILL)
 
 
 def checked_start_method(start_method: Any) -> StartMethod:

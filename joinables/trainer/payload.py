@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -153,15 +153,31 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
     return names + [f"{rest}[{position}]" for position in range(count - len(names))]
 
 
-def _unpicklable_part(value: Any) -> tuple[str, Exception | None]:
-    """Where in ``value`` the trouble is, as one would index it, and what it is; ``None`` if there is none."""
+def _unpicklable_part(value: Any, above: Sequence[Any] = ()) -> tuple[str, Exception | None]:
+    """Where in ``value`` the trouble is, as one would write it, and what it is; ``None`` if there is none."""
     try:
         pickle.dumps(value)
     except Exception as whole:
-        for path, leaf in cast("Any", pytree.tree_flatten_with_path(value)[0]):
-            try:
-                pickle.dumps(leaf)
-            except Exception as error:
-                return pytree.keystr(path), error
+        for path, part in _parts(value):
+            if any(part is each for each in (*above, value)):
+                continue  # it refers back to what holds it
+            inner, error = _unpicklable_part(part, (*above, value))
+            if error is not None:
+                return path + inner, error
         return "", whole
     return "", None
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What is pickled with ``value``, and how it is written: items, or attributes."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in cast("Mapping[Any, Any]", value).items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(cast("Sequence[Any]", value)))
+    else:
+        try:
+            state: Any = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2]
+        except Exception:  # it has no state, or is itself the trouble
+            return
+        if isinstance(state, Mapping):
+            yield from ((f".{name}", part) for name, part in cast("Mapping[str, Any]", state).items())

@@ -1,4 +1,4 @@
-"""The random numbers of a process: :func:`seed_all`, :func:`glance`, :func:`capture`, :func:`restore`, :func:`iterate`.
+"""The random numbers of a process, and how others go on from them: :func:`capture`, :func:`restore`.
 
 Python's, torch's, those of this process's GPU, and numpy's where the program uses numpy. Captured states are plain data
 and tensors, so that a checkpoint can hold them.
@@ -6,6 +6,7 @@ and tensors, so that a checkpoint can hold them.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,8 +29,25 @@ def glance() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+        state["numpy"] = _glance_at_numpy(sys.modules["numpy"].random)
     return state
+
+
+def _glance_at_numpy(module: Any) -> Any:
+    """What ``numpy.random.get_state`` gives. It goes through 624 words one by one, so only if they have changed."""
+    bits = module.mtrand._rand._bit_generator
+    if type(bits) is not module.MT19937:  # numpy.random.set_bit_generator was called
+        return module.get_state()
+    words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+    if words != _last_numpy[0]:
+        state = module.get_state()
+        # A normal number that waits to be drawn is not in these words: then they do not tell all.
+        told = not state[3] and words == state[1].tobytes() + state[2].to_bytes(4, sys.byteorder)
+        _last_numpy[:] = [words if told else None, state]
+    return _last_numpy[1]
+
+
+_last_numpy: list[Any] = [None, None]  # the words of numpy's generator when last looked at, and its state
 
 
 def capture(seen: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -53,6 +71,14 @@ def restore(state: Mapping[str, Any]) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def start_from(state: Mapping[str, Any]) -> None:
+    """Begin in a new process with the states that were captured in the one that started it."""
+    restore(state)
+    if "cuda" not in state:
+        # That one has not used its GPU; torch.manual_seed would have seeded it there for when it does.
+        torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def iterate(loader: Any) -> Iterator[Any]:

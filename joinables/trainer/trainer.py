@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from join import JoinReport
 from joinables.modes import keeping_modes
-from joinables.trainer import snapshot
+from joinables.trainer import rng, snapshot
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.data import Plan
+from joinables.trainer.data import Plan, copied_sampler
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
@@ -71,7 +71,8 @@ class Trainer:
         enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
             ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
-        seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone.
+        seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone: all ranks that
+            are started here go on from this process's, and this process from rank 0's.
 
     Raises:
         TypeError: if an argument is of a wrong type.
@@ -165,6 +166,7 @@ class Trainer:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
+    @checks_keywords
     def fit(
         self,
         module: TrainModule,
@@ -211,6 +213,7 @@ class Trainer:
         result = self._launch("fit", module, (train_loader, val_loader), ckpt_path)
         return replace(result, state=None)
 
+    @checks_keywords
     def validate(
         self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
     ) -> list[dict[str, float]]:
@@ -221,12 +224,14 @@ class Trainer:
         """
         return [dict(self._launch("validate", module, (loader,), ckpt_path).metrics)]
 
+    @checks_keywords
     def test(
         self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over ``loader``; return a list with the metrics, by name."""
         return [dict(self._launch("test", module, (loader,), ckpt_path).metrics)]
 
+    @checks_keywords
     def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
         """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
         return list(self._launch("predict", module, (loader,), ckpt_path).predictions or ())
@@ -250,12 +255,12 @@ class Trainer:
                 write_checkpoint(self._state, Path(folder) / "from", durable=False)
                 ckpt_path = Path(folder) / "from"
             here = os.getpid()
-            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here
+            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here, rng.capture()
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
             for name, loader in zip(names, loaders, strict=True):
                 self._warn_of_copies(name, loader)
-            pid, result = cast(
-                "tuple[int, Result]",
+            pid, result, drawn = cast(
+                "tuple[int, Result, dict[str, Any]]",
                 self.strategy.launch(
                     self.world_size,
                     self._accelerator,
@@ -273,6 +278,7 @@ class Trainer:
                 result, buffers = replace(result, state=came["state"]), came["buffers"]
             if pid != here:
                 self._bring_home(result, module)
+                rng.restore(drawn)
                 put_buffers(module, buffers)
                 if stage != "fit" and ckpt_path is not None:
                     module.load_state_dict(read_checkpoint(ckpt_path)["module"])
@@ -281,13 +287,22 @@ class Trainer:
         return result
 
     def _warn_of_copies(self, name: str, loader: Any) -> None:
-        if loader is None or isinstance(loader, DataLoader) or self.world_size == 1 or not self.is_global_zero:
+        if loader is None or self.world_size == 1 or not self.is_global_zero:
+            return
+        if not isinstance(loader, DataLoader):
+            kind = f"is a {cast('type[object]', type(loader)).__name__} and no DataLoader"
+            way_out = "make it an IterableDataset, in DataLoader(dataset, batch_size=None)"
+        elif (sampler := copied_sampler(loader)) is not None:
+            kind = f"has a sampler of its own, a {sampler}"
+            way_out = (
+                "give its sampler a method set_epoch(epoch). For a part of a data set, take torch.utils.data.Subset"
+            )
+        else:
             return
         warnings.warn(
-            f"{name} is a {cast('type[object]', type(loader)).__name__} and no DataLoader, so it is not dealt out: each"
-            f" of the {self.world_size} ranks goes through what it gives there. If that differs by rank, make it an"
-            " IterableDataset, in DataLoader(dataset, batch_size=None)",
-            stacklevel=4,  # of whoever called fit, validate, test or predict
+            f"{name} {kind}, so it is not dealt out: each of the {self.world_size} ranks goes through what it gives"
+            f" there. If that differs by rank, {way_out}",
+            stacklevel=5,  # of whoever called fit, validate, test or predict, which are wrapped
         )
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
@@ -424,10 +439,13 @@ class Trainer:
         return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
 
     def device_of(self, rank: int) -> torch.device:
-        """Where a rank computes."""
+        """Where this process computes, as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        environment = detect_environment()
+        local_rank = rank if environment.creates_processes else environment.place().local_rank
+        # Some launchers let each process see only its own GPU.
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
 
     # -- the work of one rank -----------------------------------------------------------------------------------------
 
@@ -512,8 +530,12 @@ def _work(
     ckpt_path: str | None,
     folder: str,
     home: int,
-) -> tuple[int, Result]:
-    return os.getpid(), trainer.work(stage, module, loaders, ckpt_path, folder, home)
+    random: dict[str, Any],
+) -> tuple[int, Result, dict[str, Any]]:
+    if os.getpid() != home:
+        rng.start_from(random)
+    result = trainer.work(stage, module, loaders, ckpt_path, folder, home)
+    return os.getpid(), result, rng.capture()
 
 
 def _own(value: Any) -> Any:

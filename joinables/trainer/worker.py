@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -115,6 +116,7 @@ def work(job: Job, environment: Environment, call: Call | None) -> None:
         environment: this one's.
         call: for a forked one; the others read it from ``job.payload``.
     """
+    os.setpgid(0, 0)  # so that nothing that this process starts can outlive it, should it be killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends its workers in order
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     _end_with_parent(job)
@@ -170,6 +172,8 @@ def _end_with_parent(job: Job) -> None:
             if not job.forked_by_server and os.getppid() != parent.pid:
                 break
         job.payload.remove()
+        with suppress(ProcessLookupError):  # fn may have left the group
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()

@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -362,6 +362,31 @@ def test_worker_killed_while_it_writes_its_result() -> None:
         local().launch(killed_while_it_writes)
 
 
+def killed_with_a_child(file: Path, rank: int) -> None:
+    if dist.get_rank() == rank:
+        # What the pool of a DataLoader is, with nobody left to end it.
+        file.write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def check_gone(pids: Iterable[int]) -> None:
+    """Processes that were killed are gone as soon as the system has reaped them."""
+    pids = set(pids)
+    assert pids
+    deadline = time.monotonic() + 5
+    while pids & set(parents()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not pids & set(parents())
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_what_a_killed_worker_started_ends_with_it(start_method: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match="rank 1 was killed by SIGKILL"):
+        local(2, start_method).launch(killed_with_a_child, tmp_path / "child", 1)
+    check_gone([int((tmp_path / "child").read_text())])
+
+
 def interrupted() -> str:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.1)
@@ -375,6 +400,11 @@ def test_interrupts_are_for_the_parent() -> None:
 # -- what cannot be pickled
 
 
+class Holds:
+    def __init__(self, held: Any) -> None:
+        self.itself, self.held = self, held
+
+
 def takes(number: int, callback: Any, *rest: Any) -> None: ...
 
 
@@ -384,6 +414,7 @@ def takes(number: int, callback: Any, *rest: Any) -> None: ...
         (lambda: (lambda: None,), r"^fn cannot be pickled for the workers: .*<lambda>"),
         (lambda: (takes, 1, threading.Lock()), "^callback cannot be pickled"),
         (lambda: (takes, 1, {"locks": [1, threading.Lock()]}), r"^callback\['locks'\]\[1\] cannot be pickled"),
+        (lambda: (takes, 1, [Holds({"a": Holds(threading.Lock())})]), r"^callback\[0\]\.held\['a'\]\.held cannot be"),
         (lambda: (takes, 1, 2, 3, (each for each in [])), r"^rest\[1\] cannot be pickled .*generator"),
     ],
 )
@@ -462,8 +493,10 @@ SLEEPER = """
 
     def fn(folder):
         import torch.distributed as dist
-        if sys.argv[1] == "fork" and dist.get_rank() == 1 and os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             time.sleep(1000)  # holds what was inherited from this worker, as a child of the user's would
+        (Path(folder) / f"{dist.get_rank()}.child").write_text(str(child))
         (Path(folder) / f"{dist.get_rank()}.part").write_text(str(os.getpid()))
         (Path(folder) / f"{dist.get_rank()}.part").rename(Path(folder) / f"{dist.get_rank()}.pid")
         time.sleep(1000)
@@ -505,6 +538,7 @@ def test_end_of_the_parent_is_the_end_of_its_workers(
         while (workers & set(parents()) or list(folder.iterdir())) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not workers & set(parents())
+        check_gone(int(file.read_text()) for file in tmp_path.glob("*.child"))
         if sent == "SIGINT":
             text = (tmp_path / "stderr").read_text().strip()
             assert text.count("Traceback") == 1
@@ -624,6 +658,28 @@ WITHOUT_GUARD = """
 
     Launcher(1).launch(os.getpid)
 """
+
+
+FROM_STDIN = """
+    import os
+    from joinables.trainer.launcher import Launcher
+
+    if __name__ == "__main__":
+        Launcher(1).launch(os.getpid)
+"""
+
+
+def test_script_that_is_no_file(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable],
+        input=textwrap.dedent(FROM_STDIN),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    last = ended.stderr.splitlines()[-1]
+    assert "LaunchError: the main script is '<stdin>', and workers, which import it, cannot: there is no such" in last
 
 
 def test_script_without_main_guard(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from joinables.trainer import (
     Callback,
@@ -136,6 +137,51 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert os.environ == environ
 
 
+class Draws(Classifier):
+    """Predicts random numbers."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return [random.random(), torch.rand(())]
+
+
+def test_random_numbers_go_on_from_those_of_this_process() -> None:
+    def predict(ranks: int) -> Any:
+        torch.manual_seed(3)
+        random.seed(3)
+        predicted = Trainer(devices=ranks, accelerator="cpu").predict(Draws(), loader(4 * ranks, 4))
+        return predicted, [random.random(), torch.rand(())]
+
+    (predicted,), then = predict(1)
+    assert predict(2) == ([predicted, predicted], then)
+
+
+class PredictsColumn(Classifier):
+    """Predicts a part of what it computed."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"first": self(batch[0])[:, 0], "sparse": batch[1].to_sparse()}
+
+
+def test_predictions_hold_nothing_else() -> None:
+    predicted = Trainer(accelerator="cpu").predict(PredictsColumn(), loader(8, 4))
+    assert [each["first"].untyped_storage().nbytes() for each in predicted] == [4 * 4, 4 * 4]
+    whole = Classifier().eval()(dataset(8).tensors[0])
+    assert torch.allclose(torch.cat([each["first"] for each in predicted]), whole[:, 0], atol=TOLERANCE)
+    assert predicted[0]["sparse"].is_sparse
+
+
+class Exhausted(Classifier):
+    """Asks an iterator for too much."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        next(iter(()))
+
+
+def test_a_step_may_raise_whatever_it_wants() -> None:
+    with pytest.raises(StopIteration):
+        Trainer().validate(Exhausted(), loader())
+
+
 class Failing(Callback):
     """Fails on one rank, in the middle of a fit."""
 
@@ -242,8 +288,12 @@ def test_what_cannot_be_pickled() -> None:
     module.register_forward_hook(lambda *_: None)
     with pytest.raises(NotPicklable, match="module"):
         Trainer(devices=2).fit(module, loader())
-    with pytest.raises(NotPicklable, match="loaders"):
+    with pytest.raises(NotPicklable, match=r"^loaders\['train_loader'\]\.collate_fn cannot be pickled"):
         Trainer(devices=2).fit(Classifier(), loader(collate_fn=lambda rows: rows))
+    callback = Metrics()
+    callback.seen.append(lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(NotPicklable, match=r"^trainer\.callbacks\[0\]\.seen\[0\] cannot be pickled"):
+        Trainer(devices=2, callbacks=callback).fit(Classifier(), loader())
 
 
 class Remembered(DataLoader[Any]):
@@ -409,7 +459,11 @@ def test_what_is_not_dealt_out_is_told() -> None:
     assert told[0].filename == __file__
     with pytest.raises(Launched):
         run.fit(Classifier(), loader(), loader())
-    Trainer(max_steps=1).fit(Classifier(), batches)
+    subset = SubsetRandomSampler(range(4))
+    text = "val_loader has a sampler of its own, a SubsetRandomSampler, so"
+    with pytest.warns(UserWarning, match=text), pytest.raises(Launched):
+        run.fit(Classifier(), loader(), loader(sampler=subset))
+    Trainer(max_steps=1).fit(Classifier(), batches, loader(sampler=subset))
 
 
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
@@ -458,6 +512,21 @@ def test_bad_keywords_of_callbacks() -> None:
         EarlyStopping("x", wait=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("run", "keyword", "text"),
+    [
+        ("fit", "train_dataloaders", "train_loader, val_loader, ckpt_path. Did you mean train_loader"),
+        ("fit", "datamodule", "train_loader, val_loader, ckpt_path$"),
+        ("validate", "dataloaders", "loader, ckpt_path. Did you mean loader"),
+        ("test", "dataloaders", "loader, ckpt_path. Did you mean loader"),
+        ("predict", "dataloaders", "loader, ckpt_path. Did you mean loader"),
+    ],
+)
+def test_bad_keywords_of_runs(run: str, keyword: str, text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{keyword}: {run} takes module, {text}"):
+        getattr(Trainer(), run)(Classifier(), **{keyword: loader()})
+
+
 def test_bad_runs(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"derive it from joinables\.trainer\.TrainModule"):
         Trainer().fit(torch.nn.Linear(1, 1), loader())
@@ -484,6 +553,19 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
     assert not trainer.is_global_zero
+
+
+def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of two nodes, to which SLURM deals ranks in turn."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert Trainer(accelerator="cuda", devices=4).device_of(3) == torch.device("cuda", 3)
+    place = {"PROCID": "2", "LOCALID": "1", "NODEID": "0", "NTASKS": "8", "NNODES": "2"}
+    for name, value in {**place, "JOB_ID": "1", "JOB_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert Trainer(accelerator="cuda", devices=4, num_nodes=2).device_of(2) == torch.device("cuda", 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert Trainer(accelerator="cuda", devices=1, num_nodes=8).device_of(2) == torch.device("cuda", 0)
 
 
 class Wrong(Classifier):

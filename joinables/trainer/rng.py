@@ -35,8 +35,8 @@ def glance() -> dict[str, Any]:
 
 def _glance_at_numpy(module: Any) -> Any:
     """What ``numpy.random.get_state`` gives. It goes through 624 words one by one, so only if they have changed."""
-    bits = module.mtrand._rand._bit_generator
-    if type(bits) is not module.MT19937:  # numpy.random.set_bit_generator was called
+    bits: Any = module.get_bit_generator() if hasattr(module, "get_bit_generator") else None
+    if type(bits) is not module.MT19937:  # numpy before 1.24, or numpy.random.set_bit_generator was called
         return module.get_state()
     words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
     if words != _last_numpy[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,8 @@ class ModelCheckpoint(Callback):
     """Writes checkpoints after epochs or steps, and keeps the best.
 
     All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
-    old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced.
+    old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced; what another
+    keeper of this fit keeps there is left alone, and the new file is called ``NAME-v1``.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -72,7 +73,9 @@ class ModelCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
-        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename})"
+        # What tells keepers apart; how many they keep is left out, so that a resumed fit can change it.
+        when = f"{self._epochs} epochs" if self._steps is None else f"{self._steps} steps"
+        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename}, {self._folder}, {when})"
 
     @property
     def best_model_path(self) -> str:
@@ -121,7 +124,9 @@ class ModelCheckpoint(Callback):
         self._saved_step = trainer.global_step
         folder = self._folder_of(trainer)
         score = 0.0 if self._monitor is None else monitored(trainer.metrics, self._monitor)
-        path = self._free(folder / f"{self._name(trainer)}.ckpt")
+        others = {path for each in trainer.callbacks if each is not self for path in _files_of(each)}
+        last = {str(folder / "last.ckpt")} if self._last else set[str]()
+        path = _free(folder / f"{self._name(trainer)}.ckpt", {*self._kept, *others, *last})
         discarded: list[str] = []
         if self._top_k:
             self._kept[path] = score
@@ -141,13 +146,9 @@ class ModelCheckpoint(Callback):
         if self._last:
             writes = trainer.save_checkpoint(self.last_model_path) or writes
         for each in discarded:
-            if writes and each != path:  # only here is it known that the new file is there
+            # Only here is it known that the new file is there.
+            if writes and each not in {path, *others}:
                 Path(each).unlink(missing_ok=True)
-
-    def _free(self, path: Path) -> str:
-        """A name that no kept file has: a better one under the same name must not be overwritten."""
-        names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(self._kept) + 1)))
-        return next(str(name) for name in names if str(name) not in self._kept)
 
     def _name(self, trainer: Trainer) -> str:
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -168,3 +169,16 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = dict(state["kept"])
         self.last_model_path, self._saved_step = state["last"], state["step"]
+
+
+def _files_of(callback: Callback) -> set[str]:
+    """What a keeper keeps; of another callback, nothing."""
+    if not isinstance(callback, ModelCheckpoint):
+        return set()
+    return {*callback._kept, callback.last_model_path}  # pyright: ignore[reportPrivateUsage]
+
+
+def _free(path: Path, taken: Set[str]) -> str:
+    """A name that no kept file has: a better one under the same name must not be overwritten."""
+    names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(taken) + 1)))
+    return next(str(name) for name in names if str(name) not in taken)

@@ -114,6 +114,27 @@ def test_the_last_is_that_of_the_end(tmp_path: Path) -> None:
     assert names(tmp_path) == {"epoch=1-step=10.ckpt", "last.ckpt"}
 
 
+def test_two_keepers_leave_each_other_alone(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = ((0.9, 0.1), (0.2, 0.2), (0.5, 0.9), (0.6, 0.3), (0.7, 0.3))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log_dict(dict(zip("ab", self.scores[self.current_epoch], strict=True)))
+
+    keepers = [
+        ModelCheckpoint(tmp_path, monitor="a"),
+        ModelCheckpoint(tmp_path, monitor="b", mode="max"),
+        ModelCheckpoint(tmp_path, save_last=True),
+        ModelCheckpoint(tmp_path, "last", every_n_epochs=5),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1),
+    ]
+    Trainer(max_epochs=5, callbacks=keepers).fit(Scripted(), loader(12), loader(12))
+    assert [read_checkpoint(keeper.best_model_path)["epochs"] for keeper in keepers[:4]] == [2, 3, 5, 5]
+    assert Path(keepers[3].best_model_path).name == "last-v1.ckpt"
+    assert len({keeper.best_model_path for keeper in keepers}) == 5
+    assert len(names(tmp_path)) == 3 + 2 + 5
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

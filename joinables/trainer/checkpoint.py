@@ -46,8 +46,15 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
         sync_folder(path.parent)
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", trusted: bool = False
+) -> dict[str, Any]:
     """Read a file that :func:`write_checkpoint` wrote; tensors are mapped from it and not copied.
+
+    Args:
+        path: the file.
+        map_location: where tensors go, as of ``torch.load``.
+        trusted: whether reading may run code, and any object comes back; only for what this program has just written.
 
     Raises:
         FileNotFoundError: if it is not there.
@@ -56,7 +63,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
     if not Path(path).is_file():
         raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file")
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+        state = torch.load(path, map_location=map_location, weights_only=not trusted, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}") from error
     if not isinstance(state, dict):

@@ -269,7 +269,7 @@ class Trainer:
             home = Path(folder) / "to"
             buffers: dict[str, torch.Tensor] = {}
             if home.exists():
-                came = read_checkpoint(home)
+                came = read_checkpoint(home, trusted=True)
                 result, buffers = replace(result, state=came["state"]), came["buffers"]
             if pid != here:
                 self._bring_home(result, module)
@@ -410,11 +410,13 @@ class Trainer:
 
         Raises:
             RuntimeError: outside a fit.
+            TypeError: if a state holds more than plain data and tensors.
         """
         if self._loop is None:
             raise RuntimeError("there is no fit under way, and nothing to save")
         state = self._loop.take_snapshot()
         if state is not None:
+            snapshot.check_readable(state)
             write_checkpoint(state, path)
         return state is not None
 
@@ -445,7 +447,10 @@ class Trainer:
             stack.enter_context(keeping_modes(module))
             stack.callback(run.call, "on_end", stage)
             stack.enter_context(self._telling_callbacks(run))
-            saved = read_checkpoint(ckpt_path) if ckpt_path is not None and run.rank == 0 else None
+            saved = None
+            if ckpt_path is not None and run.rank == 0:
+                # The state of the fit before is on its way between processes, and not all of it is for files.
+                saved = read_checkpoint(ckpt_path, trusted=Path(ckpt_path).parent == Path(folder))
             run.call("on_start", stage)
             if isinstance(run, FitRun):
                 self._loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ from joinables.trainer import (
     TrainModule,
     WorkerDied,
 )
+from joinables.trainer.checkpoint import read_checkpoint
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 
@@ -614,9 +616,62 @@ class Adds(Callback):
 
 
 def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="the checkpoint's 'mine' holds a PosixPath"):
-        Trainer(callbacks=Adds({"path": tmp_path})).fit(Classifier(), loader())
-    Trainer(callbacks=Adds({"x": [1, "text", torch.ones(2)]})).fit(Classifier(), loader())
+    def fit(value: Any, module: TrainModule) -> str:
+        return Trainer(callbacks=[Adds(value), ModelCheckpoint(tmp_path)]).fit(module, loader(12)).best_model_path
+
+    with pytest.raises(TypeError, match=r"the checkpoint's 'mine' holds pathlib.*PosixPath"):
+        fit({"path": tmp_path}, Classifier())
+    with pytest.raises(TypeError, match=r"the checkpoint's 'module' holds pathlib.*PosixPath"):
+        fit(1, Pathed(tmp_path))
+    with pytest.raises(TypeError, match="the checkpoint's 'mine' holds numpy"):
+        fit(np.ones(3), Classifier())
+    assert not list(tmp_path.glob("*.ckpt"))
+    path = fit({"x": [1, "text", torch.ones(2), np.float32(0.5)]}, Classifier())
+    assert read_checkpoint(path)["mine"]["x"][3] == 0.5
+
+
+class Pathed(Classifier):
+    """With a state that is no plain data, and numbers of numpy in those of its optimizer and scheduler."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.norm = torch.nn.BatchNorm1d(1)  # reads the metadata of state dicts
+        self.norm.requires_grad_(False)
+
+    def get_extra_state(self) -> Any:
+        return {"path": self.path}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.path = state["path"] / "again"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.body.parameters(), lr=np.float64(0.01))
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, list(np.array([1, 2])))]
+
+
+def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
+    module, trainer = Pathed(tmp_path), Trainer(devices=2, accelerator="cpu")
+    for trainer.max_epochs in (1, 2):
+        before = module.body[0].weight.clone()
+        trainer.fit(module, loader(12))
+        assert not torch.equal(before, module.body[0].weight)
+    assert module.path.name == "again"
+
+
+class Numbers(Pathed):
+    get_extra_state = TrainModule.get_extra_state
+    set_extra_state = TrainModule.set_extra_state
+
+
+def test_numbers_of_numpy_in_a_checkpoint(tmp_path: Path) -> None:
+    whole, parts = Numbers(tmp_path), Numbers(tmp_path)
+    Trainer(max_epochs=3).fit(whole, loader(12))
+    path = Trainer(callbacks=ModelCheckpoint(tmp_path)).fit(parts, loader(12)).best_model_path
+    assert read_checkpoint(path)["module"]._metadata["norm"] == {"version": 2}
+    parts = Numbers(tmp_path)
+    Trainer(max_epochs=3).fit(parts, loader(12), ckpt_path=path)
+    assert_same(flat_state(whole.state_dict()), flat_state(parts.state_dict()))
 
 
 def test_a_compiled_module_can_be_pickled() -> None:

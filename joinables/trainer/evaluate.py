@@ -28,9 +28,12 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
             for _ in _outputs(run, local_loader(run, loader), stage):
                 pass
             metrics = store.reduce(run.collective)
-        run.trainer.metrics.update(metrics)
-        _end(run, stage)
-    return metrics
+            run.trainer.metrics.update(metrics)
+            store.metrics.clear()
+            _end(run, stage)
+            late = store.reduce(run.collective)
+        run.trainer.metrics.update(late)
+    return {**metrics, **late}
 
 
 def predict(run: Run, loader: Any) -> list[Any]:

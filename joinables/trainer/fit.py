@@ -16,6 +16,7 @@ left at its end. So the n-th of one rank meets the n-th of every other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -94,8 +95,8 @@ class FitLoop:
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while run.counters.epochs < trainer.max_epochs and not self._has_enough_steps and not trainer.should_stop:
             self._epoch()
-        self._module.on_train_end()
-        run.call("on_train_end")
+        with run.fresh_metrics():  # those of an epoch that max_steps has cut short are still to come
+            self._tell("on_train_end")
 
     def end(self) -> None:
         """Take back what was added to the user's objects, free the gradients, and let workers that persist end."""
@@ -134,13 +135,19 @@ class FitLoop:
             if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
         run.end_epoch()
-        run.samples = 1  # a hook's values weigh the same on all ranks
-        self._module.on_train_epoch_end()
-        trainer.metrics.update(run.store.reduce(run.collective))
-        run.store.metrics.clear()
-        run.call("on_train_epoch_end")
+        self._tell("on_train_epoch_end")
         run.store.reduced.clear()
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    def _tell(self, hook: str) -> None:
+        """Call a hook of the module and of all callbacks; what one of them logs is there for those after it."""
+        run = self._run
+        run.samples = 1  # a hook's values weigh the same on all ranks
+        callbacks = (partial(getattr(each, hook), run.trainer, run.module) for each in run.trainer.callbacks)
+        for call in (getattr(run.module, hook), *callbacks):
+            call()
+            run.trainer.metrics.update(run.store.reduce(run.collective))
+            run.store.metrics.clear()
 
     def _train(self, plan: Plan) -> bool:
         """Train one epoch's batches; return whether it came to its end."""

@@ -391,6 +391,11 @@ class Trainer:
             raise RuntimeError(
                 f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test"
             )
+        if not run.takes_metrics:
+            raise RuntimeError(
+                f"metric {name!r} was logged in a callback's on_start or on_end, where no metrics are taken; log it in"
+                " on_evaluation_start, on_evaluation_end, on_train_epoch_start or on_train_end"
+            )
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -446,12 +451,14 @@ class Trainer:
             stack.callback(self._end_run, module)
             stack.enter_context(keeping_modes(module))
             stack.callback(run.call, "on_end", stage)
+            stack.callback(setattr, run, "takes_metrics", False)
             stack.enter_context(self._telling_callbacks(run))
             saved = None
             if ckpt_path is not None and run.rank == 0:
                 # The state of the fit before is on its way between processes, and not all of it is for files.
                 saved = read_checkpoint(ckpt_path, trusted=Path(ckpt_path).parent == Path(folder))
             run.call("on_start", stage)
+            run.takes_metrics = True
             if isinstance(run, FitRun):
                 self._loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)
                 self._loop.start()

@@ -733,3 +733,49 @@ def test_metrics_of_hooks() -> None:
     assert seen == [0.0, 1.0]
     with pytest.raises(RuntimeError, match="'lost' was logged in a prediction"):
         trainer.predict(LogsLate(), loader())
+
+
+class LogsAtEnds(Classifier):
+    def on_validation_end(self) -> None:
+        self.log("validated", float(self.global_step))
+
+    def on_train_end(self) -> None:
+        self.log("trained", float(self.global_step))
+
+
+class LogsInHooks(Callback):
+    def on_evaluation_end(self, trainer: Any, module: Any, stage: str) -> None:
+        module.log("evaluated", float(trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("epoch", float(trainer.current_epoch))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        module.log("end", float(trainer.global_step))
+
+
+def test_metrics_of_hooks_after_an_epoch(tmp_path: Path) -> None:
+    """They are there for callbacks that come later, and in files, in the epoch in which they were logged."""
+    keeper, path = ModelCheckpoint(tmp_path, monitor="epoch", mode="max"), tmp_path / "metrics.csv"
+    trainer = Trainer(max_epochs=5, max_steps=5, callbacks=[LogsInHooks(), keeper, CSVMetrics(path)])
+    trainer.fit(LogsAtEnds(), loader(12), loader(12))
+    late = {"validated": 4.0, "evaluated": 4.0, "epoch": 1.0, "trained": 5.0, "end": 5.0}
+    assert late.items() <= trainer.metrics.items()
+    assert keeper.best_model_score == 1.0
+    with path.open() as file:
+        rows = [(row["name"], row["step"], float(row["value"])) for row in csv.DictReader(file) if row["name"] in late]
+    assert sorted(rows) == [
+        ("end", "5", 5.0), ("epoch", "2", 0.0), ("epoch", "4", 1.0), ("evaluated", "2", 2.0), ("evaluated", "4", 4.0),
+        ("trained", "5", 5.0), ("validated", "2", 2.0), ("validated", "4", 4.0),
+    ]  # fmt: skip
+    assert {"validated", "evaluated"} <= trainer.validate(LogsAtEnds(), loader(12))[0].keys()
+
+
+class LogsTooLate(Callback):
+    def on_end(self, trainer: Any, module: Any, stage: str) -> None:
+        module.log("lost", 1.0)
+
+
+def test_metrics_with_which_nothing_can_be_done() -> None:
+    with pytest.raises(RuntimeError, match="'lost' was logged in a callback's on_start or on_end"):
+        Trainer(callbacks=LogsTooLate()).fit(Classifier(), loader(12))

@@ -15,6 +15,7 @@ left at its end. So the n-th of one rank meets the n-th of every other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -93,8 +94,13 @@ class FitLoop:
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
-        while run.counters.epochs < trainer.max_epochs and not self._has_enough_steps and not trainer.should_stop:
+        while not self._has_enough_epochs and not self._has_enough_steps and not trainer.should_stop:
+            steps, is_resumed = run.counters.global_step, run.resume_from is not None
             self._epoch()
+            if run.counters.global_step == steps and not is_resumed:
+                self._warn_of_no_step()
+                if trainer.max_epochs is None:
+                    break  # the steps would never be enough
         with run.fresh_metrics():  # those of an epoch that max_steps has cut short are still to come
             self._tell("on_train_end")
 
@@ -104,6 +110,17 @@ class FitLoop:
             hook.remove()
         self._loader = self._val_loader = None
         self._module.zero_grad(set_to_none=True)
+
+    def _warn_of_no_step(self) -> None:
+        if self._run.rank == 0:
+            why = "train_loader gave no batch" if self._module.automatic_optimization else "no optimizer was stepped"
+            end = ", so the fit ends before max_steps" if self._trainer.max_epochs is None else ""
+            warnings.warn(f"an epoch made no optimizer step: {why} on any rank{end}", stacklevel=2)
+
+    @property
+    def _has_enough_epochs(self) -> bool:
+        limit = self._trainer.max_epochs
+        return limit is not None and self._run.counters.epochs >= limit
 
     @property
     def _has_enough_steps(self) -> bool:

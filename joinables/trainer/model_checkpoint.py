@@ -31,11 +31,13 @@ class ModelCheckpoint(Callback):
         dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
         filename: name without ``.ckpt``; ``{epoch}``, ``{step}`` and metrics are filled in, as in
             ``"{epoch}-{val_loss:.3f}"``, and become ``epoch=3-val_loss=0.123``.
-        monitor: the metric that says which is best; ``None`` takes the latest for the best.
+        monitor: the metric that says which is best; ``None`` takes the latest for the best. In the middle of an epoch
+            it has the value of the one before, and in the first epoch NaN, the worst.
         mode: whether small or large values are good.
         save_top_k: how many to keep; -1 for all, 0 for none but the last.
         save_last: whether to keep the latest too, as ``last.ckpt``; it is also written at the end of a fit.
-        every_n_epochs: after how many epochs.
+        every_n_epochs: after how many epochs; a fit that ends before there is a file to keep writes one at its end, as
+            does one without ``monitor`` that ``max_steps`` ends in the middle of an epoch.
         every_n_train_steps: after how many optimizer steps, instead of after epochs.
 
     Raises:
@@ -107,12 +109,19 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps is not None and self._monitor is not None:
+            monitored(trainer.metrics, self._monitor)  # by now it has to be there
         if self._steps is None and (trainer.current_epoch + 1) % self._epochs == 0:
-            self._save(trainer)
+            self._save(trainer, is_epoch_end=True)
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._last and trainer.global_step not in (0, self._saved_step):
+        if trainer.global_step in (0, self._saved_step):
+            return
+        keeps_the_latest = self._monitor is None and self._steps is None and self._epochs == 1
+        if self._top_k and (keeps_the_latest or not self._kept):
+            self._save(trainer)
+        elif self._last:
             self._saved_step = trainer.global_step
             self.last_model_path = str(self._folder_of(trainer) / "last.ckpt")
             trainer.save_checkpoint(self.last_model_path)
@@ -120,13 +129,16 @@ class ModelCheckpoint(Callback):
     def _folder_of(self, trainer: Trainer) -> Path:
         return self._folder or trainer.default_root_dir / "checkpoints"
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, is_epoch_end: bool = False) -> None:
         self._saved_step = trainer.global_step
         folder = self._folder_of(trainer)
-        score = 0.0 if self._monitor is None else monitored(trainer.metrics, self._monitor)
+        score = 0.0
+        if self._monitor is not None:
+            metrics = trainer.metrics if is_epoch_end else {self._monitor: math.nan, **trainer.metrics}
+            score = monitored(metrics, self._monitor)
         others = {path for each in trainer.callbacks if each is not self for path in _files_of(each)}
         last = {str(folder / "last.ckpt")} if self._last else set[str]()
-        path = _free(folder / f"{self._name(trainer)}.ckpt", {*self._kept, *others, *last})
+        path = _free(folder / f"{self._name(trainer, is_epoch_end)}.ckpt", {*self._kept, *others, *last})
         discarded: list[str] = []
         if self._top_k:
             self._kept[path] = score
@@ -150,14 +162,14 @@ class ModelCheckpoint(Callback):
             if writes and each not in {path, *others}:
                 Path(each).unlink(missing_ok=True)
 
-    def _name(self, trainer: Trainer) -> str:
+    def _name(self, trainer: Trainer, is_epoch_end: bool) -> str:
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
         def fill(field: re.Match[str]) -> str:
             name, form = field[1], field[2] or ""
-            if name not in values:
+            if name not in values and is_epoch_end:
                 raise ValueError(f"filename={self._filename!r} has {name!r}, which was not logged")
-            return f"{name}={format(values[name], form)}".replace("/", "_")
+            return f"{name}={format(values.get(name, math.nan), form)}".replace("/", "_")
 
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, self._filename)
 

@@ -60,7 +60,7 @@ class Trainer:
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
             process and ``"ddp"`` for several.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
-        max_epochs: when to stop, counted over all fits.
+        max_epochs: when to stop, counted over all fits; by default after one epoch, or, with ``max_steps``, only then.
         max_steps: when to stop at the latest, in optimizer steps; ``None`` for no such limit.
         accumulate_grad_batches: batches for one optimizer step.
         gradient_clip_val: largest norm of the gradient; ``None`` for no limit.
@@ -87,7 +87,7 @@ class Trainer:
         accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto",
         strategy: str | Strategy = "auto",
         precision: int | str = 32,
-        max_epochs: int = 1,
+        max_epochs: int | None = None,
         max_steps: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -104,7 +104,10 @@ class Trainer:
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
-        _check_count("max_epochs", max_epochs, least=0)
+        if max_epochs is not None:
+            _check_count("max_epochs", max_epochs, least=0)
+        elif max_steps is None:
+            max_epochs = 1
         if max_steps is not None:
             _check_count("max_steps", max_steps, least=0)
         _check_count("accumulate_grad_batches", accumulate_grad_batches)
@@ -185,7 +188,10 @@ class Trainer:
             ckpt_path: a checkpoint to go on from instead, with its weights.
         """
         self._check_module(module, "fit")
-        _check_loader("train_loader", train_loader, self.max_epochs - self.epochs)
+        if self.max_epochs is None and self.max_steps is None:
+            raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them")
+        to_come = 1 if self.max_epochs is None else self.max_epochs - self.epochs
+        _check_loader("train_loader", train_loader, to_come)
         sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
         if sets_steps and not module.automatic_optimization:
             raise ValueError(
@@ -199,7 +205,7 @@ class Trainer:
             )
         if val_loader is not None:
             self._check_module(module, "validate")
-            _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
+            _check_loader("val_loader", val_loader, to_come)
         if ckpt_path is not None:
             # A missing or broken file is told here, before anything changes, and not by a worker.
             snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))

@@ -135,6 +135,33 @@ def test_two_keepers_leave_each_other_alone(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 3 + 2 + 5
 
 
+def test_a_fit_that_ends_early_keeps_what_it_has(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path)
+    trainer, module = Trainer(max_steps=3, callbacks=keeper), Classifier()
+    for trainer.max_steps in (3, 7):
+        path = trainer.fit(module, loader(30)).best_model_path
+        assert read_checkpoint(path)["global_step"] == trainer.max_steps
+    keeper = ModelCheckpoint(tmp_path / "best", "{val_loss:.1f}", monitor="val_loss")
+    Trainer(max_steps=3, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
+    assert names(tmp_path / "best") == {"val_loss=nan.ckpt"}
+    Trainer(max_steps=7, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
+    assert read_checkpoint(keeper.best_model_path)["global_step"] == 5
+    keeper = ModelCheckpoint(tmp_path / "rare", every_n_epochs=4)
+    Trainer(max_epochs=3, callbacks=keeper).fit(Classifier(), loader(12))
+    assert names(tmp_path / "rare") == {"epoch=2-step=6.ckpt"}
+
+
+def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
+    """There is none in the first epoch, and any that comes later is better."""
+    keeper = ModelCheckpoint(tmp_path, monitor="train_loss", every_n_train_steps=3)
+    trainer = Trainer(max_epochs=2, callbacks=keeper)
+    trainer.fit(Classifier(), loader(30))
+    assert names(tmp_path) == {"epoch=1-step=6.ckpt"}
+    keeper = ModelCheckpoint(tmp_path, monitor="train_los", every_n_train_steps=3)
+    with pytest.raises(ValueError, match=r"monitor='train_los' was not logged; the metrics are .*train_loss"):
+        Trainer(callbacks=keeper).fit(Classifier(), loader(30))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -584,9 +584,28 @@ def test_workers_end_with_the_fit() -> None:
 
 def test_nothing_to_train_on() -> None:
     trainer = Trainer(max_epochs=2)
-    assert trainer.fit(Classifier(), loader(0)).global_step == 0
+    with pytest.warns(UserWarning, match="an epoch made no optimizer step: train_loader gave no batch"):
+        assert trainer.fit(Classifier(), loader(0)).global_step == 0
     assert trainer.validate(Classifier(), loader(0)) == [{}]
     assert trainer.predict(Classifier(), loader(0)) == []
+
+
+def test_as_many_epochs_as_the_steps_need() -> None:
+    trainer, module = Trainer(max_steps=7), Classifier()
+    assert trainer.fit(module, loader(12)).global_step == 7
+    assert trainer.current_epoch == 3
+    trainer.max_steps, trainer.max_epochs = None, 5
+    assert trainer.fit(module, loader(12)).global_step == 10
+    trainer.max_epochs = None
+    with pytest.raises(ValueError, match="max_epochs=None and max_steps=None"):
+        trainer.fit(module, loader(12))
+    assert Trainer(max_steps=7, max_epochs=1).fit(Classifier(), loader(12)).global_step == 2
+    assert Trainer().fit(Classifier(), loader(12)).epochs == 1
+
+
+def test_a_fit_without_steps_has_an_end() -> None:
+    with pytest.warns(UserWarning, match=r"an epoch made no .* on any rank, so the fit ends before max_steps"):
+        assert Trainer(max_steps=7).fit(Classifier(), iter(loader(12))).global_step == 2
 
 
 def test_every_module_is_a_new_one() -> None:

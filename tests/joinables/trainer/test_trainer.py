@@ -717,11 +717,11 @@ def test_schedulers_that_are_not_understood() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
 
-    with pytest.raises(ValueError, match="'frequency' of a scheduler is unknown"):
+    with pytest.raises(ValueError, match="'frequency': 2 in a scheduler's dict is unknown; use scheduler, interval"):
         Trainer().fit(Scheduled(frequency=2), loader())
     with pytest.raises(ValueError, match="interval='batch'"):
         Trainer().fit(Scheduled(interval="batch"), loader())
-    module = Scheduled(monitor="train_loss")
+    module = Scheduled(monitor="train_loss", frequency=1, strict=True)
     rates: list[float] = []
 
     class Rates(Callback):
@@ -730,6 +730,27 @@ def test_schedulers_that_are_not_understood() -> None:
 
     Trainer(callbacks=Rates(), max_epochs=2).fit(module, loader())
     assert rates == pytest.approx([0.1, 0.01])
+
+
+def test_what_stands_beside_an_optimizer() -> None:
+    class Configured(Classifier):
+        def __init__(self, key: str, **options: Any) -> None:
+            super().__init__()
+            self.key, self.options = key, options
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+            return {"optimizer": optimizer, self.key: scheduler, **self.options}
+
+    with pytest.raises(ValueError, match=r"'lr_shceduler': .* is unknown; use .*Did you mean lr_scheduler"):
+        Trainer().fit(Configured("lr_shceduler"), loader(12))
+    with pytest.raises(ValueError, match="'frequency': 5 in what configure_optimizers returned is unknown"):
+        Trainer().fit(Configured("lr_scheduler", frequency=5), loader(12))
+    trainer = Trainer(max_epochs=2)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
+        trainer.fit(Configured("lr_scheduler"), loader(12))
+    trainer.fit(Configured("lr_scheduler", monitor="train_loss"), loader(12))
 
 
 class LogsLate(Classifier):

@@ -411,7 +411,7 @@ class Trainer:
         self._loop.backward(loss, **options)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
-        """Write a checkpoint; called on all ranks at the same step, those without data excepted.
+        """Write a checkpoint; called on all ranks at the same step, those without data excepted, or after the fit.
 
         Not on one rank alone: all ranks hold parts of it. A fit resumes from there bit for bit, whichever hook it was
         in; in the middle of a window of accumulation, without the gradients so far.
@@ -420,16 +420,21 @@ class Trainer:
             Whether this rank is the one that wrote it.
 
         Raises:
-            RuntimeError: outside a fit.
+            RuntimeError: before any fit, in another run, or when the module that was trained is gone.
             TypeError: if a state holds more than plain data and tensors.
         """
-        if self._loop is None:
-            raise RuntimeError("there is no fit under way, and nothing to save")
-        state = self._loop.take_snapshot()
+        state = self._state_after_fit() if self._loop is None else self._loop.take_snapshot()
         if state is not None:
             snapshot.check_readable(state)
             write_checkpoint(state, path)
         return state is not None
+
+    def _state_after_fit(self) -> dict[str, Any] | None:
+        """What the next fit would go on from, with the module's weights as they are; ``None`` but on rank 0."""
+        module = None if self._state_of is None else self._state_of()
+        if self._run is not None or module is None or (self._state is None and self.is_global_zero):
+            raise RuntimeError("there is no fit under way, nor the state and the module of one that ended")
+        return None if self._state is None else {**self._state, "module": module.state_dict()}
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:

@@ -678,6 +678,23 @@ def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -
     assert module.path.name == "again"
 
 
+def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
+    trainer, module = Trainer(max_epochs=2), Classifier()
+    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+        trainer.save_checkpoint(tmp_path / "before.ckpt")
+    trainer.fit(module, loader(12))
+    assert trainer.save_checkpoint(tmp_path / "after.ckpt")
+    again = Classifier()
+    Trainer(max_epochs=3).fit(again, loader(12), ckpt_path=tmp_path / "after.ckpt")
+    trainer.max_epochs = 3
+    trainer.fit(module, loader(12))
+    assert_same(flat_state(module.state_dict()), flat_state(again.state_dict()))
+    del module
+    gc.collect()
+    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+        trainer.save_checkpoint(tmp_path / "gone.ckpt")
+
+
 class Numbers(Pathed):
     get_extra_state = TrainModule.get_extra_state
     set_extra_state = TrainModule.set_extra_state

@@ -69,8 +69,6 @@ class FitLoop:
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
                 " do with one; set automatic_optimization = False and step them in training_step"
             )
-        if not automatic and run.scaler is not None:
-            raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
         run.optimizers = self._strategy.shard(optimizers)
         for scheduler in run.schedulers:
             for mine, given in zip(run.optimizers, optimizers, strict=True):

@@ -198,6 +198,8 @@ class Trainer:
                 "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
                 " training_step"
             )
+        if Precision(self.precision, self._accelerator).scales_loss and not module.automatic_optimization:
+            raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
         if val_loader is None and callable(getattr(module, "val_dataloader", None)):
             raise TypeError(
                 f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"

@@ -721,6 +721,8 @@ def test_automatic_settings_with_manual_optimization() -> None:
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="are for automatic optimization"):
         Trainer(gradient_clip_val=1.0).fit(module, loader())
+    with pytest.raises(ValueError, match="which manual optimization cannot"):
+        Trainer(devices=2, accelerator="cpu", strategy=LaunchesNothing(), precision="16-mixed").fit(module, loader())
 
 
 def test_schedulers_that_are_not_understood() -> None:

@@ -1,19 +1,23 @@
 """Checkpoint files: :func:`write_checkpoint` and :func:`read_checkpoint`.
 
 A file is there whole or not at all: it is written under a temporary name beside its place, flushed to the disk, and
-renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it. Reading runs no
-code (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``; state that no rank has whole
-goes into a folder, see ``joinables.trainer.sharded_checkpoint``.
+renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it, and the next
+write to the same place removes it: it is locked as long as its writer lives. Reading runs no code
+(``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``; state that no rank has whole goes
+into a folder, see ``joinables.trainer.sharded_checkpoint``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
 import pickle
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -31,14 +35,15 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = temporary_name(path)
+    _tidy(path)
+    file, part = _create_part(path)
     try:
-        with part.open("xb") as file:
+        with file:
             torch.save(dict(state), file)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(part, path)
+            os.replace(part, path)  # before it is closed, and no longer locked
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -74,6 +79,28 @@ def read_checkpoint(
 def temporary_name(path: Path) -> Path:
     """A name beside ``path`` that nobody else uses. It is not made here, so that it gets the usual permissions."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+
+
+def _create_part(path: Path) -> tuple[BinaryIO, Path]:
+    """Make a temporary file beside ``path``, open and locked."""
+    while True:
+        part = temporary_name(path)
+        file = part.open("xb")
+        with contextlib.suppress(OSError):  # not all file systems have locks; there, nobody tidies up
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if part.exists():
+            return file, part
+        file.close()  # somebody tidied it up before it was locked
+
+
+def _tidy(path: Path) -> None:
+    """Remove the temporary files beside ``path`` whose writers were killed."""
+    # The pattern has no "*": that would take in the parts of a file that is called NAME.something.
+    for part in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}.part"):
+        # Another writer may be at it, or have renamed it by now.
+        with contextlib.suppress(OSError), part.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
 
 
 def sync_folder(folder: Path) -> None:

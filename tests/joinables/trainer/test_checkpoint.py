@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,42 @@ while True:
     write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, sys.argv[1])
     print(number, flush=True)
 """
+
+
+KILLED = """
+import os, signal, sys
+from joinables.trainer.checkpoint import write_checkpoint
+class Dies:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+write_checkpoint({"dies": Dies()}, sys.argv[1])
+"""
+
+
+def test_what_killed_writers_leave_is_removed(tmp_path: Path) -> None:
+    for name in ("file.ckpt", "file.ckpt.other"):
+        assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)]).returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2
+    write_checkpoint({}, tmp_path / "file.ckpt")
+    assert [name.startswith(".file.ckpt.other.") for name in sorted(names(tmp_path))] == [True, False]
+
+
+class Writes:
+    """Another write to the same file, in the middle of one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        write_checkpoint({"number": 1}, self.path)
+        return OrderedDict, ()
+
+
+def test_a_write_leaves_another_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    write_checkpoint({"number": 2, "meanwhile": Writes(path)}, path)
+    assert read_checkpoint(path) == {"number": 2, "meanwhile": {}}
+    assert names(tmp_path) == {"file.ckpt"}
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ class FitLoop:
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
                 " do with one; set automatic_optimization = False and step them in training_step"
             )
+        if run.rank == 0:
+            for optimizer in optimizers:
+                _warn_of_foreign_parameters(optimizer, module)
         run.optimizers = self._strategy.shard(optimizers)
         for scheduler in run.schedulers:
             for mine, given in zip(run.optimizers, optimizers, strict=True):
@@ -323,3 +326,14 @@ class FitLoop:
 
     def _count_step(self, *_: Any) -> None:
         self._run.counters.global_step += 1
+
+
+def _warn_of_foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    mine = set(map(id, module.parameters()))
+    if not any(id(each) in mine for group in optimizer.param_groups for each in group["params"]):
+        kind = type(module).__name__
+        warnings.warn(
+            f"the {type(optimizer).__name__} that configure_optimizers returned has none of the parameters of {kind},"
+            " and trains nothing of it; make it there, from self.parameters()",
+            stacklevel=2,
+        )

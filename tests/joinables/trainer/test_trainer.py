@@ -751,6 +751,15 @@ def test_schedulers_that_are_not_understood() -> None:
     assert rates == pytest.approx([0.1, 0.01])
 
 
+def test_an_optimizer_of_another_module() -> None:
+    class Elsewhere(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 1.0)
+
+    with pytest.warns(UserWarning, match="the SGD that configure_optimizers returned has none of the parameters of"):
+        Trainer().fit(Elsewhere(), loader(12))
+
+
 def test_what_stands_beside_an_optimizer() -> None:
     class Configured(Classifier):
         def __init__(self, key: str, **options: Any) -> None:

@@ -115,8 +115,10 @@ class FitLoop:
     def _warn_of_no_step(self) -> None:
         if self._run.rank == 0:
             why = "train_loader gave no batch" if self._module.automatic_optimization else "no optimizer was stepped"
+            stops = self._trainer.uneven == "stop"
+            some = "on one of the ranks, with which uneven='stop' stops all" if stops else "on any rank"
             end = ", so the fit ends before max_steps" if self._trainer.max_epochs is None else ""
-            warnings.warn(f"an epoch made no optimizer step: {why} on any rank{end}", stacklevel=2)
+            warnings.warn(f"an epoch made no optimizer step: {why} {some}{end}", stacklevel=2)
 
     @property
     def _has_enough_epochs(self) -> bool:

@@ -1,19 +1,23 @@
 """Checkpoint files: :func:`write_checkpoint` and :func:`read_checkpoint`.
 
 A file is there whole or not at all: it is written under a temporary name beside its place, flushed to the disk, and
-renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it. Reading runs no
-code (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``; state that no rank has whole
-goes into a folder, see ``joinables.trainer.sharded_checkpoint``.
+renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it, and the next
+write to the same place removes it: it is locked as long as its writer lives. Reading runs no code
+(``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``; state that no rank has whole goes
+into a folder, see ``joinables.trainer.sharded_checkpoint``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
 import pickle
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -31,14 +35,15 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = temporary_name(path)
+    _tidy(path)
+    file, part = _create_part(path)
     try:
-        with part.open("xb") as file:
+        with file:
             torch.save(dict(state), file)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(part, path)
+            os.replace(part, path)  # before it is closed, and no longer locked
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -46,8 +51,15 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
         sync_folder(path.parent)
 
 
-def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", trusted: bool = False
+) -> dict[str, Any]:
     """Read a file that :func:`write_checkpoint` wrote; tensors are mapped from it and not copied.
+
+    Args:
+        path: the file.
+        map_location: where tensors go, as of ``torch.load``.
+        trusted: whether reading may run code, and any object comes back; only for what this program has just written.
 
     Raises:
         FileNotFoundError: if it is not there.
@@ -56,7 +68,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
     if not Path(path).is_file():
         raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file")
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+        state = torch.load(path, map_location=map_location, weights_only=not trusted, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}") from error
     if not isinstance(state, dict):
@@ -67,6 +79,28 @@ def read_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
 def temporary_name(path: Path) -> Path:
     """A name beside ``path`` that nobody else uses. It is not made here, so that it gets the usual permissions."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+
+
+def _create_part(path: Path) -> tuple[BinaryIO, Path]:
+    """Make a temporary file beside ``path``, open and locked."""
+    while True:
+        part = temporary_name(path)
+        file = part.open("xb")
+        with contextlib.suppress(OSError):  # not all file systems have locks; there, nobody tidies up
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if part.exists():
+            return file, part
+        file.close()  # somebody tidied it up before it was locked
+
+
+def _tidy(path: Path) -> None:
+    """Remove the temporary files beside ``path`` whose writers were killed."""
+    # The pattern has no "*": that would take in the parts of a file that is called NAME.something.
+    for part in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}.part"):
+        # Another writer may be at it, or have renamed it by now.
+        with contextlib.suppress(OSError), part.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
 
 
 def sync_folder(folder: Path) -> None:

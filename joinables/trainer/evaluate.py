@@ -27,9 +27,12 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
         with run.fresh_metrics() as store:
             _go_through(run, local_loader(run, loader), stage)
             metrics = store.reduce(run.collective)
-        run.trainer.metrics.update(metrics)
-        _end(run, stage)
-    return metrics
+            run.trainer.metrics.update(metrics)
+            store.metrics.clear()
+            _end(run, stage)
+            late = store.reduce(run.collective)
+        run.trainer.metrics.update(late)
+    return {**metrics, **late}
 
 
 def predict(run: Run, loader: Any) -> list[Any]:

@@ -15,7 +15,9 @@ left at its end. So the n-th of one rank meets the n-th of every other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -67,8 +69,9 @@ class FitLoop:
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
                 " do with one; set automatic_optimization = False and step them in training_step"
             )
-        if not automatic and run.scaler is not None:
-            raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
+        if run.rank == 0:
+            for optimizer in optimizers:
+                _warn_of_foreign_parameters(optimizer, module)
         run.optimizers = self._strategy.shard(optimizers)
         for scheduler in run.schedulers:
             for mine, given in zip(run.optimizers, optimizers, strict=True):
@@ -92,10 +95,15 @@ class FitLoop:
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
-        while run.counters.epochs < trainer.max_epochs and not self._has_enough_steps and not trainer.should_stop:
+        while not self._has_enough_epochs and not self._has_enough_steps and not trainer.should_stop:
+            steps, is_resumed = run.counters.global_step, run.resume_from is not None
             self._epoch()
-        self._module.on_train_end()
-        run.call("on_train_end")
+            if run.counters.global_step == steps and not is_resumed:
+                self._warn_of_no_step()
+                if trainer.max_epochs is None:
+                    break  # the steps would never be enough
+        with run.fresh_metrics():  # those of an epoch that max_steps has cut short are still to come
+            self._tell("on_train_end")
 
     def end(self) -> None:
         """Take back what was added to the user's objects, free the gradients, and let workers that persist end."""
@@ -103,6 +111,19 @@ class FitLoop:
             hook.remove()
         self._loader = self._val_loader = None
         self._module.zero_grad(set_to_none=True)
+
+    def _warn_of_no_step(self) -> None:
+        if self._run.rank == 0:
+            why = "train_loader gave no batch" if self._module.automatic_optimization else "no optimizer was stepped"
+            stops = self._trainer.uneven == "stop"
+            some = "on one of the ranks, with which uneven='stop' stops all" if stops else "on any rank"
+            end = ", so the fit ends before max_steps" if self._trainer.max_epochs is None else ""
+            warnings.warn(f"an epoch made no optimizer step: {why} {some}{end}", stacklevel=2)
+
+    @property
+    def _has_enough_epochs(self) -> bool:
+        limit = self._trainer.max_epochs
+        return limit is not None and self._run.counters.epochs >= limit
 
     @property
     def _has_enough_steps(self) -> bool:
@@ -134,13 +155,19 @@ class FitLoop:
             if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
         run.end_epoch()
-        run.samples = 1  # a hook's values weigh the same on all ranks
-        self._module.on_train_epoch_end()
-        trainer.metrics.update(run.store.reduce(run.collective))
-        run.store.metrics.clear()
-        run.call("on_train_epoch_end")
+        self._tell("on_train_epoch_end")
         run.store.reduced.clear()
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+
+    def _tell(self, hook: str) -> None:
+        """Call a hook of the module and of all callbacks; what one of them logs is there for those after it."""
+        run = self._run
+        run.samples = 1  # a hook's values weigh the same on all ranks
+        callbacks = (partial(getattr(each, hook), run.trainer, run.module) for each in run.trainer.callbacks)
+        for call in (getattr(run.module, hook), *callbacks):
+            call()
+            run.trainer.metrics.update(run.store.reduce(run.collective))
+            run.store.metrics.clear()
 
     def _train(self, plan: Plan) -> bool:
         """Train one epoch's batches; return whether it came to its end."""
@@ -301,3 +328,14 @@ class FitLoop:
 
     def _count_step(self, *_: Any) -> None:
         self._run.counters.global_step += 1
+
+
+def _warn_of_foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    mine = set(map(id, module.parameters()))
+    if not any(id(each) in mine for group in optimizer.param_groups for each in group["params"]):
+        kind = type(module).__name__
+        warnings.warn(
+            f"the {type(optimizer).__name__} that configure_optimizers returned has none of the parameters of {kind},"
+            " and trains nothing of it; make it there, from self.parameters()",
+            stacklevel=2,
+        )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MetricFiles(Callback):
-    """Writes what was logged in an epoch, on rank 0; and in a batch, of metrics with ``on_step``.
+    """Writes what was logged in an epoch, or after the last, on rank 0; and in a batch, of metrics with ``on_step``.
 
     What was not logged in a batch or an epoch is not written for it, nor ever what was logged with ``logger=False``.
     """
@@ -33,6 +33,11 @@ class MetricFiles(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
+            self._write(trainer, trainer.run.store.reduced)
+
+    @override
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero and trainer.run.store.reduced:
             self._write(trainer, trainer.run.store.reduced)
 
     def _write(self, trainer: Trainer, values: dict[str, float]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,17 +24,20 @@ class ModelCheckpoint(Callback):
     """Writes checkpoints after epochs or steps, and keeps the best.
 
     All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
-    old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced.
+    old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced; what another
+    keeper of this fit keeps there is left alone, and the new file is called ``NAME-v1``.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
         filename: name without ``.ckpt``; ``{epoch}``, ``{step}`` and metrics are filled in, as in
             ``"{epoch}-{val_loss:.3f}"``, and become ``epoch=3-val_loss=0.123``.
-        monitor: the metric that says which is best; ``None`` takes the latest for the best.
+        monitor: the metric that says which is best; ``None`` takes the latest for the best. In the middle of an epoch
+            it has the value of the one before, and in the first epoch NaN, the worst.
         mode: whether small or large values are good.
         save_top_k: how many to keep; -1 for all, 0 for none but the last.
         save_last: whether to keep the latest too, as ``last.ckpt``; it is also written at the end of a fit.
-        every_n_epochs: after how many epochs.
+        every_n_epochs: after how many epochs; a fit that ends before there is a file to keep writes one at its end, as
+            does one without ``monitor`` that ``max_steps`` ends in the middle of an epoch.
         every_n_train_steps: after how many optimizer steps, instead of after epochs.
 
     Raises:
@@ -72,7 +75,9 @@ class ModelCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
-        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename})"
+        # What tells keepers apart; how many they keep is left out, so that a resumed fit can change it.
+        when = f"{self._epochs} epochs" if self._steps is None else f"{self._steps} steps"
+        return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename}, {self._folder}, {when})"
 
     @property
     def best_model_path(self) -> str:
@@ -104,12 +109,19 @@ class ModelCheckpoint(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps is not None and self._monitor is not None:
+            monitored(trainer.metrics, self._monitor)  # by now it has to be there
         if self._steps is None and (trainer.current_epoch + 1) % self._epochs == 0:
-            self._save(trainer)
+            self._save(trainer, is_epoch_end=True)
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._last and trainer.global_step not in (0, self._saved_step):
+        if trainer.global_step in (0, self._saved_step):
+            return
+        keeps_the_latest = self._monitor is None and self._steps is None and self._epochs == 1
+        if self._top_k and (keeps_the_latest or not self._kept):
+            self._save(trainer)
+        elif self._last:
             self._saved_step = trainer.global_step
             self.last_model_path = str(self._folder_of(trainer) / "last.ckpt")
             trainer.save_checkpoint(self.last_model_path)
@@ -117,11 +129,16 @@ class ModelCheckpoint(Callback):
     def _folder_of(self, trainer: Trainer) -> Path:
         return self._folder or trainer.default_root_dir / "checkpoints"
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, is_epoch_end: bool = False) -> None:
         self._saved_step = trainer.global_step
         folder = self._folder_of(trainer)
-        score = 0.0 if self._monitor is None else monitored(trainer.metrics, self._monitor)
-        path = self._free(folder / f"{self._name(trainer)}.ckpt")
+        score = 0.0
+        if self._monitor is not None:
+            metrics = trainer.metrics if is_epoch_end else {self._monitor: math.nan, **trainer.metrics}
+            score = monitored(metrics, self._monitor)
+        others = {path for each in trainer.callbacks if each is not self for path in _files_of(each)}
+        last = {str(folder / "last.ckpt")} if self._last else set[str]()
+        path = _free(folder / f"{self._name(trainer, is_epoch_end)}.ckpt", {*self._kept, *others, *last})
         discarded: list[str] = []
         if self._top_k:
             self._kept[path] = score
@@ -141,22 +158,18 @@ class ModelCheckpoint(Callback):
         if self._last:
             writes = trainer.save_checkpoint(self.last_model_path) or writes
         for each in discarded:
-            if writes and each != path:  # only here is it known that the new file is there
+            # Only here is it known that the new file is there.
+            if writes and each not in {path, *others}:
                 Path(each).unlink(missing_ok=True)
 
-    def _free(self, path: Path) -> str:
-        """A name that no kept file has: a better one under the same name must not be overwritten."""
-        names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(self._kept) + 1)))
-        return next(str(name) for name in names if str(name) not in self._kept)
-
-    def _name(self, trainer: Trainer) -> str:
+    def _name(self, trainer: Trainer, is_epoch_end: bool) -> str:
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
         def fill(field: re.Match[str]) -> str:
             name, form = field[1], field[2] or ""
-            if name not in values:
+            if name not in values and is_epoch_end:
                 raise ValueError(f"filename={self._filename!r} has {name!r}, which was not logged")
-            return f"{name}={format(values[name], form)}".replace("/", "_")
+            return f"{name}={format(values.get(name, math.nan), form)}".replace("/", "_")
 
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, self._filename)
 
@@ -168,3 +181,16 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = dict(state["kept"])
         self.last_model_path, self._saved_step = state["last"], state["step"]
+
+
+def _files_of(callback: Callback) -> set[str]:
+    """What a keeper keeps; of another callback, nothing."""
+    if not isinstance(callback, ModelCheckpoint):
+        return set()
+    return {*callback._kept, callback.last_model_path}  # pyright: ignore[reportPrivateUsage]
+
+
+def _free(path: Path, taken: Set[str]) -> str:
+    """A name that no kept file has: a better one under the same name must not be overwritten."""
+    names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(taken) + 1)))
+    return next(str(name) for name in names if str(name) not in taken)

@@ -52,7 +52,8 @@ class TrainModule(ModuleHooks, torch.nn.Module):
     def configure_optimizers(self) -> Any:
         """Return an optimizer, several in a list, ``(optimizers, schedulers)``, or a dict.
 
-        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``; a scheduler is stepped after every epoch, or, given
+        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``, and ``"monitor"`` if that is a
+        ``ReduceLROnPlateau``; a scheduler is stepped after every epoch, or, given
         as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers; fit needs one")

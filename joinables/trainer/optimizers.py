@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from join.arguments import did_you_mean
 from joinables.trainer.metrics import monitored
 
 
@@ -42,8 +43,8 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
 
     Raises:
         TypeError: for anything else than an optimizer, a dict, or sequences of them.
-        ValueError: for an interval that is neither ``"epoch"`` nor ``"step"``, or a ``ReduceLROnPlateau`` without
-            ``monitor``.
+        ValueError: for an interval that is neither ``"epoch"`` nor ``"step"``, a ``ReduceLROnPlateau`` without
+            ``monitor``, or what is unknown in a dict.
     """
     optimizers: list[torch.optim.Optimizer] = []
     schedulers: list[Scheduler] = []
@@ -59,10 +60,12 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
         if isinstance(each, torch.optim.Optimizer):
             optimizers.append(each)
         elif isinstance(each, dict) and each.keys() & {"optimizer", "lr_scheduler"}:
-            if "optimizer" in each:
-                optimizers.append(cast("torch.optim.Optimizer", each["optimizer"]))
-            if each.get("lr_scheduler") is not None:
-                schedulers.append(_scheduler(each["lr_scheduler"]))
+            options = cast("dict[str, Any]", each)
+            _check_keys("what configure_optimizers returned", options, ("optimizer", "lr_scheduler", "monitor"))
+            if "optimizer" in options:
+                optimizers.append(options["optimizer"])
+            if options.get("lr_scheduler") is not None:
+                schedulers.append(_scheduler(options["lr_scheduler"], options.get("monitor")))
         else:
             raise TypeError(
                 f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"
@@ -73,14 +76,21 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
     return optimizers, schedulers
 
 
-def _scheduler(given: Any) -> Scheduler:
+def _check_keys(where: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """See whether a dict has only what is known; frequency and strict may be there if they change nothing."""
+    for name, value in options.items():
+        if name not in known and (name, value) not in (("frequency", 1), ("strict", True)):
+            raise ValueError(
+                f"{name!r}: {value!r} in {where} is unknown; use {', '.join(known)}{did_you_mean(name, known)}"
+            )
+
+
+def _scheduler(given: Any, monitor: str | None) -> Scheduler:
     options = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"scheduler": given}
     if not hasattr(options.get("scheduler"), "step") or isinstance(options["scheduler"], torch.optim.Optimizer):
         raise TypeError(f"configure_optimizers returned {given!r} where a scheduler belongs")
-    unknown = sorted(options.keys() - {"scheduler", "interval", "monitor", "name"})
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} of a scheduler is unknown; use scheduler, interval and monitor")
-    made = Scheduler(options["scheduler"], options.get("interval", "epoch"), options.get("monitor"))
+    _check_keys("a scheduler's dict", options, ("scheduler", "interval", "monitor", "name"))
+    made = Scheduler(options["scheduler"], options.get("interval", "epoch"), options.get("monitor", monitor))
     if made.interval not in ("epoch", "step"):
         raise ValueError(f"interval={made.interval!r} of a scheduler is neither 'epoch' nor 'step'")
     if isinstance(made.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and made.monitor is None:

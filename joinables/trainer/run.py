@@ -45,6 +45,8 @@ class Run:
         self.precision.convert_module(module)
         module.to(self.device)
         self.store = MetricStore()
+        self.takes_metrics = stage == "fit"
+        """Whether anything is done with what is logged."""
         self.samples = 1
         """The number of samples in the batch at hand."""
 

@@ -23,8 +23,11 @@ Taking one is collective, since ranks hold parts of it. All ranks take part, tho
 
 from __future__ import annotations
 
+import copy
+import io
+import sys
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -37,11 +40,12 @@ if TYPE_CHECKING:
 
 
 _OWN = {"epochs", "global_step", "module", "optimizers", "schedulers", "scaler", "callbacks", "metrics", "ranks"}
-_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 
 def take(run: FitRun, active: bool) -> dict[str, Any] | None:
     """Return the state on the writer, ``None`` elsewhere; called on all ranks.
+
+    Numbers of numpy become Python's, since files are read without numpy's code.
 
     Args:
         run: the fit.
@@ -72,14 +76,40 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
     run.module.on_save_checkpoint(state)
     for callback in run.trainer.callbacks:
         callback.on_save_checkpoint(run.trainer, run.module, state)
-    for key in ("callbacks", *(state.keys() - _OWN)):
-        for leaf in pytree.tree_leaves(state[key]):
-            if type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor):
-                raise TypeError(
-                    f"the checkpoint's {key!r} holds a {type(leaf).__name__}, which could not be read again; give plain"
-                    " data and tensors"
-                )
-    return state
+    return _without_numpy(state)
+
+
+def _without_numpy(value: Any) -> Any:
+    """A copy of nested containers, in which numpy's numbers are Python's."""
+    if isinstance(value, dict):
+        found = cast("dict[Any, Any]", value)
+        made = copy.copy(found)  # of the same class, and with a state dict's metadata
+        made.clear()
+        made.update({_without_numpy(key): _without_numpy(each) for key, each in found.items()})
+        return made
+    if type(value) in (list, tuple, set):
+        found = cast("list[Any]", value)
+        return type(found)(map(_without_numpy, found))
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def check_readable(state: Mapping[str, Any]) -> None:
+    """See whether a file with ``state`` could be read again, which is done without running code.
+
+    Raises:
+        TypeError: if it holds more than plain data and tensors.
+    """
+    for key, value in state.items():
+        file = io.BytesIO()
+        torch.save(pytree.tree_map_only(torch.Tensor, lambda _: None, value), file)
+        file.seek(0)
+        unreadable = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if unreadable:
+            raise TypeError(
+                f"the checkpoint's {key!r} holds {' and '.join(sorted(unreadable))}, which could not be read again;"
+                " give plain data and tensors"
+            )
 
 
 def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN - {"module"})) -> None:

@@ -60,7 +60,7 @@ class Trainer:
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
             process and ``"ddp"`` for several.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
-        max_epochs: when to stop, counted over all fits.
+        max_epochs: when to stop, counted over all fits; by default after one epoch, or, with ``max_steps``, only then.
         max_steps: when to stop at the latest, in optimizer steps; ``None`` for no such limit.
         accumulate_grad_batches: batches for one optimizer step.
         gradient_clip_val: largest norm of the gradient; ``None`` for no limit.
@@ -88,7 +88,7 @@ class Trainer:
         accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto",
         strategy: str | Strategy = "auto",
         precision: int | str = 32,
-        max_epochs: int = 1,
+        max_epochs: int | None = None,
         max_steps: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -105,7 +105,10 @@ class Trainer:
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
-        _check_count("max_epochs", max_epochs, least=0)
+        if max_epochs is not None:
+            _check_count("max_epochs", max_epochs, least=0)
+        elif max_steps is None:
+            max_epochs = 1
         if max_steps is not None:
             _check_count("max_steps", max_steps, least=0)
         _check_count("accumulate_grad_batches", accumulate_grad_batches)
@@ -187,13 +190,18 @@ class Trainer:
             ckpt_path: a checkpoint to go on from instead, with its weights.
         """
         self._check_module(module, "fit")
-        _check_loader("train_loader", train_loader, self.max_epochs - self.epochs)
+        if self.max_epochs is None and self.max_steps is None:
+            raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them")
+        to_come = 1 if self.max_epochs is None else self.max_epochs - self.epochs
+        _check_loader("train_loader", train_loader, to_come)
         sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
         if sets_steps and not module.automatic_optimization:
             raise ValueError(
                 "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
                 " training_step"
             )
+        if Precision(self.precision, self._accelerator).scales_loss and not module.automatic_optimization:
+            raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
         if val_loader is None and callable(getattr(module, "val_dataloader", None)):
             raise TypeError(
                 f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"
@@ -201,7 +209,7 @@ class Trainer:
             )
         if val_loader is not None:
             self._check_module(module, "validate")
-            _check_loader("val_loader", val_loader, self.max_epochs - self.epochs)
+            _check_loader("val_loader", val_loader, to_come)
         if ckpt_path is not None:
             # A missing or broken file is told here, before anything changes, and not by a worker.
             snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))
@@ -274,7 +282,7 @@ class Trainer:
             home = Path(folder) / "to"
             buffers: dict[str, torch.Tensor] = {}
             if home.exists():
-                came = read_checkpoint(home)
+                came = read_checkpoint(home, trusted=True)
                 result, buffers = replace(result, state=came["state"]), came["buffers"]
             if pid != here:
                 self._bring_home(result, module)
@@ -406,6 +414,11 @@ class Trainer:
             raise RuntimeError(
                 f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test"
             )
+        if not run.takes_metrics:
+            raise RuntimeError(
+                f"metric {name!r} was logged in a callback's on_start or on_end, where no metrics are taken; log it in"
+                " on_evaluation_start, on_evaluation_end, on_train_epoch_start or on_train_end"
+            )
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -415,7 +428,7 @@ class Trainer:
         self._loop.backward(loss, **options)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
-        """Write a checkpoint; called on all ranks at the same step, those without data excepted.
+        """Write a checkpoint; called on all ranks at the same step, those without data excepted, or after the fit.
 
         Not on one rank alone: all ranks hold parts of it. A fit resumes from there bit for bit, whichever hook it was
         in; in the middle of a window of accumulation, without the gradients so far.
@@ -424,14 +437,21 @@ class Trainer:
             Whether this rank is the one that wrote it.
 
         Raises:
-            RuntimeError: outside a fit.
+            RuntimeError: before any fit, in another run, or when the module that was trained is gone.
+            TypeError: if a state holds more than plain data and tensors.
         """
-        if self._loop is None:
-            raise RuntimeError("there is no fit under way, and nothing to save")
-        state = self._loop.take_snapshot()
+        state = self._state_after_fit() if self._loop is None else self._loop.take_snapshot()
         if state is not None:
+            snapshot.check_readable(state)
             write_checkpoint(state, path)
         return state is not None
+
+    def _state_after_fit(self) -> dict[str, Any] | None:
+        """What the next fit would go on from, with the module's weights as they are; ``None`` but on rank 0."""
+        module = None if self._state_of is None else self._state_of()
+        if self._run is not None or module is None or (self._state is None and self.is_global_zero):
+            raise RuntimeError("there is no fit under way, nor the state and the module of one that ended")
+        return None if self._state is None else {**self._state, "module": module.state_dict()}
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -462,9 +482,14 @@ class Trainer:
             stack.callback(self._end_run, module)
             stack.enter_context(keeping_modes(module))
             stack.callback(run.call, "on_end", stage)
+            stack.callback(setattr, run, "takes_metrics", False)
             stack.enter_context(self._telling_callbacks(run))
-            saved = read_checkpoint(ckpt_path) if ckpt_path is not None and run.rank == 0 else None
+            saved = None
+            if ckpt_path is not None and run.rank == 0:
+                # The state of the fit before is on its way between processes, and not all of it is for files.
+                saved = read_checkpoint(ckpt_path, trusted=Path(ckpt_path).parent == Path(folder))
             run.call("on_start", stage)
+            run.takes_metrics = True
             if isinstance(run, FitRun):
                 self._loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)
                 self._loop.start()

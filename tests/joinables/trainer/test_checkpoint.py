@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,42 @@ while True:
     write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, sys.argv[1])
     print(number, flush=True)
 """
+
+
+KILLED = """
+import os, signal, sys
+from joinables.trainer.checkpoint import write_checkpoint
+class Dies:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+write_checkpoint({"dies": Dies()}, sys.argv[1])
+"""
+
+
+def test_what_killed_writers_leave_is_removed(tmp_path: Path) -> None:
+    for name in ("file.ckpt", "file.ckpt.other"):
+        assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)]).returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2
+    write_checkpoint({}, tmp_path / "file.ckpt")
+    assert [name.startswith(".file.ckpt.other.") for name in sorted(names(tmp_path))] == [True, False]
+
+
+class Writes:
+    """Another write to the same file, in the middle of one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        write_checkpoint({"number": 1}, self.path)
+        return OrderedDict, ()
+
+
+def test_a_write_leaves_another_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    write_checkpoint({"number": 2, "meanwhile": Writes(path)}, path)
+    assert read_checkpoint(path) == {"number": 2, "meanwhile": {}}
+    assert names(tmp_path) == {"file.ckpt"}
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
@@ -112,6 +149,54 @@ def test_the_last_is_that_of_the_end(tmp_path: Path) -> None:
         assert keeper.last_model_path == str(tmp_path / "last.ckpt")
         assert read_checkpoint(keeper.last_model_path)["global_step"] == trainer.max_steps
     assert names(tmp_path) == {"epoch=1-step=10.ckpt", "last.ckpt"}
+
+
+def test_two_keepers_leave_each_other_alone(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = ((0.9, 0.1), (0.2, 0.2), (0.5, 0.9), (0.6, 0.3), (0.7, 0.3))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log_dict(dict(zip("ab", self.scores[self.current_epoch], strict=True)))
+
+    keepers = [
+        ModelCheckpoint(tmp_path, monitor="a"),
+        ModelCheckpoint(tmp_path, monitor="b", mode="max"),
+        ModelCheckpoint(tmp_path, save_last=True),
+        ModelCheckpoint(tmp_path, "last", every_n_epochs=5),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1),
+    ]
+    Trainer(max_epochs=5, callbacks=keepers).fit(Scripted(), loader(12), loader(12))
+    assert [read_checkpoint(keeper.best_model_path)["epochs"] for keeper in keepers[:4]] == [2, 3, 5, 5]
+    assert Path(keepers[3].best_model_path).name == "last-v1.ckpt"
+    assert len({keeper.best_model_path for keeper in keepers}) == 5
+    assert len(names(tmp_path)) == 3 + 2 + 5
+
+
+def test_a_fit_that_ends_early_keeps_what_it_has(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path)
+    trainer, module = Trainer(max_steps=3, callbacks=keeper), Classifier()
+    for trainer.max_steps in (3, 7):
+        path = trainer.fit(module, loader(30)).best_model_path
+        assert read_checkpoint(path)["global_step"] == trainer.max_steps
+    keeper = ModelCheckpoint(tmp_path / "best", "{val_loss:.1f}", monitor="val_loss")
+    Trainer(max_steps=3, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
+    assert names(tmp_path / "best") == {"val_loss=nan.ckpt"}
+    Trainer(max_steps=7, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
+    assert read_checkpoint(keeper.best_model_path)["global_step"] == 5
+    keeper = ModelCheckpoint(tmp_path / "rare", every_n_epochs=4)
+    Trainer(max_epochs=3, callbacks=keeper).fit(Classifier(), loader(12))
+    assert names(tmp_path / "rare") == {"epoch=2-step=6.ckpt"}
+
+
+def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
+    """There is none in the first epoch, and any that comes later is better."""
+    keeper = ModelCheckpoint(tmp_path, monitor="train_loss", every_n_train_steps=3)
+    trainer = Trainer(max_epochs=2, callbacks=keeper)
+    trainer.fit(Classifier(), loader(30))
+    assert names(tmp_path) == {"epoch=1-step=6.ckpt"}
+    keeper = ModelCheckpoint(tmp_path, monitor="train_los", every_n_train_steps=3)
+    with pytest.raises(ValueError, match=r"monitor='train_los' was not logged; the metrics are .*train_loss"):
+        Trainer(callbacks=keeper).fit(Classifier(), loader(30))
 
 
 @pytest.mark.parametrize(

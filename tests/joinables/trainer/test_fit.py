@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -497,8 +498,10 @@ def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tupl
 
 def stops_normalised(rank: int, counts: tuple[int, ...], k: int, *limits: int) -> Any:
     run, module = trainer(max_epochs=2, uneven="stop", accumulate_grad_batches=k), Normalised()
-    for run.max_steps in (*limits, None):
-        run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    tells = rank == 0 and min(counts) == 0
+    with pytest.warns(UserWarning, match="no batch on one of the ranks") if tells else nullcontext():
+        for run.max_steps in (*limits, None):
+            run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
     return flat_state(module.state_dict()), run.global_step, module.norm.num_batches_tracked.item(), run.metrics
 
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
@@ -34,6 +35,7 @@ from joinables.trainer import (
     TrainModule,
     WorkerDied,
 )
+from joinables.trainer.checkpoint import read_checkpoint
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 
@@ -664,9 +666,28 @@ def test_workers_end_with_the_fit() -> None:
 
 def test_nothing_to_train_on() -> None:
     trainer = Trainer(max_epochs=2)
-    assert trainer.fit(Classifier(), loader(0)).global_step == 0
+    with pytest.warns(UserWarning, match="an epoch made no optimizer step: train_loader gave no batch"):
+        assert trainer.fit(Classifier(), loader(0)).global_step == 0
     assert trainer.validate(Classifier(), loader(0)) == [{}]
     assert trainer.predict(Classifier(), loader(0)) == []
+
+
+def test_as_many_epochs_as_the_steps_need() -> None:
+    trainer, module = Trainer(max_steps=7), Classifier()
+    assert trainer.fit(module, loader(12)).global_step == 7
+    assert trainer.current_epoch == 3
+    trainer.max_steps, trainer.max_epochs = None, 5
+    assert trainer.fit(module, loader(12)).global_step == 10
+    trainer.max_epochs = None
+    with pytest.raises(ValueError, match="max_epochs=None and max_steps=None"):
+        trainer.fit(module, loader(12))
+    assert Trainer(max_steps=7, max_epochs=1).fit(Classifier(), loader(12)).global_step == 2
+    assert Trainer().fit(Classifier(), loader(12)).epochs == 1
+
+
+def test_a_fit_without_steps_has_an_end() -> None:
+    with pytest.warns(UserWarning, match=r"an epoch made no .* on any rank, so the fit ends before max_steps"):
+        assert Trainer(max_steps=7).fit(Classifier(), iter(loader(12))).global_step == 2
 
 
 def test_every_module_is_a_new_one() -> None:
@@ -696,9 +717,79 @@ class Adds(Callback):
 
 
 def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="the checkpoint's 'mine' holds a PosixPath"):
-        Trainer(callbacks=Adds({"path": tmp_path})).fit(Classifier(), loader())
-    Trainer(callbacks=Adds({"x": [1, "text", torch.ones(2)]})).fit(Classifier(), loader())
+    def fit(value: Any, module: TrainModule) -> str:
+        return Trainer(callbacks=[Adds(value), ModelCheckpoint(tmp_path)]).fit(module, loader(12)).best_model_path
+
+    with pytest.raises(TypeError, match=r"the checkpoint's 'mine' holds pathlib.*PosixPath"):
+        fit({"path": tmp_path}, Classifier())
+    with pytest.raises(TypeError, match=r"the checkpoint's 'module' holds pathlib.*PosixPath"):
+        fit(1, Pathed(tmp_path))
+    with pytest.raises(TypeError, match="the checkpoint's 'mine' holds numpy"):
+        fit(np.ones(3), Classifier())
+    assert not list(tmp_path.glob("*.ckpt"))
+    path = fit({"x": [1, "text", torch.ones(2), np.float32(0.5)]}, Classifier())
+    assert read_checkpoint(path)["mine"]["x"][3] == 0.5
+
+
+class Pathed(Classifier):
+    """With a state that is no plain data, and numbers of numpy in those of its optimizer and scheduler."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.norm = torch.nn.BatchNorm1d(1)  # reads the metadata of state dicts
+        self.norm.requires_grad_(False)
+
+    def get_extra_state(self) -> Any:
+        return {"path": self.path}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.path = state["path"] / "again"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.body.parameters(), lr=np.float64(0.01))
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, list(np.array([1, 2])))]
+
+
+def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
+    module, trainer = Pathed(tmp_path), Trainer(devices=2, accelerator="cpu")
+    for trainer.max_epochs in (1, 2):
+        before = module.body[0].weight.clone()
+        trainer.fit(module, loader(12))
+        assert not torch.equal(before, module.body[0].weight)
+    assert module.path.name == "again"
+
+
+def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
+    trainer, module = Trainer(max_epochs=2), Classifier()
+    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+        trainer.save_checkpoint(tmp_path / "before.ckpt")
+    trainer.fit(module, loader(12))
+    assert trainer.save_checkpoint(tmp_path / "after.ckpt")
+    again = Classifier()
+    Trainer(max_epochs=3).fit(again, loader(12), ckpt_path=tmp_path / "after.ckpt")
+    trainer.max_epochs = 3
+    trainer.fit(module, loader(12))
+    assert_same(flat_state(module.state_dict()), flat_state(again.state_dict()))
+    del module
+    gc.collect()
+    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+        trainer.save_checkpoint(tmp_path / "gone.ckpt")
+
+
+class Numbers(Pathed):
+    get_extra_state = TrainModule.get_extra_state
+    set_extra_state = TrainModule.set_extra_state
+
+
+def test_numbers_of_numpy_in_a_checkpoint(tmp_path: Path) -> None:
+    whole, parts = Numbers(tmp_path), Numbers(tmp_path)
+    Trainer(max_epochs=3).fit(whole, loader(12))
+    path = Trainer(callbacks=ModelCheckpoint(tmp_path)).fit(parts, loader(12)).best_model_path
+    assert read_checkpoint(path)["module"]._metadata["norm"] == {"version": 2}
+    parts = Numbers(tmp_path)
+    Trainer(max_epochs=3).fit(parts, loader(12), ckpt_path=path)
+    assert_same(flat_state(whole.state_dict()), flat_state(parts.state_dict()))
 
 
 def test_a_compiled_module_can_be_pickled() -> None:
@@ -712,6 +803,8 @@ def test_automatic_settings_with_manual_optimization() -> None:
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="are for automatic optimization"):
         Trainer(gradient_clip_val=1.0).fit(module, loader())
+    with pytest.raises(ValueError, match="which manual optimization cannot"):
+        Trainer(devices=2, accelerator="cpu", strategy=LaunchesNothing(), precision="16-mixed").fit(module, loader())
 
 
 def test_schedulers_that_are_not_understood() -> None:
@@ -725,11 +818,11 @@ def test_schedulers_that_are_not_understood() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
 
-    with pytest.raises(ValueError, match="'frequency' of a scheduler is unknown"):
+    with pytest.raises(ValueError, match="'frequency': 2 in a scheduler's dict is unknown; use scheduler, interval"):
         Trainer().fit(Scheduled(frequency=2), loader())
     with pytest.raises(ValueError, match="interval='batch'"):
         Trainer().fit(Scheduled(interval="batch"), loader())
-    module = Scheduled(monitor="train_loss")
+    module = Scheduled(monitor="train_loss", frequency=1, strict=True)
     rates: list[float] = []
 
     class Rates(Callback):
@@ -738,6 +831,36 @@ def test_schedulers_that_are_not_understood() -> None:
 
     Trainer(callbacks=Rates(), max_epochs=2).fit(module, loader())
     assert rates == pytest.approx([0.1, 0.01])
+
+
+def test_an_optimizer_of_another_module() -> None:
+    class Elsewhere(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 1.0)
+
+    with pytest.warns(UserWarning, match="the SGD that configure_optimizers returned has none of the parameters of"):
+        Trainer().fit(Elsewhere(), loader(12))
+
+
+def test_what_stands_beside_an_optimizer() -> None:
+    class Configured(Classifier):
+        def __init__(self, key: str, **options: Any) -> None:
+            super().__init__()
+            self.key, self.options = key, options
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 1.0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+            return {"optimizer": optimizer, self.key: scheduler, **self.options}
+
+    with pytest.raises(ValueError, match=r"'lr_shceduler': .* is unknown; use .*Did you mean lr_scheduler"):
+        Trainer().fit(Configured("lr_shceduler"), loader(12))
+    with pytest.raises(ValueError, match="'frequency': 5 in what configure_optimizers returned is unknown"):
+        Trainer().fit(Configured("lr_scheduler", frequency=5), loader(12))
+    trainer = Trainer(max_epochs=2)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
+        trainer.fit(Configured("lr_scheduler"), loader(12))
+    trainer.fit(Configured("lr_scheduler", monitor="train_loss"), loader(12))
 
 
 class LogsLate(Classifier):
@@ -760,3 +883,49 @@ def test_metrics_of_hooks() -> None:
     assert seen == [0.0, 1.0]
     with pytest.raises(RuntimeError, match="'lost' was logged in a prediction"):
         trainer.predict(LogsLate(), loader())
+
+
+class LogsAtEnds(Classifier):
+    def on_validation_end(self) -> None:
+        self.log("validated", float(self.global_step))
+
+    def on_train_end(self) -> None:
+        self.log("trained", float(self.global_step))
+
+
+class LogsInHooks(Callback):
+    def on_evaluation_end(self, trainer: Any, module: Any, stage: str) -> None:
+        module.log("evaluated", float(trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("epoch", float(trainer.current_epoch))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        module.log("end", float(trainer.global_step))
+
+
+def test_metrics_of_hooks_after_an_epoch(tmp_path: Path) -> None:
+    """They are there for callbacks that come later, and in files, in the epoch in which they were logged."""
+    keeper, path = ModelCheckpoint(tmp_path, monitor="epoch", mode="max"), tmp_path / "metrics.csv"
+    trainer = Trainer(max_epochs=5, max_steps=5, callbacks=[LogsInHooks(), keeper, CSVMetrics(path)])
+    trainer.fit(LogsAtEnds(), loader(12), loader(12))
+    late = {"validated": 4.0, "evaluated": 4.0, "epoch": 1.0, "trained": 5.0, "end": 5.0}
+    assert late.items() <= trainer.metrics.items()
+    assert keeper.best_model_score == 1.0
+    with path.open() as file:
+        rows = [(row["name"], row["step"], float(row["value"])) for row in csv.DictReader(file) if row["name"] in late]
+    assert sorted(rows) == [
+        ("end", "5", 5.0), ("epoch", "2", 0.0), ("epoch", "4", 1.0), ("evaluated", "2", 2.0), ("evaluated", "4", 4.0),
+        ("trained", "5", 5.0), ("validated", "2", 2.0), ("validated", "4", 4.0),
+    ]  # fmt: skip
+    assert {"validated", "evaluated"} <= trainer.validate(LogsAtEnds(), loader(12))[0].keys()
+
+
+class LogsTooLate(Callback):
+    def on_end(self, trainer: Any, module: Any, stage: str) -> None:
+        module.log("lost", 1.0)
+
+
+def test_metrics_with_which_nothing_can_be_done() -> None:
+    with pytest.raises(RuntimeError, match="'lost' was logged in a callback's on_start or on_end"):
+        Trainer(callbacks=LogsTooLate()).fit(Classifier(), loader(12))

@@ -102,8 +102,9 @@ class LockstepChannel(Channel):
         self._meeting = None if self._timeout is None else self.collective.companion().companion()
 
     def _is_of_its_own(self, member: Member) -> bool:
-        is_covered = member.burst is not None and member.burst.is_covered and self._ahead is not None
-        return not (member.interjects or (is_covered and not self._comes_between))
+        is_covered = member.burst is not None and member.burst.is_covered
+        by_another = any(self.may_announce_early(burst) for _, burst in self._bursts)
+        return not (member.interjects or (is_covered and by_another))
 
     @property
     def meets(self) -> bool:

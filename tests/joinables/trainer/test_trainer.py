@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import csv
+import fcntl
 import gc
 import math
 import multiprocessing
 import os
 import pickle
+import pty
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -245,20 +248,28 @@ def test_ctrl_c(tmp_path: Path) -> None:
     script.write_text(INTERRUPTED)
     folder.mkdir()
     environ = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.getcwd()}
+    keyboard, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
     parent = subprocess.Popen(
         [sys.executable, str(script), str(begun)],
         env=environ,
+        stdin=terminal,
+        stdout=terminal,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     deadline = time.monotonic() + 60
     while not begun.exists():
         assert time.monotonic() < deadline
         assert parent.poll() is None
         time.sleep(0.05)
-    os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    os.write(keyboard, b"\x03")  # the terminal makes it an interrupt, of all processes in its foreground
     _, errors = parent.communicate(timeout=20)
+    assert termios.tcgetattr(terminal) == before
+    os.close(keyboard)
+    os.close(terminal)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1, "the workers say nothing"
     deadline = time.monotonic() + 10

@@ -56,7 +56,10 @@ def _items(leaf: Any) -> list[tuple[Any, Any]]:
 def _replaced(leaf: Any, items: list[tuple[Any, Any]]) -> Any:
     """A copy with other items."""
     if isinstance(leaf, tuple):
-        return type(cast("tuple[Any, ...]", leaf))([value for _, value in items])
+        try:
+            return type(cast("tuple[Any, ...]", leaf))([value for _, value in items])
+        except TypeError:  # it is made of something else
+            return cast("Any", leaf)
     if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
         return dict(items)
     changed: Any = copy.copy(cast("Any", leaf))

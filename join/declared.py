@@ -108,7 +108,7 @@ class DeclaredChannel(Channel):
                 f"ran {member.joinable.join_name} in step {self._step + 1} where {expected.joinable.join_name} was due;"
                 " with steps=, each step runs every joinable of the list once, in its order"
             )
-        if self._throw and self._step >= min(self._steps):
+        if self.throws and self._step >= min(self._steps):
             self.terminate_early(exhausted=False)
         if self._step >= self._mine:
             self._mistake(f"declared steps={self._mine} and began step {self._step + 1}")
@@ -143,7 +143,7 @@ class DeclaredChannel(Channel):
             unfinished = f" and {part} of {len(self._cycle)} parts of another" if part else ""
             self._wrong = f"declared steps={self._mine} and made {made}{unfinished}"
         even = min(self._steps) == self._longest
-        if self._throw and not even:
+        if self.throws and not even:
             self.terminate_early(exhausted=True)
         try:
             self._shadow_rest()

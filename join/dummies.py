@@ -28,7 +28,10 @@ def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def duplicate(batch: Any) -> Any:
     """The batch in containers of its own, with the tensors that it has: bodies take theirs apart."""
-    return map_tensors(lambda tensor: tensor, batch)
+    try:
+        return map_tensors(lambda tensor: tensor, batch)
+    except Exception:  # of a container that cannot be built anew; then it is that one
+        return batch
 
 
 def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str:

@@ -73,6 +73,8 @@ class EarlyExit:
                 raise
             # The user's exception is under way and must not be replaced by ours.
         finally:
+            with contextlib.suppress(Exception):  # of a store that is gone
+                self._windows.farewell.tell("left")  # also where this rank has given up
             if error is not None:
                 self._channel.closed = self._channel.closed or f"this rank raised {type(error).__name__}"
 
@@ -90,6 +92,7 @@ class EarlyExit:
     def _leave(self, error: BaseException | None, text: str) -> None:
         windows, self._channel.leaving = self._windows, True
         self._channel.fulfil()
+        self._channel.complete_followers()
         answer = windows.answers.left(windows.at)
         if error is not None:
             answer = windows.failed(JoinError(text) if text else error)
@@ -143,7 +146,8 @@ class EarlyExit:
     def _shadow_steps(self, is_over: Callable[[], bool]) -> None:
         """Shadow the steps of this window that were not begun."""
         windows = self._windows
-        while windows.at < windows.steps:
+        steps = min(windows.counts) if self._channel.throws else windows.steps
+        while windows.at < steps:
             windows.farewell.meet()
             self._channel.shadow_step(windows.active)
             windows.at += 1

@@ -25,6 +25,7 @@ from join.collectives import Collective
 from join.lockstep import MEETING, LockstepChannel
 
 _SLICE_SECONDS = 0.01
+_LOOKS = 20  # how many of these pass before a rank looks what those who have told have told
 LIMIT_SECONDS = 60.0
 """How long a rank waits for the others altogether, unless it has an exception to raise."""
 
@@ -58,6 +59,7 @@ class Farewell:
     def __init__(self, collective: Collective, channel: LockstepChannel, key: str) -> None:
         self._collective, self._channel = collective, channel
         self._keys = [f"{key}/farewell/{rank}" for rank in range(collective.world_size)]
+        self._stopped = f"{key}/farewell/stopped"
 
     def shadow(self, is_over: Callable[[], bool]) -> bool:
         """Shadow what is left of this step, as it was in the step before.
@@ -68,7 +70,7 @@ class Farewell:
         Returns:
             Whether the next step may be shadowed, too.
         """
-        while not (is_over() or self._has_stopped()):
+        while not (is_over() or self._collective.check(self._stopped)):
             burst = self._channel.expected
             if burst is None:
                 return True
@@ -82,19 +84,25 @@ class Farewell:
 
     def part(self, role: Role, seconds: float = LIMIT_SECONDS) -> None:
         """Come to an end with the others; gives up after some time, if a rank is in none of these bursts."""
-        self._tell(self._channel.begun, self._channel.last, role)
-        deadline = time.monotonic() + seconds
+        self.tell(role)
+        if role == "stopped":
+            self._collective.set(self._stopped, "")
+        deadline, looks = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
-            accounts = self._accounts()
-            furthest = max(accounts)
-            if furthest.begun > self._channel.begun:
+            accounts, looks = self._accounts(all_of_them=looks % _LOOKS > 0), looks + 1
+            furthest = max(accounts, default=None)
+            if furthest is not None and furthest.begun > self._channel.begun:
                 self._begin(furthest.last, role)
-            elif len(accounts) < len(self._keys) or any(
-                each.role == "shadows" or each.begun < furthest.begun for each in accounts
+            elif len(accounts) == len(self._keys) and all(
+                each.role != "shadows" and each.begun == self._channel.begun for each in accounts
             ):
-                time.sleep(_SLICE_SECONDS)
-            else:
                 return
+            else:
+                time.sleep(_SLICE_SECONDS)
+
+    def tell(self, role: Role) -> None:
+        """Tell how far this rank is."""
+        self._tell(self._channel.begun, self._channel.last, role)
 
     def _begin(self, burst: int, role: Role) -> None:
         self._tell(self._channel.begun + 1, burst, role)
@@ -103,9 +111,8 @@ class Farewell:
     def _tell(self, begun: int, last: int, role: Role) -> None:
         self._collective.set(self._keys[self._collective.rank], f"{begun} {last} {role}")
 
-    def _accounts(self) -> list[_Account]:
-        texts = [self._collective.get(key).split() for key in self._keys if self._collective.check(key)]
+    def _accounts(self, *, all_of_them: bool) -> list[_Account]:
+        """What ranks have told: none as long as one has not, if all are wanted, which is one request and not many."""
+        keys = self._keys if all_of_them else [key for key in self._keys if self._collective.check(key)]
+        texts = [text.split() for text in self._collective.texts(keys) or ()]
         return [_Account(int(begun), int(last), cast("Role", role)) for begun, last, role in texts]
-
-    def _has_stopped(self) -> bool:
-        return any(account.role == "stopped" for account in self._accounts())

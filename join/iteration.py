@@ -230,7 +230,7 @@ class Iteration(Iterator[Any]):
         mine = self._own_template(source) if self._collective.rank == source else None
         try:
             template, problem = broadcast_tree(windows.line, mine, source)
-        except (TypeError, RuntimeError) as error:
+        except TypeError as error:
             raise JoinError(
                 f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"
                 " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body"
@@ -297,7 +297,7 @@ class Iteration(Iterator[Any]):
             self._over()
 
     def _over(self) -> None:
-        self.running = False
+        self.running, self._template = False, None
         self._ahead.close()
         self._channel.leave_loop = None
 

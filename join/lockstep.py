@@ -165,6 +165,7 @@ class LockstepChannel(Channel):
         else:
             member.count_step()
         self._compute(index)
+        self._outstanding = list(member.followers)
         return Done()
 
     @override
@@ -175,7 +176,12 @@ class LockstepChannel(Channel):
             super().follow(joinable)
             return
         self._check_open()
-        self.fulfil()
+        self.fulfil(complete=False)
+        self._outstanding = [member for member in self._outstanding if member.joinable is not joinable]
+
+    def complete_followers(self) -> None:
+        """Run what others run after the burst that this rank has left."""
+        self._complete_followers()
 
     def _compute(self, index: int) -> None:
         """What a header would have said that all ranks sent to announce member ``index``."""
@@ -186,6 +192,11 @@ class LockstepChannel(Channel):
         leads = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
         self._assume(index, self.collective.world_size, leader_alive=leads, weighted=False)
         self._sent_by, self._was_active = self._members[index], not self.shadowing
+
+    @override
+    def fail(self, error: BaseException) -> None:
+        if not self.in_lockstep:  # there, the block of the loop tells the others
+            super().fail(error)
 
     @override
     def protest(self, why: str) -> None:

@@ -149,7 +149,8 @@ class Channel:
         self._outstanding = []
 
     @property
-    def _throw(self) -> bool:
+    def throws(self) -> bool:
+        """Whether all ranks raise as soon as one has run out."""
         return bool(self.scopes) and self.scopes[-1].throw
 
     @property
@@ -159,7 +160,7 @@ class Channel:
     @property
     def _awaits_all(self) -> bool:
         """Whether every header is awaited, so that no burst runs ahead of its own."""
-        return self._throw or self._timeout is not None
+        return self.throws or self._timeout is not None
 
     def may_announce_early(self, burst: Burst) -> bool:
         """Whether ``burst`` may announce long before it runs.
@@ -329,7 +330,7 @@ class Channel:
         fresh = True
         while True:
             fields = [FRESH] if fresh else []
-            header = self._exchange([*fields, STOPPING] if self._throw else fields)
+            header = self._exchange([*fields, STOPPING] if self.throws else fields)
             if header.active == 0:
                 self._unsettled = False
                 if header.failed:
@@ -338,7 +339,7 @@ class Channel:
                 if not even:
                     self.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh)
-            if self._throw:
+            if self.throws:
                 self.terminate_early(exhausted=True)
             fresh = False
             try:

@@ -24,8 +24,11 @@ from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
 from joinables.weights import Weights
 
+_IN_TORCH_JOIN = (
+    "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
+    " build the DistributedDataParallel anew"
+)
 # From one block of a module to the next: gradients that a rank has not yet reduced are not the last result.
-_IN_TORCH_JOIN = "the module is in torch's own Join or model.join(); leave that out, this Join takes its place"
 _may_hold_result: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
 
 
@@ -78,7 +81,8 @@ class GradientSync(DDPBurst):
         if reducer.is_in_torch_join(self._ddp):
             raise ValueError(_IN_TORCH_JOIN)
         for name, layer in cast("Iterator[tuple[str, torch.nn.Module]]", self._ddp.named_modules()):
-            if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+            sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+            if sparse and layer.weight.requires_grad:
                 raise ValueError(
                     f"{name!r} has sparse gradients, which a rank without data cannot take over; build it with"
                     " sparse=False"
@@ -150,18 +154,16 @@ class GradientSync(DDPBurst):
     def fulfil(self) -> None:
         """The backward was skipped: take part in the reduction without touching the gradients.
 
-        On a dummy it is shadowed instead, since the optimizer may be sharded, and step for all.
+        Only on a dummy, what others gave is kept: the optimizer may be sharded, and step for all.
 
         Raises:
-            ProtocolError: if this rank had data, and others did not skip it.
+            ProtocolError: if others did not skip it, and this rank had something to give.
         """
-        self._credit = missed = False
+        self._credit = False
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
-        if self._join.shadowing:
-            self._shadow_reduction(holding=False)
-        else:
-            missed = self._miss_reduction()
+        has_data = not self._join.shadowing or self._unsynced
+        missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._armed = False
         self._rebuild.run_if_due()
         if missed:
@@ -171,16 +173,24 @@ class GradientSync(DDPBurst):
                 " 0"
             )
 
-    def _miss_reduction(self) -> bool:
-        """Give nothing to a reduction, and take nothing; whether others gave something."""
+    def _miss_reduction(self, *, takes_part: bool = False) -> bool:
+        """Give nothing to a reduction, and take nothing; whether active ranks gave something.
+
+        Args:
+            takes_part: whether to take what they gave, if there are no gradients here.
+        """
         kept = [parameter.grad for parameter in self._parameters]
         try:
             self._begin_use()
             self._drop_gradients()
             self._count_contributors(0.0)
             reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+            has_result = self._has_result()
+            if takes_part and has_result and all(gradient is None for gradient in kept):
+                self._scale()
+                kept = [parameter.grad for parameter in self._parameters]
             self._end_use()
-            return self._has_result()
+            return has_result
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
@@ -188,7 +198,9 @@ class GradientSync(DDPBurst):
     def _has_result(self) -> bool:
         """Whether a reduction to which this rank gave nothing shows that others gave something."""
         may_be_older = self._may_hold_result and self._divide_by_initial_world_size
-        if may_be_older or reducer.hooks_remember(self._ddp):
+        # A rank that has joined may have given what it had accumulated.
+        may_be_joined = not self._channel.in_lockstep and self._channel.flags(self)[2] > self._channel.announced(self)
+        if may_be_older or may_be_joined or reducer.hooks_remember(self._ddp):
             return False
         return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
 
@@ -202,7 +214,10 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
-        self._shadow_reduction(holding > 0)
+        if self._channel.leaving:  # the step may be one that nobody makes, and must change nothing here
+            self._miss_reduction()
+        else:
+            self._shadow_reduction(holding > 0)
         self._rebuild.expect()
 
     def _shadow_reduction(self, holding: bool) -> None:

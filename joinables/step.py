@@ -106,6 +106,9 @@ class OptimizerStep(Announcing):
     @override
     def main_hook(self) -> None:
         self._hyperparameters.share(active=False)
+        if self._channel.leaving:  # the step may be one that nobody makes
+            self._skip_step()
+            return
         self._shadowing = True
         try:
             self._shadow_step()
@@ -114,6 +117,9 @@ class OptimizerStep(Announcing):
 
     def _shadow_step(self) -> None:
         self._optimizer.step()
+
+    def _skip_step(self) -> None:
+        """Issue the collectives of a step without making it."""
 
 
 class ShardStep(OptimizerStep):

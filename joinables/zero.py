@@ -86,6 +86,10 @@ class ZeroStep(OptimizerStep):
     @override
     def fulfil(self) -> None:
         super().fulfil()
+        self._skip_step()
+
+    @override
+    def _skip_step(self) -> None:
         broadcast_shards(self._zero)
 
     @override

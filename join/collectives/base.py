@@ -128,6 +128,10 @@ class Collective(ABC):
     def check(self, key: str) -> bool:
         """Whether the store has ``key``."""
 
+    def texts(self, keys: Sequence[str]) -> list[str] | None:
+        """Read several texts from the store; ``None`` if one of them is not there."""
+        return [self.get(key) for key in keys] if all(map(self.check, keys)) else None
+
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
         """Add to a counter in the store and return its new value."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from typing_extensions import final, override
@@ -22,6 +23,14 @@ class StoreCollective(Collective):
     @override
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
+
+    @final
+    @override
+    def texts(self, keys: Sequence[str]) -> list[str] | None:
+        keys = list(keys)
+        if not self._store.check(keys):
+            return None
+        return [text.decode() for text in self._store.multi_get(keys)]
 
     @final
     @override

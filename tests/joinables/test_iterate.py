@@ -287,6 +287,58 @@ def test_a_backward_that_is_skipped_on_a_dummy(
         assert_same(state, whole, TOLERANCE)
 
 
+def skipping_together(rank: int, counts: tuple[int, ...], accumulate: int, weighted: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP())
+    optimizer: Any = sharded(ddp.parameters(), lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for step, (x, y) in enumerate(join.iterate([streams(0, step)[0] for step in range(counts[rank])])):
+            if weighted:
+                join.weight = len(x)
+            if step % accumulate == 0:
+                optimizer.zero_grad()
+            synchronises = (step + 1) % accumulate == 0
+            with nullcontext() if synchronises else ddp.no_sync():
+                value = loss(ddp(x), y)
+                if step != 3:  # on all ranks, by agreement
+                    value.backward()
+            if synchronises and (step != 3 or accumulate == 1):
+                optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize(("accumulate", "weighted"), [(1, False), (1, True), (2, False)])
+def test_a_backward_that_all_skip_while_one_has_a_dummy(pool: Pool, accumulate: int, weighted: bool) -> None:
+    alone = pool.run(skipping_together, (6, 6, 6), accumulate, weighted, ranks=RANKS)[0]
+    for state in pool.run(skipping_together, (3, 6, 0), accumulate, weighted, ranks=RANKS):
+        assert_same(state, alone, TOLERANCE)
+
+
+def breaking_late(rank: int, zero: bool) -> bool:
+    import join.early_exit
+
+    ddp = DistributedDataParallel(MLP())
+    optimizer = (sharded if zero else torch.optim.Adam)(ddp.parameters(), lr=0.01)
+    with pytest.MonkeyPatch.context() as patch, Join([ddp, optimizer]) as block:
+        patch.setattr(join.early_exit, "_GRACE_SECONDS", 0.2)
+        for step, (x, y) in enumerate(block.iterate([streams(rank, step)[0] for step in range(4)])):
+            loss(ddp(x), y).backward()
+            if step == 2:
+                before = flat_state(ddp.module.state_dict())
+                gradients = [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
+                time.sleep(2.0 if rank == 0 else 0.0)  # it saves a checkpoint, say
+                break
+            optimizer.step()
+    assert_same(flat_state(ddp.module.state_dict()), before)
+    left = [parameter.grad for parameter in ddp.parameters()]
+    return all(torch.equal(mine, kept) for mine, kept in zip(left, gradients, strict=True) if mine is not None)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_break_on_all_ranks_of_which_one_is_late(pool: Pool, zero: bool) -> None:
+    assert pool.run(breaking_late, zero, ranks=RANKS) == [True] * RANKS
+
+
 def leaving(rank: int, buffers: bool, accumulate: int, at: int, raises: bool, how: dict[str, Any]) -> str:
     ddp = DistributedDataParallel(Norm() if buffers else MLP())
     optimizer = torch.optim.Adam(ddp.parameters())

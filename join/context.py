@@ -42,6 +42,7 @@ from join.joinable import Joinable, JoinConfig
 from join.lockstep import LockstepChannel
 from join.members import Member, Scope
 from join.protocol import Channel
+from join.read_ahead import ReadAhead
 from join.report import JoinReport, RankReport
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ class Join:
         self._kwargs = kwargs
         self._weight: float | None = None
         self._iteration: Iteration | None = None
-        self._entered = self._is_open = False
+        self._entered = self._is_open = self._is_last_alone = False
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -192,8 +193,9 @@ class Join:
 
         The same on all ranks, so that all can make something of what is left, such as the gradients of a window of
         accumulation that is not full. No collective is sent for it; but it may wait until all have begun this step.
+        With ``throw_on_early_termination``, the step before that error is not called the last.
         """
-        return self._iteration is not None and self._iteration.is_last_step
+        return self._is_last_alone or (self._iteration is not None and self._iteration.is_last_step)
 
     @property
     def pending(self) -> list[Any]:
@@ -234,7 +236,7 @@ class Join:
         self._check_not_over("iterate")
         if not self._enable:
             check_arguments(until, dummy, lookahead)
-            return iter(loader)
+            return self._iterate_alone(loader)
         if not isinstance(self._channel, LockstepChannel):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
         members = [member for scope in self._channel.scopes for member in scope.announcing]
@@ -250,6 +252,19 @@ class Join:
             self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw
         )
         return self._iteration.handed_out()
+
+    def _iterate_alone(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches, one of which is read ahead, so that the last one is known."""
+        ahead = ReadAhead(loader)
+        try:
+            while ahead.read(2 - len(ahead.batches)) or ahead.batches:
+                self._is_last_alone = len(ahead.batches) == 1 and ahead.error is None
+                if ahead.batches:
+                    yield ahead.batches.popleft()
+            if ahead.error is not None:
+                raise ahead.error
+        finally:
+            self._is_last_alone = False
 
     def _check_not_over(self, what: str) -> None:
         if self._entered and self._enable and not self._is_open:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.collectives import ThreadCollective, run_threads
+from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.dummies import emptied
 from tests.join.counter import Counter, Leading
 
@@ -133,6 +133,20 @@ def test_last_step(how: dict[str, Any], until: Any, timeout: float | None) -> No
         return found
 
     assert run_threads(3, run) == [[False] * (5 if until == "all" else 3) + [True]] * 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_last_step_of_a_block_that_is_not_enabled(count: int, fails: bool) -> None:
+    found: list[bool] = []
+    with (
+        Join([Leading(SingleCollective())], enable=False) as join,
+        pytest.raises(OSError, match="disk") if fails else nullcontext(),
+    ):
+        for _ in join.iterate(batches(0, count + fails, count if fails else None)):
+            found.append(join.is_last_step)
+    assert not join.is_last_step
+    assert found == [False] * (count - 1 + fails) + [True] * (count > 0 and not fails)
 
 
 class Rows(list[Any]):

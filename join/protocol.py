@@ -91,6 +91,11 @@ class Channel:
     """There: the number of the loop."""
 
     @property
+    def shadows_for_nobody(self) -> bool:
+        """There: whether this rank has left, and what it shadows may be a step that nobody makes."""
+        return self.leaving and self.in_lockstep
+
+    @property
     def shadowing(self) -> bool:
         """There: whether this rank has no data in this step."""
         return False

@@ -214,7 +214,7 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
-        if self._channel.leaving:  # the step may be one that nobody makes, and must change nothing here
+        if self._channel.shadows_for_nobody:  # it must change nothing here
             self._miss_reduction()
         else:
             self._shadow_reduction(holding > 0)

@@ -106,7 +106,7 @@ class OptimizerStep(Announcing):
     @override
     def main_hook(self) -> None:
         self._hyperparameters.share(active=False)
-        if self._channel.leaving:  # the step may be one that nobody makes
+        if self._channel.shadows_for_nobody:
             self._skip_step()
             return
         self._shadowing = True

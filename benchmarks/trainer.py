@@ -145,7 +145,7 @@ def timed(call: Callable[[], object]) -> float:
 def fit_nothing(width: int) -> tuple[float, float]:
     """The whole time of a fit without steps, and that from the end of training on."""
     end = EndOfTraining()
-    trainer, module, empty = Trainer(devices=WORLD_SIZE, callbacks=end), Perceptron(width), data(0)
+    trainer, module, empty = Trainer(devices=WORLD_SIZE, max_epochs=0, callbacks=end), Perceptron(width), data(0)
     whole = timed(lambda: trainer.fit(module, empty))
     return whole, time.time() - end.at
 

@@ -259,8 +259,7 @@ class Join:
         try:
             while ahead.read(2 - len(ahead.batches)) or ahead.batches:
                 self._is_last_alone = len(ahead.batches) == 1 and ahead.error is None
-                if ahead.batches:
-                    yield ahead.batches.popleft()
+                yield ahead.batches.popleft()
             if ahead.error is not None:
                 raise ahead.error
         finally:

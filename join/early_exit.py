@@ -101,7 +101,7 @@ class EarlyExit:
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
                 return self._give_up(error)
-            if any(windows.answers.is_end(reply) for reply in windows.replies):
+            if any(windows.answers.are_ends(windows.replies)):
                 self._shadow_rest()  # the others read it when this window is over
                 windows.farewell.part("left", limit)
                 if error is None:
@@ -114,7 +114,7 @@ class EarlyExit:
             if not self._come_within(limit):
                 return self._give_up(error)
         replies = windows.replies
-        if not all(windows.answers.is_end(reply) for reply in replies):
+        if not all(windows.answers.are_ends(replies)):
             windows.begin(counts)
             self._shadow_steps(lambda: False)
         windows.farewell.part("left", limit)

@@ -179,10 +179,6 @@ class LockstepChannel(Channel):
         self.fulfil(complete=False)
         self._outstanding = [member for member in self._outstanding if member.joinable is not joinable]
 
-    def complete_followers(self) -> None:
-        """Run what others run after the burst that this rank has left."""
-        self._complete_followers()
-
     def _compute(self, index: int) -> None:
         """What a header would have said that all ranks sent to announce member ``index``."""
         self.begun, self.last = self.begun + 1, index

@@ -284,9 +284,10 @@ class Channel:
         for burst in owed:
             burst.fulfil()
         if owed and complete:
-            self._complete_followers()
+            self.complete_followers()
 
-    def _complete_followers(self) -> None:
+    def complete_followers(self) -> None:
+        """Run the followers that have not acted since the last announcement."""
         outstanding, self._outstanding = self._outstanding, []
         for follower in outstanding:
             follower.hook.main_hook()
@@ -361,7 +362,7 @@ class Channel:
         self.leaving = True
         try:
             self.fulfil()
-            self._complete_followers()
+            self.complete_followers()
             self.settle()
             self._tell(error)
         except (PeerError, ProtocolError):
@@ -391,7 +392,7 @@ class Channel:
         member.hook.main_hook()
         self._outstanding += member.followers
         if not any(burst.holds_followers for _, burst in self._bursts):
-            self._complete_followers()
+            self.complete_followers()
 
     # -- headers ------------------------------------------------------------------------------------------------------
 

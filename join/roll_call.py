@@ -6,6 +6,7 @@ concatenation. For 31 ranks and numbers up to 3 that is one word.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -86,6 +87,6 @@ class Answers:
         """Whether an answer says so."""
         return self._left <= answer < self.wrong
 
-    def is_end(self, answer: int) -> bool:
-        """Whether an answer says that its rank does not go on."""
-        return answer >= self._failed
+    def are_ends(self, answers: Iterable[int]) -> list[bool]:
+        """Which of the answers say that their ranks do not go on."""
+        return [answer >= self._failed for answer in answers]

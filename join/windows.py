@@ -101,7 +101,7 @@ class Windows:
             self._channel.tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
-        if any(self.answers.is_end(reply) for reply in replies):
+        if any(self.answers.are_ends(replies)):
             with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
                 self.farewell.part("stopped")
         self.check(replies)
@@ -112,7 +112,7 @@ class Windows:
         assert self.under_way is not None
         self._channel.wait(self.under_way, doing)
         replies = self.replies
-        has_ended = any(self.answers.is_end(reply) for reply in replies)  # told when it is read
+        has_ended = any(self.answers.are_ends(replies))  # told when it is read
         return not has_ended and not self._steps_of(replies)
 
     @property

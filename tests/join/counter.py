@@ -79,3 +79,10 @@ class Leading(Burst):
     @property
     def join_name(self) -> str:
         return self._name
+
+
+def group_works(collective: Any) -> None:
+    """See whether nothing is pending on the group."""
+    ones = torch.ones(1)
+    collective.all_reduce(ones).wait()
+    assert ones.item() == collective.world_size

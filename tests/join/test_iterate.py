@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.dummies import emptied
-from tests.join.counter import Counter, Leading
+from tests.join.counter import Counter, Leading, group_works
 
 
 def batches(rank: int, count: int, fail_at: int | None = None) -> Iterator[torch.Tensor]:
@@ -217,9 +217,7 @@ def outcome(
                     break
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    ones = torch.ones(1)
-    collective.all_reduce(ones).wait()
-    assert ones.item() == collective.world_size
+    group_works(collective)
     return text
 
 

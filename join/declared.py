@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives import Collective, Work
-from join.collectives.base import Done
+from join.collectives.work import Done
 from join.errors import JoinError, PeerError, ProtocolError
 from join.joinable import Burst
 from join.members import Member, Scope

@@ -101,9 +101,9 @@ class EarlyExit:
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
                 return self._give_up(error)
-            if any(windows.answers.are_ends(windows.replies)):
+            if windows.answers.some_end(windows.replies):
                 self._shadow_rest()  # the others read it when this window is over
-                windows.farewell.part("left", limit)
+                self._part(limit)
                 if error is None:
                     windows.check(windows.replies)
                 return None
@@ -114,16 +114,21 @@ class EarlyExit:
             if not self._come_within(limit):
                 return self._give_up(error)
         replies = windows.replies
-        if not all(windows.answers.are_ends(replies)):
+        if not windows.answers.all_end(replies):
             windows.begin(counts)
             self._shadow_steps(lambda: False)
-        windows.farewell.part("left", limit)
+        self._part(limit)
         if error is None:
             if any(reply != answer for reply in replies):
                 windows.check(replies)
             self._channel.end()
             self._channel.leaving = False
         return None
+
+    def _part(self, seconds: float) -> None:
+        if self._windows.has_lost_peers:  # what they ended with explains what this rank ends with
+            self._windows.check_peers()
+        self._windows.farewell.part("left", seconds)
 
     def _come_within(self, seconds: float) -> bool:
         """Whether all ranks answer the roll call under way in time."""

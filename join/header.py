@@ -40,7 +40,7 @@ class Header:
     counts: Sequence[int]
     offsets: Sequence[int]
 
-    @property
+    @cached_property
     def active(self) -> int:
         """How many ranks announced."""
         return self.counts[ACTIVE]

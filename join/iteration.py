@@ -198,7 +198,7 @@ class Iteration(Iterator[Any]):
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = f"join.iterate(loader, until={self._until}, dummy={dummy}, lookahead={self._lookahead})"
         key = f"{windows.key}/arguments"
-        check_same(windows.line, key, mine, self._channel.wait, "begin the same loop, but they began")
+        check_same(self._collective, key, mine, self._channel.wait, "begin the same loop, but they began")
         if self._length is None:
             self._tell_next_window(windows)
         else:
@@ -229,7 +229,7 @@ class Iteration(Iterator[Any]):
         source = next(rank for rank, count in enumerate(windows.counts) if count)
         mine = self._own_template(source) if self._collective.rank == source else None
         try:
-            template, problem = broadcast_tree(windows.line, mine, source)
+            template, problem = broadcast_tree(self._collective, mine, source)
         except TypeError as error:
             raise JoinError(
                 f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"

@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives import Work
-from join.collectives.base import Done
+from join.collectives.work import Done
 from join.errors import JoinError, PeerError, ProtocolError
 from join.header import ACTIVE, LEADER
 from join.joinable import Joinable
@@ -99,7 +99,7 @@ class LockstepChannel(Channel):
         self._knows_a_step = False
         self._usual = [index for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
-        self._meeting = None if self._timeout is None else self.collective.companion().companion()
+        self._meeting = None if self._timeout is None else self.collective.line(2)
 
     def _is_of_its_own(self, member: Member) -> bool:
         is_covered = member.burst is not None and member.burst.is_covered
@@ -117,7 +117,7 @@ class LockstepChannel(Channel):
             self.begun, self.last = self.begun + 1, MEETING
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
-            self.wait(self._meeting.all_reduce(torch.zeros(1)), doing)
+            self.wait(self._meeting.sum(torch.zeros(1, dtype=torch.int64)), doing)
 
     def step(self, active: int) -> None:
         """A step begins; the one before has ended.

@@ -135,6 +135,7 @@ class Channel:
 
     def agree(self) -> None:
         """All ranks have entered: exchange what else is to be known on entering."""
+        self._line = self.collective.line()
 
     def close(self, scope: Scope) -> None:
         """A block is left."""
@@ -147,6 +148,7 @@ class Channel:
         self._bursts = [(index, member.burst) for index, member in enumerate(self._members) if member.burst is not None]
         flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self._members]
         self._buffer = HeaderBuffer(flag_counts, self.collective.world_size)
+        self._assumed: dict[tuple[int, int, bool, tuple[bool, ...]], Header] = {}  # they repeat
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
         self._comes_between = any(burst.comes_between for _, burst in self._bursts)
@@ -411,7 +413,7 @@ class Channel:
         self._away, self._last_sent = now - self._last_sent, now
         self.tally.headers += 1
         self.tally.nbytes += self._buffer.nbytes
-        self._work = self.collective.all_reduce(tensor)
+        self._work = self._line.sum(tensor)
         return self._work
 
     def _assume(self, index: int, active: int, *, leader_alive: bool, weighted: bool) -> None:
@@ -424,12 +426,16 @@ class Channel:
             weighted: whether ``join.weight`` is in use.
         """
         member, at = self._members[index], self._buffer.offsets[index]
-        counts = [0] * self._buffer.fields
-        counts[ACTIVE], counts[LEADER], counts[at] = active, int(leader_alive), active
-        if member.burst is not None:
-            for place, told in enumerate(member.burst.declared_flags(weighted)):
+        flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted))
+        key = (index, active, leader_alive, flags)
+        header = self._assumed.get(key)
+        if header is None:
+            counts = [0] * self._buffer.fields
+            counts[ACTIVE], counts[LEADER], counts[at] = active, int(leader_alive), active
+            for place, told in enumerate(flags):
                 counts[at + 1 + place] = active if told else 0
-        self._header = self._last_of[id(member.joinable)] = Header(counts, self._buffer.offsets)
+            header = self._assumed[key] = Header(counts, self._buffer.offsets)
+        self._header = self._last_of[id(member.joinable)] = header
         self._unsettled, self._leads = True, False
 
     def _exchange(self, fields: Sequence[int]) -> Header:

@@ -1,6 +1,6 @@
 """One small number of every rank, known to all ranks: :class:`RollCall`.
 
-One all-reduce of as few words as the numbers fit in: each rank fills its own bits and nobody else's, so the sum is a
+One sum of as few words as the numbers fit in: each rank fills its own bits and nobody else's, so the sum is a
 concatenation. For 31 ranks and numbers up to 3 that is one word.
 """
 
@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from join.collectives import Collective, Work
+from join.collectives import Collective, Line, Work
 
 _WORD_BITS = 62  # the sign stays free
 
@@ -21,14 +21,16 @@ class RollCall:
 
     Args:
         collective: the ranks.
+        line: connects them.
         largest: the largest number a rank may answer.
     """
 
-    def __init__(self, collective: Collective, largest: int) -> None:
-        self._collective = collective
+    def __init__(self, collective: Collective, line: Line, largest: int) -> None:
+        self._collective, self._line = collective, line
         self._bits = largest.bit_length()
-        self._per_word = _WORD_BITS // self._bits
-        words = -(-collective.world_size // self._per_word)
+        per_word = _WORD_BITS // self._bits
+        self._places = [divmod(rank, per_word) for rank in range(collective.world_size)]
+        words = self._places[-1][0] + 1
         self._tensor = torch.zeros(words, dtype=torch.int64)
 
     @property
@@ -43,19 +45,20 @@ class RollCall:
             mine: the answer.
             seconds: after how long the call is given up, if this rank does not wait for ever.
         """
-        word, place = divmod(self._collective.rank, self._per_word)
-        self._tensor.zero_()
-        self._tensor[word] = mine << (self._bits * place)
-        if seconds is not None:
-            return self._collective.all_reduce_for(self._tensor, seconds)
-        return self._collective.all_reduce(self._tensor)
+        word, place = self._places[self._collective.rank]
+        number = mine << (self._bits * place)
+        if len(self._tensor) == 1:
+            self._tensor.fill_(number)
+        else:
+            self._tensor.zero_()
+            self._tensor[word] = number
+        return self._line.sum(self._tensor, seconds)
 
     def answers(self) -> list[int]:
         """What each rank answered, by rank, after the call is done."""
         words = cast("list[int]", self._tensor.tolist())
         mask = (1 << self._bits) - 1
-        places = (divmod(rank, self._per_word) for rank in range(self._collective.world_size))
-        return [(words[word] >> (self._bits * place)) & mask for word, place in places]
+        return [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
 
 
 class Answers:
@@ -87,6 +90,10 @@ class Answers:
         """Whether an answer says so."""
         return self._left <= answer < self.wrong
 
-    def are_ends(self, answers: Iterable[int]) -> list[bool]:
-        """Which of the answers say that their ranks do not go on."""
-        return [answer >= self._failed for answer in answers]
+    def some_end(self, answers: Iterable[int]) -> bool:
+        """Whether an answer says that its rank does not go on."""
+        return max(answers) >= self._failed
+
+    def all_end(self, answers: Iterable[int]) -> bool:
+        """Whether all answers say so."""
+        return min(answers) >= self._failed

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from join.collectives import Collective, Work
+from join.collectives import Work
 from join.errors import PeerError, ProtocolError
 from join.farewell import Farewell
 from join.lockstep import LockstepChannel
@@ -31,7 +31,7 @@ class Windows:
     def __init__(self, channel: LockstepChannel, size: int | None, *, until_first: bool) -> None:
         self._until_first = until_first
         self._channel, self._collective = channel, channel.collective
-        self.line: Collective = self._collective.companion()
+        self._line = self._collective.line(1)
         self.key = f"{channel.key}/loop/{channel.loop}"
         self.counts: list[int] = []
         """How many batches each rank has in this window."""
@@ -47,11 +47,11 @@ class Windows:
 
     def _hold_roll_calls(self, size: int) -> None:
         self.answers = Answers(size)
-        self._roll_call = RollCall(self.line, self.answers.largest)
+        self._roll_call = RollCall(self._collective, self._line, self.answers.largest)
 
     def declare(self, length: int) -> list[int]:
         """Tell each other how many batches there are: one all-gather."""
-        lengths = [int(each) for each in self.line.all_gather(torch.tensor([length]))]
+        lengths = [int(each) for each in self._collective.all_gather(torch.tensor([length]))]
         self._hold_roll_calls(max(lengths))
         return lengths
 
@@ -101,10 +101,10 @@ class Windows:
             self._channel.tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
-        if any(self.answers.are_ends(replies)):
+        if self.answers.some_end(replies):
             with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
                 self.farewell.part("stopped")
-        self.check(replies)
+            self.check(replies)
         return replies
 
     def is_last(self, doing: str) -> bool:
@@ -112,8 +112,7 @@ class Windows:
         assert self.under_way is not None
         self._channel.wait(self.under_way, doing)
         replies = self.replies
-        has_ended = any(self.answers.are_ends(replies))  # told when it is read
-        return not has_ended and not self._steps_of(replies)
+        return not (self.answers.some_end(replies) or self._steps_of(replies))  # an end is told when it is read
 
     @property
     def replies(self) -> list[int]:
@@ -153,6 +152,11 @@ class Windows:
 
     def _texts(self, ranks: list[int]) -> str:
         return "; ".join(self._collective.get(f"{self.key}/ended/{rank}") for rank in ranks)
+
+    @property
+    def has_lost_peers(self) -> bool:
+        """Whether processes of other ranks are gone, though they have answered."""
+        return bool(self._line.lost())
 
     def check_peers(self) -> None:
         """Raise a ``PeerError`` if another rank has published its end."""

@@ -225,13 +225,13 @@ def forget_use(ddp: DistributedDataParallel) -> None:
         ddp.reducer._reset_state()
 
 
-def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int]:
-    """For each parameter, whether the last reduction touched its ``grad``; DDP leaves unused ones alone if asked to.
+def used_anywhere(ddp: DistributedDataParallel, count: int) -> Sequence[int]:
+    """For each of its ``count`` parameters, whether the last reduction touched its ``grad``, and not left it as unused.
 
     Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards.
     """
     if not (ddp.find_unused_parameters or ddp.static_graph):
-        return [1] * len(reduced_parameters(ddp))
+        return [1] * count
     return cast("list[int]", ddp.reducer._get_local_used_map().tolist())
 
 

@@ -235,7 +235,7 @@ class GradientSync(DDPBurst):
             self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         self._unsynced = False
-        self._weights.put_back(reducer.used_anywhere(self._ddp))
+        self._weights.put_back(self._used_anywhere)
         self._weights.forget()
         self._scale()
         self._end_use()
@@ -400,7 +400,7 @@ class GradientSync(DDPBurst):
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
         self._may_hold_result = True
-        self._weights.put_back(reducer.used_anywhere(self._ddp))
+        self._weights.put_back(self._used_anywhere)
         self._weights.forget()
         self._scale()
         self._end_use()
@@ -474,9 +474,12 @@ class GradientSync(DDPBurst):
             return
         factor = self._collective.world_size / contributors
         with torch.no_grad():
-            for parameter, used in zip(self._parameters, reducer.used_anywhere(self._ddp), strict=True):
+            for parameter, used in zip(self._parameters, self._used_anywhere(), strict=True):
                 if used and parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+    def _used_anywhere(self) -> Sequence[int]:
+        return reducer.used_anywhere(self._ddp, len(self._parameters))
 
     def _sets_result_aside(self) -> bool:
         """Whether the gradients hold the last result alone, and this rank may not contribute it as it is."""
@@ -496,7 +499,8 @@ class GradientSync(DDPBurst):
 
         Gradients that are 0 tell nothing: those of a batch may be.
         """
-        if self._has_no_gradient:
+        accumulated = self._unsynced or self._had_data or self._weights.window
+        if accumulated and self._has_no_gradient:
             self._unsynced, self._had_data, self._had_dummies = False, 0, False
             self._weights.forget()
 
@@ -512,7 +516,6 @@ class GradientSync(DDPBurst):
         """
         if not self._may_hold_result:
             return
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         look = values and self._divide_by_initial_world_size
-        if not gradients or (look and not any(bool(gradient.any()) for gradient in gradients)):
-            self._may_hold_result = False
+        gradients = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
+        self._may_hold_result = any(not look or bool(gradient.any()) for gradient in gradients)

@@ -7,7 +7,7 @@ the weighted mean. What is in ``grad`` already, the last reduction's result, is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,33 +86,38 @@ class Weights:
             return None
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 
-    @torch.no_grad()
     def begin_backward(self, *, holds_result: bool) -> None:
         """A backward begins; the gradients may hold the last reduction's result, and nothing but that."""
         if self.current is None:
             return
         if holds_result:
-            for index, parameter in enumerate(self._parameters):
-                if parameter.grad is not None:
-                    self._aside[index] = parameter.grad.clone()
-                    parameter.grad.zero_()
+            with torch.no_grad():
+                for index, parameter in enumerate(self._parameters):
+                    if parameter.grad is not None:
+                        self._aside[index] = parameter.grad.clone()
+                        parameter.grad.zero_()
         self.window += self.current
 
-    @torch.no_grad()
     def take_back(self, share: float) -> None:
         """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
-        for index, result in self._aside.items():
-            gradient = self._parameters[index].grad
-            if gradient is not None:
-                gradient.add_(result, alpha=share)
+        if not self._aside:
+            return
+        with torch.no_grad():
+            for index, result in self._aside.items():
+                gradient = self._parameters[index].grad
+                if gradient is not None:
+                    gradient.add_(result, alpha=share)
 
-    @torch.no_grad()
-    def put_back(self, used: Sequence[int] | None = None) -> None:
+    def put_back(self, used: Callable[[], Sequence[int]] | None = None) -> None:
         """Let gradients be again what was set aside: all, or those that ``used`` says nobody used, so none reduced."""
-        for index, result in self._aside.items():
-            gradient = self._parameters[index].grad
-            if gradient is not None and not (used and used[index]):
-                gradient.copy_(result)
+        if not self._aside:
+            return
+        is_used = used() if used else None
+        with torch.no_grad():
+            for index, result in self._aside.items():
+                gradient = self._parameters[index].grad
+                if gradient is not None and not (is_used and is_used[index]):
+                    gradient.copy_(result)
         self._aside.clear()
 
     def forget(self) -> None:

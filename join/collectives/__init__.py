@@ -6,14 +6,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from join.collectives.base import Collective, ReduceOp, Work
+from join.collectives.base import Collective, ReduceOp
+from join.collectives.line import Line
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
 from join.collectives.torch import of_group as _of_group
+from join.collectives.work import Work
 
 __all__ = [
     "Collective",
+    "Line",
     "ReduceOp",
     "SingleCollective",
     "ThreadCollective",

@@ -12,42 +12,16 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from typing_extensions import final
 
+from join.collectives.line import GroupLine, Line
+from join.collectives.work import Work
+
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 ResultOp: TypeAlias = Literal["mean", "sum", "min", "max"]
-
-
-class Work(Protocol):
-    """A collective under way; ``torch.distributed.Work`` is one."""
-
-    def wait(self, timeout: timedelta = ..., /) -> bool:
-        """Block until done.
-
-        Raises:
-            RuntimeError: when ``timeout`` passes first, after which waiting again is allowed.
-        """
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether the operation is done."""
-        ...
-
-
-class Done:
-    """The :class:`Work` of a backend that does everything at once."""
-
-    def wait(self, timeout: timedelta | None = None, /) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
 
 
 class Collective(ABC):
@@ -154,6 +128,17 @@ class Collective(ABC):
         returns this one.
         """
         return self
+
+    def line(self, number: int = 0) -> Line:
+        """A line for headers, the same one for a number at every call.
+
+        Line 0 may share the order of this collective's operations; 1 and 2 are apart from it and from each other, where
+        a backend has such lines. All ranks call it, in the same order among their operations the first time.
+        """
+        beside: Collective = self
+        for _ in range(number):
+            beside = beside.companion()
+        return GroupLine(beside)
 
     @final
     def broadcast_object(self, value: Any, source: int) -> Any:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import Done, ReduceOp, Work, as_bytes, check_op
+from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.store import StoreCollective
+from join.collectives.work import Done, Work
 
 _POLL_SECONDS = 0.0005
 

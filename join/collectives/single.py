@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import override
 
-from join.collectives.base import Collective, Done, ReduceOp, Work, check_op
+from join.collectives.base import Collective, ReduceOp, check_op
+from join.collectives.work import Done, Work
 
 
 class SingleCollective(Collective):

@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from typing_extensions import override
 
-from join.collectives.base import Collective, ReduceOp, Work, check_op, describe
+from join.collectives.base import Collective, ReduceOp, check_op, describe
+from join.collectives.work import Work
 
 T = TypeVar("T")
 _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -7,7 +7,7 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
@@ -21,8 +21,12 @@ from torch.distributed.distributed_c10d import BackendConfig
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
-from join.collectives.base import ReduceOp, Work, as_bytes, check_op
+from join.collectives import shared_memory
+from join.collectives._torch_private import timeout_of
+from join.collectives.base import ReduceOp, as_bytes, check_op
+from join.collectives.line import Line
 from join.collectives.store import StoreCollective
+from join.collectives.work import Work
 
 _setups_by_environment = count()
 
@@ -36,6 +40,8 @@ class _Shared:
     blocks: int = 0
     cpu_group: dist.ProcessGroup | None = None
     companion: TorchCollective | None = None
+    segments: dict[int, shared_memory.Segment | None] = field(default_factory=dict[int, shared_memory.Segment | None])
+    """The shared memory of lines, by number; ``None`` where not all ranks can reach it."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
@@ -165,6 +171,14 @@ class TorchCollective(StoreCollective):
         if self._shared.companion is None:
             self._shared.companion = TorchCollective(self._new_gloo_group())
         return self._shared.companion
+
+    @override
+    def line(self, number: int = 0) -> Line:
+        segments = self._shared.segments
+        if number not in segments:
+            segments[number] = shared_memory.connect(self, timeout_of(self.group).total_seconds())
+        segment = segments[number]
+        return super().line(number) if segment is None else shared_memory.SharedMemoryLine(segment, self)
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import Done, ReduceOp, Work, check_op
+from join.collectives.base import ReduceOp, check_op
 from join.collectives.store import StoreCollective
+from join.collectives.work import Done, Work
 
 _WIDER = {torch.bool: torch.int32, torch.bfloat16: torch.float32}
 

@@ -93,7 +93,8 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
     return counts
 
 
-COSTS = {
+# With headers over the group.
+COSTS: dict[str, dict[str, float]] = {
     "mlp": {"gloo:all_reduce": 1},
     "mlp, mean over contributors": {"gloo:all_reduce": 1},
     "norm": {"gloo:all_reduce": 1},
@@ -120,13 +121,29 @@ COSTS = {
 }
 
 
+# What is no header.
+REST: dict[str, dict[str, float]] = {
+    "norm, mean over contributors": {"gloo:all_reduce": 1},  # how many contribute
+    "mlp, metric": {"gloo:all_gather": 5},
+    "norm, metric": {"gloo:all_gather": 5},
+}
+
+
 @pytest.mark.parametrize("setup", COSTS)
 def test_extra_collectives(pool: Pool, setup: str) -> None:
     plain = pool.run(profile_steps, setup, False, ranks=2)
-    joined = pool.run(profile_steps, setup, True, ranks=2)
-    for before, after in zip(plain, joined, strict=True):
-        extra = {name: after.get(name, 0) - before.get(name, 0) for name in before.keys() | after.keys()}
-        assert {name: count for name, count in extra.items() if count} == COSTS[setup]
+    over_group = pool.run(profile_steps, setup, True, ranks=2, over_group=True)
+    beside_it = pool.run(profile_steps, setup, True, ranks=2)
+    for before, *after in zip(plain, over_group, beside_it, strict=True):
+        extra = [
+            {
+                name: count
+                for name in before.keys() | counts.keys()
+                if (count := counts.get(name, 0) - before.get(name, 0))
+            }
+            for counts in after
+        ]
+        assert extra == [COSTS[setup], REST.get(setup, {})]
 
 
 class Recorder(TorchCollective):
@@ -193,15 +210,15 @@ def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[st
     ],
 )
 def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: list[str]) -> None:
-    for marks, _ in pool.run(record, setup, [5, 5], ranks=2):
+    for marks, _ in pool.run(record, setup, [5, 5], ranks=2, over_group=True):
         assert marks == step * 3
 
 
 def test_even_inputs_exit_without_broadcast(pool: Pool) -> None:
-    for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2):
+    for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2, over_group=True):
         # the last step's header; the header that shows nobody is active; the report
         assert on_exit == ["wait", "all_reduce sum", "wait", "all_reduce sum", "wait"]
-    for _, on_exit in pool.run(record, "norm", [3, 1], ranks=2):
+    for _, on_exit in pool.run(record, "norm", [3, 1], ranks=2, over_group=True):
         assert "broadcast" in on_exit
 
 

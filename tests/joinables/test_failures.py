@@ -247,7 +247,7 @@ def counting_by_oneself(rank: int) -> str:
 
 
 def test_collectives_of_others_in_the_block(pool: Pool) -> None:
-    for text in pool.run(counting_by_oneself, ranks=RANKS):
+    for text in pool.run(counting_by_oneself, ranks=RANKS, over_group=True):
         assert text.startswith("other collectives ran on the group inside the block")
 
 

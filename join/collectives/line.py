@@ -1,0 +1,46 @@
+"""Lines, on which ranks sum a few whole numbers, as headers do: :class:`Line`, and :class:`GroupLine` over a group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from typing_extensions import override
+
+from join.collectives.work import Work
+
+if TYPE_CHECKING:
+    from join.collectives.base import Collective
+
+
+class Line(ABC):
+    """Connects the ranks of a group for sums. One is under way at a time: each is done before the next is started."""
+
+    @abstractmethod
+    def sum(self, tensor: torch.Tensor, seconds: float | None = None) -> Work:
+        """Start summing ``tensor`` over all ranks, in place.
+
+        Args:
+            tensor: int64, on the CPU, of the same length on all ranks; contributions and sums are not negative.
+            seconds: after how long a rank that leaves gives it up, so that it does not keep its process from ending;
+                ``None`` if it does not.
+        """
+
+
+    def lost(self) -> list[int]:
+        """The ranks whose processes are gone, where a sum does not fail on account of them: they had given theirs."""
+        return []
+
+
+class GroupLine(Line):
+    """Sums are all-reduces, in the order of everything else on their collective."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    @override
+    def sum(self, tensor: torch.Tensor, seconds: float | None = None) -> Work:
+        if seconds is None:
+            return self._collective.all_reduce(tensor)
+        return self._collective.all_reduce_for(tensor, seconds)

@@ -1,0 +1,231 @@
+"""A line between the ranks of one machine, through memory that they share: :class:`SharedMemoryLine`.
+
+A small all-reduce over sockets costs a rank system calls and switches between threads, at every step. Here it is a few
+stores to memory, and a few loads when the sum is read. Nobody is woken up: a rank that has to wait looks again and
+again, at intervals that grow with the time it has waited.
+
+A rank has four places for its numbers and uses them in turn, so it may write the next ones while others still read the
+last. A number takes two cells of 64 bits; each holds 32 bits of it and the count of the sum that it is for, and is
+written at once, so nothing relies on the order in which others see cells change.
+
+Every rank holds a lock on a byte of the file for as long as its process lives; whoever waits for long tries the locks
+of those that it waits for. The file has lost its name by the time the line is used, so nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+from typing_extensions import override
+
+from join.collectives.base import Collective
+from join.collectives.line import GroupLine, Line
+from join.collectives.work import Work
+
+SWITCH = "JOIN_SHARED_MEMORY"
+"""The environment variable that is 0 where headers are to go over the process group."""
+
+_FOLDER = Path("/dev/shm")  # it must be memory: on a disk, every change would be written to it sooner or later
+_PLACES = 4
+_WORDS = 32  # the longest tensor; a longer one goes over the group
+_CELLS = 2 * _WORDS  # of a place
+_HALF = 1 << 32
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE = 2e-5, 1e-3, 1 / 16  # seconds, and the share of the time waited so far
+_LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive
+
+
+class Segment:
+    """The memory of one line.
+
+    Args:
+        file: the open file, in which this rank's byte is locked; it is closed with the segment.
+        rank: this rank.
+        world_size: the number of ranks.
+        patience: seconds after which a sum that does not come is an error.
+    """
+
+    def __init__(self, file: int, rank: int, world_size: int, patience: float) -> None:
+        self.rank, self.world_size, self.patience = rank, world_size, patience
+        self.count = 0
+        """How many sums this rank has started."""
+        weakref.finalize(self, os.close, file)
+        self._file = file
+        self.cells = memoryview(mmap.mmap(file, self.size_for(world_size))).cast("Q")
+
+    @staticmethod
+    def size_for(world_size: int) -> int:
+        """Bytes of a segment."""
+        return world_size * _PLACES * _CELLS * 8
+
+    def place(self, rank: int, count: int) -> int:
+        """The first cell of what a rank gives to a sum."""
+        return (rank * _PLACES + count % _PLACES) * _CELLS
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of another rank is gone."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+        return True
+
+
+class SharedMemoryLine(Line):
+    """Sums through shared memory.
+
+    Args:
+        segment: the memory.
+        collective: what sums tensors that are too long.
+    """
+
+    def __init__(self, segment: Segment, collective: Collective) -> None:
+        self._segment, self._for_long_ones = segment, GroupLine(collective)
+
+    @override
+    def sum(self, tensor: torch.Tensor, seconds: float | None = None) -> Work:
+        words = cast("list[int]", tensor.tolist())
+        if len(words) > _WORDS:
+            return self._for_long_ones.sum(tensor, seconds)
+        segment = self._segment
+        segment.count += 1
+        cells, cell, tag = segment.cells, segment.place(segment.rank, segment.count), segment.count % _HALF
+        for word in words:
+            high, low = divmod(word, _HALF)
+            cells[cell], cells[cell + 1] = low * _HALF + tag, high * _HALF + tag
+            cell += 2
+        return _Sum(segment, tensor, segment.count)
+
+    @override
+    def lost(self) -> list[int]:
+        segment = self._segment
+        return [rank for rank in range(segment.world_size) if rank != segment.rank and segment.has_ended(rank)]
+
+
+class _Sum:
+    """One sum under way."""
+
+    def __init__(self, segment: Segment, tensor: torch.Tensor, count: int) -> None:
+        self._segment, self._tensor, self._count = segment, tensor, count
+        self._totals = [0] * len(tensor)
+        self._next = 0  # the first rank whose numbers are not in the totals
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have given their numbers; the tensor has the sums then.
+
+        Raises:
+            RuntimeError: if a rank has given up this sum, and gone on to others.
+        """
+        segment = self._segment
+        if self._next == segment.world_size:
+            return True
+        while self._next < segment.world_size:
+            words = self._read(self._next)
+            if words is None:
+                return False
+            self._totals = [total + word for total, word in zip(self._totals, words, strict=True)]
+            self._next += 1
+        if len(self._totals) == 1:
+            self._tensor.fill_(self._totals[0])
+        else:
+            self._tensor.copy_(torch.tensor(self._totals))
+        return True
+
+    def _read(self, rank: int) -> list[int] | None:
+        """What a rank has given, if it has."""
+        cells, cell, tag = self._segment.cells, self._segment.place(rank, self._count), self._count % _HALF
+        words: list[int] = []
+        for _ in self._totals:
+            low, low_tag = divmod(cells[cell], _HALF)
+            high, high_tag = divmod(cells[cell + 1], _HALF)
+            if low_tag != tag or high_tag != tag:
+                if 0 < (low_tag - tag) % _HALF < _HALF // 2:
+                    raise RuntimeError(f"rank {rank} has gone on without this rank {self._segment.rank}")
+                return None
+            words.append(high * _HALF + low)
+            cell += 2
+        return words
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        """Wait for all ranks.
+
+        Raises:
+            RuntimeError: if they do not come in time, or the process of one of them is gone.
+        """
+        if self.is_completed():
+            return True
+        segment, started = self._segment, time.monotonic()
+        limit = segment.patience if timeout is None else timeout.total_seconds()
+        looked = 0.0
+        while not self.is_completed():
+            waited = time.monotonic() - started
+            if waited > limit:
+                raise RuntimeError(f"timed out after {limit:g} s: rank {self._next} did not come")
+            if waited - looked > _LOOK_SECONDS:
+                looked = waited
+                if segment.has_ended(self._next) and not self.is_completed():
+                    raise RuntimeError(f"the process of rank {self._next} has ended")
+            time.sleep(min(max(waited * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+        return True
+
+
+def connect(collective: Collective, patience: float) -> Segment | None:
+    """Connect all ranks through memory; ``None`` on all of them if one cannot be reached so.
+
+    Args:
+        collective: the ranks, all of which call this.
+        patience: as for :class:`Segment`.
+    """
+    rank, world_size = collective.rank, collective.world_size
+    path: str = collective.broadcast_object(_new_file(world_size) if rank == 0 else "", 0)
+    file = _open(path, rank)
+    all_have_it = collective.reduce_boolean_decision(file is not None)
+    if rank == 0 and path:
+        Path(path).unlink()
+    if file is None or not all_have_it:
+        if file is not None:
+            os.close(file)
+        return None
+    return Segment(file, rank, world_size, patience)
+
+
+def _new_file(world_size: int) -> str:
+    """Make the file; empty if that is impossible."""
+    path = _FOLDER / f"join-{secrets.token_hex(16)}"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return ""
+    try:
+        os.posix_fallocate(file, 0, Segment.size_for(world_size))  # where memory is short, this says so
+    except OSError:
+        path.unlink()
+        return ""
+    finally:
+        os.close(file)
+    return str(path)
+
+
+def _open(path: str, rank: int) -> int | None:
+    """Open the file and lock this rank's byte of it; ``None`` if it is not there, or not wanted."""
+    if not path or os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+    except OSError:
+        os.close(file)
+        return None
+    return file

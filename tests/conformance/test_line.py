@@ -1,0 +1,275 @@
+"""The suite over every Line, and what only the one through shared memory has to do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from join import Join
+from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
+from join.collectives import shared_memory as memory
+from join.collectives.line import GroupLine
+from tests.join.counter import Counter
+from tests.pool import Pool
+
+RANKS = 3
+LARGEST = (1 << 62) - 1
+
+
+def words(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+def sums_in_order(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    for step in range(20):
+        tensor = words(rank, 1, step << 40)
+        line.sum(tensor).wait()
+        assert tensor.tolist() == [sum(range(size)), size, size * step << 40]
+
+
+def sums_of_any_length(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    for length in (1, 2, 31, 32, 33, 100):
+        tensor = torch.arange(length) + rank
+        line.sum(tensor).wait()
+        assert torch.equal(tensor, size * torch.arange(length) + sum(range(size)))
+
+
+def sums_of_large_numbers(collective: Collective, line: Line) -> None:
+    """Each rank fills bits of its own, as roll calls do."""
+    rank, size = collective.rank, collective.world_size
+    bits = 62 // size
+    tensor = words((1 << bits) - 1 << bits * rank)
+    line.sum(tensor).wait()
+    assert tensor.tolist() == [(1 << bits * size) - 1]
+
+
+def starts_without_waiting(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    tensor = words(1)
+    if rank == size - 1:
+        collective.barrier()  # the others come to it with a sum under way
+    work = line.sum(tensor)
+    if rank < size - 1:
+        assert not work.is_completed()
+        with pytest.raises(RuntimeError, match="imed out"):
+            work.wait(timedelta(seconds=0.05))
+        collective.barrier()
+    work.wait()
+    assert work.is_completed() and tensor.item() == size
+    work.wait()
+    assert tensor.item() == size
+
+
+def lines_do_not_mix(collective: Collective, line: Line) -> None:
+    other = collective.line(2)
+    here, there = words(1), words(10)
+    if collective.rank == 0:
+        work, late = other.sum(there), line.sum(here)
+    else:
+        late, work = line.sum(here), other.sum(there)
+    late.wait()
+    work.wait()
+    assert [here.item(), there.item()] == [collective.world_size, 10 * collective.world_size]
+
+
+def given_up_after_a_while(collective: Collective, line: Line) -> None:
+    tensor = words(2)
+    line.sum(tensor, 30.0).wait()
+    assert tensor.item() == 2 * collective.world_size
+    assert line.lost() == []
+
+
+CHECKS: list[Callable[[Collective, Line], None]] = [
+    sums_in_order,
+    sums_of_any_length,
+    sums_of_large_numbers,
+    lines_do_not_mix,
+    given_up_after_a_while,
+]
+
+
+def conforms(collective: Collective) -> None:
+    line = collective.line(1)
+    for check in CHECKS:
+        check(collective, line)
+    if collective.world_size > 1:
+        starts_without_waiting(collective, line)
+    if type(collective).companion is not Collective.companion or collective.world_size == 1:
+        sums_in_order(collective, collective.line())
+
+
+def over_gloo(rank: int, kind: type[Line]) -> None:
+    collective = collective_of(None)
+    assert isinstance(collective.line(), kind)
+    conforms(collective)
+
+
+def test_single() -> None:
+    conforms(SingleCollective())
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_threads(ranks: int) -> None:
+    run_threads(ranks, conforms)
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_gloo(pool: Pool, ranks: int, over_group: bool) -> None:
+    kind = GroupLine if over_group else memory.SharedMemoryLine
+    pool.run(over_gloo, kind, ranks=ranks, over_group=over_group)
+
+
+# -- through shared memory ---------------------------------------------------------------------------------------------
+
+
+def one_cannot(rank: int, how: str) -> None:
+    collective, broken = collective_of(None), rank == (0 if how == "no room" else 1)
+    faults: dict[str, Any] = {
+        "switched off": mock.patch.dict(os.environ, {memory.SWITCH: "0"}),
+        "another machine": mock.patch.object(memory, "_open", mock.Mock(return_value=None)),
+        "no room": mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=OSError("no space"))),
+    }
+    if broken:
+        with faults[how]:
+            line = collective.line()
+    else:
+        line = collective.line()
+    assert isinstance(line, GroupLine)
+    sums_in_order(collective, line)
+
+
+def leaves_no_file(rank: int) -> None:
+    path: list[str] = []
+
+    def new_file(world_size: int) -> str:
+        path.append(_new_file(world_size))
+        return path[0]
+
+    _new_file = memory._new_file
+    with mock.patch.object(memory, "_new_file", new_file):
+        collective_of(None).line()
+    assert [Path(each).exists() for each in path] == ([False] if rank == 0 else [])
+
+
+def test_no_file_is_left(pool: Pool) -> None:
+    pool.run(leaves_no_file, ranks=2)
+
+
+@pytest.mark.parametrize("how", ["switched off", "another machine", "no room"])
+def test_all_ranks_use_the_group_where_one_cannot_be_reached(pool: Pool, how: str) -> None:
+    pool.run(one_cannot, how, ranks=RANKS)
+
+
+def in_sub_groups(rank: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    collective = collective_of(groups[rank % 2])
+    for _ in range(2):
+        with Join([counter := Counter(collective)]):
+            for _ in range(rank):
+                counter()
+        assert counter.total == sum(each for each in range(4) if each % 2 == rank % 2)
+
+
+def test_sub_groups(pool: Pool) -> None:
+    pool.run(in_sub_groups, ranks=4)
+
+
+def killed(rank: int) -> str:
+    line = collective_of(None).line()
+    sums_in_order(collective_of(None), line)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        line.sum(words(1)).wait()
+    assert 1 in line.lost()  # the other one may have ended since
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_missed(tmp_path: Path) -> None:
+    import torch.multiprocessing as mp
+
+    context = mp.spawn(_rank_of_its_own, (str(tmp_path), killed), nprocs=RANKS, join=False, daemon=True)
+    for process in context.processes:
+        process.join(60)
+    for rank in (0, 2):
+        assert (tmp_path / str(rank)).read_text() == "the process of rank 1 has ended"
+
+
+def _rank_of_its_own(rank: int, folder: str, fn: Callable[[int], str]) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    Path(folder, str(rank)).write_text(fn(rank))
+
+
+def late_and_gone(rank: int) -> None:
+    """Another process holds no lock; and a number that was given counts, whatever became of who gave it."""
+    collective = collective_of(None)
+    line = collective.line()
+    segment: Any = line._segment  # type: ignore[attr-defined]
+    assert not segment.has_ended(1 - rank)
+    time.sleep(0.6 * rank)
+    tensor = words(5)
+    line.sum(tensor).wait()  # longer than a look at whether the other is alive
+    assert tensor.item() == 10
+    collective.barrier()
+    if rank == 0:  # goes on alone, as after an error; it may do so a few times before others read the first
+        for _ in range(6):
+            line.sum(words(1))
+    collective.barrier()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="rank 0 has gone on without this rank 1"):
+            line.sum(words(1)).wait()
+
+
+def test_ranks_that_are_late_or_went_on(pool: Pool) -> None:
+    pool.run(late_and_gone, ranks=2)
+
+
+def impatient(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.4))
+    line = collective_of(group).line()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"timed out after 0.4 s: rank 1 did not come"):
+            line.sum(words(1)).wait()
+    dist.barrier()
+
+
+def test_the_timeout_is_that_of_the_group(pool: Pool) -> None:
+    pool.run(impatient, ranks=2)
+
+
+def freed(rank: int) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    collective_of(None).line()  # whatever is opened once
+    before = open_files()
+    group = dist.new_group()
+    groups_own = open_files() - before
+    collective_of(group).line()
+    dist.barrier()
+    assert open_files() > before + groups_own
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    deadline = time.monotonic() + 10  # gloo closes its connections in a thread
+    while open_files() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert open_files() <= before
+
+
+def test_memory_is_freed_with_the_group(pool: Pool) -> None:
+    pool.run(freed, ranks=2)

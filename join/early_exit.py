@@ -23,6 +23,7 @@ call is given up after a while.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Generator
 
 from join.collectives import Work
@@ -34,6 +35,8 @@ from join.windows import Windows
 
 _GRACE_SECONDS = 2.0
 """How long a rank that leaves waits for the others before it takes them to be waiting for it, at least."""
+_END_SECONDS = 1.0
+"""How long a process may take to end, after its connections are closed."""
 
 
 class EarlyExit:
@@ -60,13 +63,13 @@ class EarlyExit:
             ProtocolError: without an ``error``, if not all ranks have left at this step.
             PeerError: if another rank has failed, and this one not, or with a ``RuntimeError`` that may come of it.
         """
+        # What a collective raises when a peer is gone is explained by what that one told; anything else is the user's.
+        self._may_come_of_peers = isinstance(error, RuntimeError) and not isinstance(error, JoinError) and not text
         try:
             with self._explained():
                 self._leave(error, text)
         except (PeerError, ProtocolError) as told:
-            # What a collective raises when a peer is gone is explained by this; anything else is the user's to see.
-            may_come_of_it = isinstance(error, RuntimeError) and not isinstance(error, JoinError) and not text
-            if error is None or may_come_of_it:
+            if error is None or self._may_come_of_peers:
                 raise told from error
         except Exception:
             if error is None:
@@ -97,26 +100,28 @@ class EarlyExit:
         if error is not None:
             answer = windows.failed(JoinError(text) if text else error)
         limit = self._patience if error is not None else LIMIT_SECONDS
-        counts = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
+        self._next = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
                 return self._give_up(error)
             if windows.answers.some_end(windows.replies):
-                self._shadow_rest()  # the others read it when this window is over
+                self._shadow_rest(limit)  # the others read it when this window is over
                 self._part(limit)
                 if error is None:
                     windows.check(windows.replies)
                 return None
-            counts = windows.read("left the loop over join.iterate")
+            self._next = windows.read("left the loop over join.iterate")
         windows.call(answer, self._patience + limit + _GRACE_SECONDS)
-        if not self._come_within(self._patience):
-            self._shadow_rest(windows.under_way)
+        sees_them = self._channel.keeps_notes
+        if not self._come_within(0.0 if sees_them else self._patience):
+            self._shadow_rest(limit, windows.under_way)
             if not self._come_within(limit):
                 return self._give_up(error)
         replies = windows.replies
         if not windows.answers.all_end(replies):
-            windows.begin(counts)
-            self._shadow_steps(lambda: False)
+            if not sees_them:
+                windows.begin(self._next)
+            self._shadow_steps(lambda: False, limit)
         self._part(limit)
         if error is None:
             if any(reply != answer for reply in replies):
@@ -126,8 +131,12 @@ class EarlyExit:
         return None
 
     def _part(self, seconds: float) -> None:
-        if self._windows.has_lost_peers:  # what they ended with explains what this rank ends with
-            self._windows.check_peers()
+        # Before this rank has told how far it is, no other ends but by itself; but a process takes its time to end.
+        deadline = time.monotonic() + _END_SECONDS
+        while self._may_come_of_peers and time.monotonic() < deadline:
+            if self._windows.has_lost_peers:
+                self._windows.check_peers()
+            time.sleep(_END_SECONDS / 20)
         self._windows.farewell.part("left", seconds)
 
     def _come_within(self, seconds: float) -> bool:
@@ -135,29 +144,39 @@ class EarlyExit:
         assert self._windows.under_way is not None
         return is_done_within(self._windows.under_way, seconds)
 
-    def _shadow_rest(self, roll_call: Work | None = None) -> None:
+    def _shadow_rest(self, limit: float, roll_call: Work | None = None) -> None:
         """Shadow what the others still make of this window, from where this rank left.
 
         Args:
+            limit: how many seconds to wait for those who go on, where what they do can be seen.
             roll_call: the one that they answer when it is over, if they have not answered it.
         """
 
         def is_over() -> bool:
             return roll_call is not None and roll_call.is_completed()
 
-        if self._windows.farewell.shadow(is_over):
-            self._shadow_steps(is_over)
+        if self._channel.keeps_notes or self._windows.farewell.shadow(is_over):
+            self._shadow_steps(is_over, limit)
 
-    def _shadow_steps(self, is_over: Callable[[], bool]) -> None:
+    def _shadow_steps(self, is_over: Callable[[], bool], limit: float) -> None:
         """Shadow the steps of this window that were not begun."""
         windows = self._windows
+        if self._channel.keeps_notes:
+            windows.farewell.follow(is_over, self._begin_step, limit)
+            return
         steps = min(windows.counts) if self._channel.throws else windows.steps
         while windows.at < steps:
             windows.farewell.meet()
-            self._channel.shadow_step(windows.active)
-            windows.at += 1
+            self._begin_step()
             if not windows.farewell.shadow(is_over):
                 return
+
+    def _begin_step(self) -> None:
+        windows = self._windows
+        if windows.at == windows.steps:  # the others have begun the next window
+            windows.begin(self._next)
+        self._channel.shadow_step(windows.active)
+        windows.at += 1
 
     def _give_up(self, error: BaseException | None) -> None:
         """The others are held up by collectives of the body; they will be free, and read this, when this process ends.

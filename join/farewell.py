@@ -1,9 +1,10 @@
 """The ranks of a loop that ends early come to the same number of bursts: :class:`Farewell`.
 
-A rank that has left the loop shadows the bursts that the others seem to come to, by what it knows of the body. It
-cannot see whether they do. So it may be in a burst that nobody else runs when the others learn that it has left, and
-run no more; or another may be in one that it did not expect. Therefore all ranks tell in the store, where no collective
-is needed, how many bursts they have begun, and begin those of the one that is furthest::
+A rank that has left the loop shadows the bursts of the others. Where ranks keep notes, which they do on one machine, it
+sees what they have begun. Else it goes by what it knows of the body, and cannot see whether they come to it: so it may
+be in a burst that nobody else runs when the others learn that it has left, and run no more; or another may be in one
+that it did not expect. Therefore all ranks tell in the store, where no collective is needed, how many bursts they have
+begun, and begin those of the one that is furthest::
 
     rank that has left                           rank that goes on
     ------------------                           -----------------
@@ -22,9 +23,10 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 from join.collectives import Collective
-from join.lockstep import MEETING, LockstepChannel
+from join.lockstep import MEETING, LockstepChannel, Note
 
 _SLICE_SECONDS = 0.01
+_FOLLOW_SECONDS = 0.001  # how often a rank that follows looks for a note
 _LOOKS = 20  # how many of these pass before a rank looks what those who have told have told
 LIMIT_SECONDS = 60.0
 """How long a rank waits for the others altogether, unless it has an exception to raise."""
@@ -37,7 +39,7 @@ class _Account(NamedTuple):
 
     Attributes:
         begun: how many bursts, and meetings, of the loop it has begun.
-        last: the index of the last one.
+        last: the last one, a packed note.
         role: ``"shadows"``: it has left, and goes on with what the others may come to; ``"left"``: it has left, and
             goes on with nothing of itself; ``"stopped"``: it knows that others have left.
     """
@@ -71,16 +73,38 @@ class Farewell:
             Whether the next step may be shadowed, too.
         """
         while not (is_over() or self._collective.check(self._stopped)):
-            burst = self._channel.expected
-            if burst is None:
+            note = self._channel.expected
+            if note is None:
                 return True
-            self._begin(burst, "shadows")
+            self._begin(note, "shadows")
         return False
+
+    def follow(self, is_over: Callable[[], bool], begin_step: Callable[[], None], seconds: float) -> None:
+        """Shadow what others have noted; gives up when they have noted nothing more for some time.
+
+        Args:
+            is_over: whether nothing more comes of this window.
+            begin_step: called where the next step of the others begins.
+            seconds: how long to wait for a note.
+        """
+        self.tell("shadows")
+        since = time.monotonic()
+        while time.monotonic() - since < seconds:
+            note = self._channel.next_note()
+            if note is not None:
+                while self._channel.steps < note.step:
+                    begin_step()
+                self._begin(note, "shadows")
+                since = time.monotonic()
+            elif is_over() or self._accounts(all_of_them=True):  # in which case nobody goes on
+                return
+            else:
+                time.sleep(_FOLLOW_SECONDS)
 
     def meet(self) -> None:
         """The others are to come to the meeting of the next step, if there are any."""
         if self._channel.meets:
-            self._begin(MEETING, "shadows")
+            self._begin(Note(MEETING), "shadows")
 
     def part(self, role: Role, seconds: float = LIMIT_SECONDS) -> None:
         """Come to an end with the others; gives up after some time, if a rank is in none of these bursts."""
@@ -92,7 +116,7 @@ class Farewell:
             accounts, looks = self._accounts(all_of_them=looks % _LOOKS > 0), looks + 1
             furthest = max(accounts, default=None)
             if furthest is not None and furthest.begun > self._channel.begun:
-                self._begin(furthest.last, role)
+                self._begin(self._channel.next_note() or self._channel.unpacked(furthest.last), role)
             elif len(accounts) == len(self._keys) and all(
                 each.role != "shadows" and each.begun == self._channel.begun for each in accounts
             ):
@@ -104,12 +128,12 @@ class Farewell:
         """Tell how far this rank is."""
         self._tell(self._channel.begun, self._channel.last, role)
 
-    def _begin(self, burst: int, role: Role) -> None:
-        self._tell(self._channel.begun + 1, burst, role)
-        self._channel.shadow(burst)
+    def _begin(self, note: Note, role: Role) -> None:
+        self._tell(self._channel.begun + 1, note, role)
+        self._channel.shadow(note)
 
-    def _tell(self, begun: int, last: int, role: Role) -> None:
-        self._collective.set(self._keys[self._collective.rank], f"{begun} {last} {role}")
+    def _tell(self, begun: int, last: Note, role: Role) -> None:
+        self._collective.set(self._keys[self._collective.rank], f"{begun} {last.packed()} {role}")
 
     def _accounts(self, *, all_of_them: bool) -> list[_Account]:
         """What ranks have told: none as long as one has not, if all are wanted, which is one request and not many."""

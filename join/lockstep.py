@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -39,6 +40,27 @@ ONE_AT_A_TIME = (
 MEETING = -1
 """In the place of a burst's index: no burst, but the meeting of a step."""
 
+_BITS = 16  # for an index, and for flags
+
+
+class Note(NamedTuple):
+    """What a rank has begun in a loop.
+
+    Attributes:
+        burst: the burst, by its index, or ``MEETING``.
+        flags: what it says of the burst; ``None`` if that is not known.
+        step: in which step.
+    """
+
+    burst: int
+    flags: tuple[bool, ...] | None = None
+    step: int = 0
+
+    def packed(self) -> int:
+        """The note as one number of less than 62 bits."""
+        flags = sum(1 << place for place, flag in enumerate(self.flags or ()) if flag)
+        return self.burst + 1 | flags << _BITS | self.step % (1 << 24) << 2 * _BITS
+
 
 class LockstepChannel(Channel):
     """The protocol on one group, whose blocks may contain loops in lockstep."""
@@ -48,8 +70,10 @@ class LockstepChannel(Channel):
 
     begun = 0
     """How many bursts this rank has begun in the loop, shadowed ones included, and with a ``timeout`` meetings."""
-    last = MEETING
-    """The index of the last of them."""
+    last = Note(MEETING)
+    """The last of them."""
+    steps = 0
+    """How many steps of the loop it has begun."""
 
     leave_loop: Callable[[], None] | None = None
     """What is to be done before the next announcement, because this rank has broken out of the loop."""
@@ -90,14 +114,16 @@ class LockstepChannel(Channel):
             )
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
+        self._notes = self.collective.line(1)  # before anybody looks, all ranks make sure that they began the same loop
+        self._notes.forget_notes()
         self.loop += 1
         self.active_ranks = (1 << self.collective.world_size) - 1
-        self._sequence: list[int] = []  # the bursts of this step so far
+        self._sequence: list[Note] = []  # the bursts of this step so far
         self._in_last_burst = 0
-        self.begun = 0
+        self.begun = self.steps = 0
         # Those of a step, as far as known: all, until one has shown it.
         self._knows_a_step = False
-        self._usual = [index for index, member in enumerate(self._members) if self._is_of_its_own(member)]
+        self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
         self._meeting = None if self._timeout is None else self.collective.line(2)
 
@@ -114,7 +140,7 @@ class LockstepChannel(Channel):
     def meet(self, doing: str) -> None:
         """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
         if self._meeting is not None:
-            self.begun, self.last = self.begun + 1, MEETING
+            self._note(Note(MEETING, (), self.steps))
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
             self.wait(self._meeting.sum(torch.zeros(1, dtype=torch.int64)), doing)
@@ -130,7 +156,11 @@ class LockstepChannel(Channel):
         if self._sequence or (self._knows_a_step and not self._in_last_burst):
             self._usual = self._sequence
         self._knows_a_step = True
+        self._begin_step(active)
+
+    def _begin_step(self, active: int) -> None:
         self._sequence, self.active_ranks = [], active
+        self.steps += 1
 
     def end(self) -> None:
         """All ranks leave the loop together."""
@@ -179,15 +209,28 @@ class LockstepChannel(Channel):
         self.fulfil(complete=False)
         self._outstanding = [member for member in self._outstanding if member.joinable is not joinable]
 
-    def _compute(self, index: int) -> None:
-        """What a header would have said that all ranks sent to announce member ``index``."""
-        self.begun, self.last = self.begun + 1, index
-        if not self._members[index].interjects:
-            self._sequence.append(index)
+    def _compute(self, index: int, flags: tuple[bool, ...] | None = None) -> None:
+        """What a header would have said that all ranks sent to announce member ``index``.
+
+        Args:
+            index: the member.
+            flags: those of its burst; without, this rank's own view of them.
+        """
+        member = self._members[index]
+        if flags is None:
+            flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
+        note = Note(index, flags, self.steps)
+        self._note(note)
+        if not member.interjects:
+            self._sequence.append(note)
         self._in_last_burst = self.active_ranks
         leads = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
-        self._assume(index, self.collective.world_size, leader_alive=leads, weighted=False)
-        self._sent_by, self._was_active = self._members[index], not self.shadowing
+        self._assume(index, self.collective.world_size, flags, leader_alive=leads)
+        self._sent_by, self._was_active = member, not self.shadowing
+
+    def _note(self, note: Note) -> None:
+        self.begun, self.last = self.begun + 1, note
+        self._notes.note(self.begun, note.packed())
 
     @override
     def fail(self, error: BaseException) -> None:
@@ -210,27 +253,48 @@ class LockstepChannel(Channel):
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     @property
-    def expected(self) -> int | None:
-        """The burst that usually comes next in this step, by its index; ``None`` if it has none left."""
+    def keeps_notes(self) -> bool:
+        """Whether a rank that leaves can see what the others have begun."""
+        return self._notes.keeps_notes
+
+    def next_note(self) -> Note | None:
+        """What another rank has begun next, of what this one has not, if the ranks keep notes."""
+        for rank in range(self.collective.world_size):
+            number = self._notes.noted(rank, self.begun + 1)
+            if number is not None:
+                return self.unpacked(number)
+        return None
+
+    def unpacked(self, number: int) -> Note:
+        """The note of which ``number`` is the packed form."""
+        rest, index = divmod(number, 1 << _BITS)
+        step, flags = divmod(rest, 1 << _BITS)
+        burst = self._members[index - 1].burst if index else None
+        count = 0 if burst is None else burst.flag_count
+        return Note(index - 1, tuple(bool(flags >> place & 1) for place in range(count)), step)
+
+    @property
+    def expected(self) -> Note | None:
+        """The burst that usually comes next in this step; ``None`` if it has none left."""
         if any(burst.holds_followers for _, burst in self._bursts):
-            return next(index for index, burst in self._bursts if burst.interjects)
+            return next(Note(index) for index, burst in self._bursts if burst.interjects)
         # Before the first burst of all, accumulated gradients tell that one is due.
-        usual = self._usual or [index for index, burst in self._bursts if burst.is_due]
+        usual = self._usual or [Note(index) for index, burst in self._bursts if burst.is_due]
         return next(iter(usual[len(self._sequence) :]), None)
 
-    def shadow(self, index: int) -> None:
+    def shadow(self, note: Note) -> None:
         """Shadow a burst that others run, or take part in a meeting."""
-        if index == MEETING:
+        if note.burst == MEETING:
             self.meet("has left the loop over join.iterate")
             return
         self.end_step()
-        self._compute(index)
-        self._shadow_member(self._members[index])
+        self._compute(note.burst, note.flags)
+        self._shadow_member(self._members[note.burst])
 
     def shadow_step(self, active: int) -> None:
         """The others begin a step; ``active`` as for :meth:`step`."""
         self.end_step()
-        self._sequence, self.active_ranks = [], active
+        self._begin_step(active)
 
     @override
     def drain(self) -> Outcome:

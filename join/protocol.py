@@ -416,17 +416,16 @@ class Channel:
         self._work = self._line.sum(tensor)
         return self._work
 
-    def _assume(self, index: int, active: int, *, leader_alive: bool, weighted: bool) -> None:
+    def _assume(self, index: int, active: int, flags: tuple[bool, ...], *, leader_alive: bool) -> None:
         """Take for the last header what it would have said, where none is sent.
 
         Args:
             index: the member that ``active`` ranks would have announced.
             active: how many these are.
+            flags: what all of these would have said of its burst.
             leader_alive: whether the leader is among them.
-            weighted: whether ``join.weight`` is in use.
         """
         member, at = self._members[index], self._buffer.offsets[index]
-        flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted))
         key = (index, active, leader_alive, flags)
         header = self._assumed.get(key)
         if header is None:

@@ -103,7 +103,8 @@ class ReplayedBackward(ReplayedBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (True, False, True, weighted, True, True, False)
+        reduces = self._reduction.reduces if self._channel.in_lockstep else (True, True)
+        return (True, False, True, weighted, *reduces, False)
 
     def _emptiness(self) -> tuple[bool, bool]:
         """Whether all gradients are ``None``, and whether those that are not are zero, so nothing is kept."""

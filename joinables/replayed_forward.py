@@ -81,9 +81,10 @@ class ReplayedForward(ReplayedBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        # In lockstep nobody replays, but a rank that leaves early, which does what it can.
-        is_new = self._of.rehearsal.call is None and not self._channel.in_lockstep
-        return (True, self._of.module.training, True, is_new, self._reduction.buffers_are_due())
+        training, due = self._of.module.training, self._reduction.buffers_are_due()
+        if self._channel.in_lockstep:  # where nobody replays, but a rank that leaves early
+            return (torch.is_grad_enabled(), training, self._reduction.prepares, False, due)
+        return (True, training, True, self._of.rehearsal.call is None, due)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 

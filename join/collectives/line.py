@@ -27,6 +27,25 @@ class Line(ABC):
                 ``None`` if it does not.
         """
 
+    @property
+    def keeps_notes(self) -> bool:
+        """Whether ranks can read each other's notes."""
+        return False
+
+    def note(self, number: int, value: int) -> None:
+        """Leave a note for the others, if the line keeps any; that of ``number`` is there for the next 30 or so.
+
+        Args:
+            number: counted from 1.
+            value: at least 0, and less than 2 to the power of 62.
+        """
+
+    def noted(self, rank: int, number: int) -> int | None:
+        """A rank's note of that number; ``None`` if it has left none yet."""
+        return None
+
+    def forget_notes(self) -> None:
+        """Take back this rank's notes, to count them anew."""
 
     def lost(self) -> list[int]:
         """The ranks whose processes are gone, where a sum does not fail on account of them: they had given theirs."""

@@ -37,7 +37,9 @@ SWITCH = "JOIN_SHARED_MEMORY"
 _FOLDER = Path("/dev/shm")  # it must be memory: on a disk, every change would be written to it sooner or later
 _PLACES = 4
 _WORDS = 32  # the longest tensor; a longer one goes over the group
+_NOTES = 32  # that are kept of a rank; they are behind its places
 _CELLS = 2 * _WORDS  # of a place
+_CELLS_OF_RANK = _PLACES * _CELLS + 2 * _NOTES
 _HALF = 1 << 32
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE = 2e-5, 1e-3, 1 / 16  # seconds, and the share of the time waited so far
 _LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive
@@ -64,11 +66,26 @@ class Segment:
     @staticmethod
     def size_for(world_size: int) -> int:
         """Bytes of a segment."""
-        return world_size * _PLACES * _CELLS * 8
+        return world_size * _CELLS_OF_RANK * 8
 
     def place(self, rank: int, count: int) -> int:
         """The first cell of what a rank gives to a sum."""
-        return (rank * _PLACES + count % _PLACES) * _CELLS
+        return rank * _CELLS_OF_RANK + count % _PLACES * _CELLS
+
+    def note(self, rank: int, number: int) -> int:
+        """The first cell of a rank's note."""
+        return rank * _CELLS_OF_RANK + _PLACES * _CELLS + 2 * (number % _NOTES)
+
+    def store(self, cell: int, word: int, tag: int) -> None:
+        """Write a number of 63 bits at most into two cells, with 32 bits that tell what it is for."""
+        high, low = divmod(word, _HALF)
+        self.cells[cell], self.cells[cell + 1] = low * _HALF + tag, high * _HALF + tag
+
+    def load(self, cell: int, tag: int) -> int | None:
+        """The number in two cells; ``None`` if it is for something else, or they are just being written."""
+        low, low_tag = divmod(self.cells[cell], _HALF)
+        high, high_tag = divmod(self.cells[cell + 1], _HALF)
+        return high * _HALF + low if low_tag == high_tag == tag else None
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of another rank is gone."""
@@ -98,12 +115,30 @@ class SharedMemoryLine(Line):
             return self._for_long_ones.sum(tensor, seconds)
         segment = self._segment
         segment.count += 1
-        cells, cell, tag = segment.cells, segment.place(segment.rank, segment.count), segment.count % _HALF
-        for word in words:
-            high, low = divmod(word, _HALF)
-            cells[cell], cells[cell + 1] = low * _HALF + tag, high * _HALF + tag
-            cell += 2
+        place = segment.place(segment.rank, segment.count)
+        for index, word in enumerate(words):
+            segment.store(place + 2 * index, word, segment.count % _HALF)
         return _Sum(segment, tensor, segment.count)
+
+    @property
+    @override
+    def keeps_notes(self) -> bool:
+        return True
+
+    @override
+    def note(self, number: int, value: int) -> None:
+        segment = self._segment
+        segment.store(segment.note(segment.rank, number), value, number % _HALF)
+
+    @override
+    def noted(self, rank: int, number: int) -> int | None:
+        return self._segment.load(self._segment.note(rank, number), number % _HALF)
+
+    @override
+    def forget_notes(self) -> None:
+        segment = self._segment
+        for number in range(_NOTES):
+            segment.store(segment.note(segment.rank, number), 0, 0)
 
     @override
     def lost(self) -> list[int]:
@@ -142,17 +177,16 @@ class _Sum:
 
     def _read(self, rank: int) -> list[int] | None:
         """What a rank has given, if it has."""
-        cells, cell, tag = self._segment.cells, self._segment.place(rank, self._count), self._count % _HALF
+        segment, tag = self._segment, self._count % _HALF
+        place = segment.place(rank, self._count)
         words: list[int] = []
-        for _ in self._totals:
-            low, low_tag = divmod(cells[cell], _HALF)
-            high, high_tag = divmod(cells[cell + 1], _HALF)
-            if low_tag != tag or high_tag != tag:
-                if 0 < (low_tag - tag) % _HALF < _HALF // 2:
-                    raise RuntimeError(f"rank {rank} has gone on without this rank {self._segment.rank}")
+        for index in range(len(self._totals)):
+            word = segment.load(place + 2 * index, tag)
+            if word is None:
+                if 0 < (segment.cells[place] - tag) % _HALF < _HALF // 2:
+                    raise RuntimeError(f"rank {rank} has gone on without this rank {segment.rank}")
                 return None
-            words.append(high * _HALF + low)
-            cell += 2
+            words.append(word)
         return words
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:

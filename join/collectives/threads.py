@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, check_op, describe
+from join.collectives.line import GroupLine, Line
 from join.collectives.work import Work
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class _World:
         self.store: dict[str, str] = {}
         self.failed = ""
         self.companion: _World | None = None
+        self.notes: dict[tuple[int, int], int] = {}
 
     def fail(self, why: str) -> None:
         if self.companion is not None:
@@ -67,6 +69,33 @@ class _World:
             for meeting in self.meetings.values():
                 meeting.done.set()
             self.lock.notify_all()
+
+
+class _ThreadLine(GroupLine):
+    """Sums in the order of everything else; notes are in what the ranks share."""
+
+    def __init__(self, world: _World, collective: ThreadCollective) -> None:
+        super().__init__(collective)
+        self._rank, self._notes = collective.rank, world.notes
+
+    @property
+    @override
+    def keeps_notes(self) -> bool:
+        return True
+
+    @override
+    def note(self, number: int, value: int) -> None:
+        self._notes[self._rank, number] = value
+
+    @override
+    def noted(self, rank: int, number: int) -> int | None:
+        return self._notes.get((rank, number))
+
+    @override
+    def forget_notes(self) -> None:
+        for rank, number in list(self._notes):
+            if rank == self._rank:
+                del self._notes[rank, number]
 
 
 class ThreadCollective(Collective):
@@ -205,6 +234,10 @@ class ThreadCollective(Collective):
                     self._world.companion = _World(self._world.size, self._world.timeout)
             self._companion = ThreadCollective(self._world.companion, self._rank)
         return self._companion
+
+    @override
+    def line(self, number: int = 0) -> Line:
+        return _ThreadLine(self._world, self) if number == 0 else self.companion().line(number - 1)
 
 
 def _describe(tensor: torch.Tensor) -> str:

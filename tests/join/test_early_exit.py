@@ -12,57 +12,70 @@ from hypothesis import strategies as st
 
 from join import Join
 from join.collectives import ThreadCollective, run_threads
+from join.collectives.line import GroupLine
 from tests.join.counter import Leading, group_works
+
+
+class _WithoutNotes(GroupLine):
+    def __init__(self, world: Any, collective: ThreadCollective) -> None:
+        super().__init__(collective)
+
 
 SOAK = int(os.environ.get("SOAK", "0"))
 
 
 @st.composite
 def loops(draw: st.DrawFn) -> dict[str, Any]:
-    """A loop whose body runs its bursts in every n-th step, and where ranks leave it: by step, place and way."""
+    """A loop: which bursts its body runs in each step, and where ranks leave it: by step, place among them and way.
+
+    Where ranks keep no notes, every n-th step runs the same, and nobody leaves before one has shown it.
+    """
+    notes = draw(st.booleans())
     counts = draw(st.lists(st.integers(0, 7), min_size=2, max_size=4))
     options = draw(st.sampled_from([{}, {"steps": "loader"}, {"timeout": 20}]))
     every = draw(st.integers(0, 1 if "timeout" in options else 4))
-    # Before a step has shown its bursts, nobody knows which they are.
-    leaves = st.one_of(st.none(), st.integers(max(every, 1), 7))
+    leaves = st.one_of(st.none(), st.integers(0 if notes else max(every, 1), 7))
     together = draw(st.booleans())
+    usual = draw(st.sampled_from([[0], [0, 1]]))
+    bursts = [usual if every and (step + 1) % every == 0 else [] for step in range(7)]
+    if notes and draw(st.booleans()):
+        bursts = draw(st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=7, max_size=7))
     return {
+        "notes": notes,
         "counts": counts,
         "options": options,
-        "every": every,
-        "both": draw(st.booleans()),
+        "bursts": bursts,
         "lookahead": draw(st.integers(1, 4)),
         "leaves": [draw(leaves)] * len(counts) if together else [draw(leaves) for _ in counts],
         "raises": [draw(st.booleans()) for _ in counts],
-        "place": draw(st.sampled_from(["before", "between", "after"])),
+        "place": draw(st.integers(0, 3)),
     }
 
 
 def outcome(collective: ThreadCollective, loop: dict[str, Any]) -> str:
     rank, text = collective.rank, "fine"
-    first, second = Leading(collective, "first"), Leading(collective, "second")
+    leading = [Leading(collective, "first"), Leading(collective, "second")]
 
-    def leaves(step: int, place: str) -> bool:
-        leaving = (step, place) == (loop["leaves"][rank], loop["place"])
+    def leaves(step: int, place: int) -> bool:
+        bursts = len(loop["bursts"][step])
+        leaving = step == loop["leaves"][rank] and place == min(loop["place"], bursts)
         if leaving and loop["raises"][rank]:
             raise ValueError("enough")
         return leaving
 
     try:
-        with Join([first, second], **loop["options"]) as join:
+        with Join(leading, **loop["options"]) as join:
             batches = [torch.ones(1)] * loop["counts"][rank]
             for step, _ in enumerate(join.iterate(batches, lookahead=loop["lookahead"])):
-                has_bursts = loop["every"] and (step + 1) % loop["every"] == 0
-                if leaves(step, "before"):
+                if leaves(step, 0):
                     break
-                if has_bursts:
-                    first()
-                if leaves(step, "between"):
-                    break
-                if has_bursts and loop["both"]:
-                    second()
-                if leaves(step, "after"):
-                    break
+                for place, burst in enumerate(loop["bursts"][step], 1):
+                    leading[burst]()
+                    if leaves(step, place):
+                        break
+                else:
+                    continue
+                break
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     group_works(collective)
@@ -74,7 +87,10 @@ def outcome(collective: ThreadCollective, loop: dict[str, Any]) -> str:
 @given(loops())
 def test_leaving_at_any_step(loop: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("join.early_exit._GRACE_SECONDS", 0.1)
+        # Without notes it is always waited for; with them, as long as nobody notes anything.
+        patch.setattr("join.early_exit._GRACE_SECONDS", 2.0 if loop["notes"] else 0.1)
+        if not loop["notes"]:
+            patch.setattr("join.collectives.threads._ThreadLine", _WithoutNotes)
         told = run_threads(len(loop["counts"]), lambda collective: outcome(collective, loop))
     steps = max(loop["counts"])
     leaves = [at if at is not None and at < steps else None for at in loop["leaves"]]

@@ -1,24 +1,144 @@
-"""A rank leaves a loop whose body has a collective of its own: the others are told, and all processes end."""
+"""A rank leaves a loop alone: the others are told, whatever they are in; or all processes end."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import join.early_exit
-from join import Join
-from tests.models import batch, build
+from join import Join, JoinError
+from join.collectives.shared_memory import SWITCH
+from joinables import SharedCall
+from tests.joinables.test_failures import group_works
+from tests.models import MLP, TARGETS, Norm, batch, build
+from tests.pool import Pool
+
+RANKS = 3
 
 
-def rank_main(rank: int, path: str, how: str, results: Any) -> None:
+class Body(ABC):
+    """The body of a loop, which can be left wherever it yields."""
+
+    listed: list[Any]
+
+    @abstractmethod
+    def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]: ...
+
+
+class TwoModules(Body):
+    """One of them runs backward two or three times a step, on its own and through the other one."""
+
+    def __init__(self) -> None:
+        self.net, self.head = DistributedDataParallel(Norm()), DistributedDataParallel(nn.Linear(TARGETS, 1))
+        self.optimizers = [torch.optim.Adam(module.parameters()) for module in (self.net, self.head)]
+        self.listed = [self.net, self.head, *self.optimizers]
+
+    def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
+        yield
+        self.head(self.net(x).detach()).sum().backward()
+        yield
+        if step % 2 == 0:
+            self.head(y).sum().backward()
+        self.optimizers[1].step()
+        yield
+        scores = self.head(self.net(x))
+        yield
+        scores.sum().backward()
+        self.optimizers[0].step()
+
+
+class Sharded(Body):
+    """FSDP2, clipped by the norm of all shards."""
+
+    window = 1
+
+    def __init__(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        net = MLP()
+        fully_shard(net[0])
+        fully_shard(net[2])
+        self.model: Any = fully_shard(net)
+        self.optimizer = torch.optim.Adam(net.parameters())
+        self.clip = SharedCall(lambda: nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
+        self.listed = [self.model, self.clip, self.optimizer]
+
+    def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
+        yield
+        synchronises = (step + 1) % self.window == 0
+        self.model.set_requires_gradient_sync(synchronises)
+        output = self.model(x)
+        yield
+        (output - y).square().sum().backward()
+        yield
+        if synchronises:
+            self.clip()
+            yield
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Accumulating(Sharded):
+    window = 3
+
+
+def leaving(rank: int, kind: type[Body], step: int, place: int, lookahead: int) -> str:
+    torch.manual_seed(0)
+    body = kind()
+    try:
+        with Join(body.listed, divide_by_initial_world_size=False) as block:
+            batches = [batch(rank, 0, number) for number in range((4, 6, 0)[rank])]
+            for at, (x, y) in enumerate(block.iterate(batches, lookahead=lookahead)):
+                for where, _ in enumerate(body.places(x, y, at)):
+                    if (rank, at, where) == (1, step, place):
+                        raise ValueError("enough")
+    except (ValueError, JoinError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group_works()
+    return "fine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "place", "lookahead"),
+    [
+        (TwoModules, 0, 0, 1),  # before any step has shown what the body does
+        (TwoModules, 0, 3, 3),
+        (TwoModules, 1, 2, 1),
+        (TwoModules, 4, 1, 1),  # rank 0 has dummies by then
+        (Sharded, 0, 1, 1),
+        (Sharded, 1, 0, 3),
+        (Sharded, 4, 3, 1),
+        (Accumulating, 1, 1, 1),
+        (Accumulating, 2, 0, 1),
+        (Accumulating, 2, 2, 3),
+    ],
+)
+def test_the_others_are_told_whatever_the_body_does(
+    pool: Pool, kind: type[Body], step: int, place: int, lookahead: int
+) -> None:
+    first, second, third = pool.run(leaving, kind, step, place, lookahead, ranks=RANKS)
+    assert second == "ValueError: enough"
+    assert first == third == "PeerError: rank 1 failed: ValueError: enough"
+
+
+# -- collectives that nobody can shadow --------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, path: str, how: str, over_group: bool, results: Any) -> None:
     join.early_exit.LIMIT_SECONDS = 3.0
+    os.environ[SWITCH] = "0" if over_group else "1"
     dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.Adam(ddp.parameters())
@@ -38,11 +158,11 @@ def rank_main(rank: int, path: str, how: str, results: Any) -> None:
         # Rank 1's process ends here: this sets the others free.
 
 
-@pytest.mark.parametrize("how", ["raise", "break"])
-def test_all_processes_end_and_say_why(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "over_group"), [("raise", False), ("break", False), ("raise", True)])
+def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: bool) -> None:
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    arguments = (str(tmp_path / "store"), how, results)
+    arguments = (str(tmp_path / "store"), how, over_group, results)
     processes = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(3)]
     for process in processes:
         process.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from join import EarlyTerminationError, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from joinables import Replay, SharedCall
 from tests.join.counter import Counter
-from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
+from tests.models import TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
-from tests.training import Case, batches, data_of, full_state, loss_of, reference
+from tests.training import Case, Sharded, batches, check, data_of, full_state, loss_of, reference, shard, whole
 
 EPOCHS = 3
 
@@ -33,20 +32,10 @@ def fsdp(pool: Pool) -> None:
     pool.run(import_fsdp, ranks=4, timeout=110)
 
 
-@dataclass(frozen=True)
-class Sharded(Case):
-    """One way to train with ``fully_shard``."""
-
-    replicas: int = 1
-    reshard: bool | None = None
-    layers: bool = True
-    syncs: str = "reduces when it steps"
-
-
 CASES = {
     "adam": Sharded(),
     "sgd, initial world size": Sharded(optimizer="sgd", initial=True),
-    "the root alone": Sharded(layers=False),
+    "the root alone": Sharded(units=()),
     "adam, initial, resharded": Sharded(initial=True, reshard=True),
     "never resharded": Sharded(optimizer="sgd", reshard=False),
     "adamw with clipping": Sharded(optimizer="adamw", clip=True),
@@ -100,65 +89,9 @@ CASES = {
 }
 
 
-def shard(case: Sharded) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    ranks = dist.get_world_size()
-    shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    model = build(case.model)
-    for layer in model.modules() if case.layers else ():
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)
-
-
-def whole(tree: Any) -> Any:
-    """``tree`` with every sharded tensor put together; on all ranks alike."""
-    from torch.distributed.tensor import DTensor
-
-    return pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), tree)
-
-
-def train(rank: int, case: Sharded) -> dict[str, torch.Tensor]:
-    model = shard(case)
-    cls, options = OPTIMIZERS[case.optimizer]
-    optimizer = cls(model.parameters(), **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    clip = SharedCall(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    for epoch in range(EPOCHS):
-        count = case.counts[epoch][rank]
-        listed = [model, clip, optimizer, scheduler] if case.clip else [model, optimizer, scheduler]
-        steps: Any = count if case.declared else None
-        join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
-        join.weight = 1 if case.weighted else None
-        with join:
-            for step, data in enumerate(batches(join, case, rank, epoch)):
-                sync = (step + 1) % case.accumulate == 0
-                join.weight = len(data[0]) if case.weighted else None
-                if step % case.accumulate == 0:
-                    optimizer.zero_grad(set_to_none=case.to_none)
-                if case.syncs == "reduces when it steps":
-                    model.set_requires_gradient_sync(sync)
-                elif case.syncs == "all-reduces when it steps":
-                    model.set_requires_all_reduce(sync)
-                loss_of(model, case, 0, data).backward()
-                if sync:
-                    if case.clip:
-                        clip()
-                    optimizer.step()
-                    scheduler.step()
-    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
-    case = CASES[name]
-    states = pool.run(train, case, ranks=len(case.counts[0]))
-    for other in states[1:]:
-        assert_same(states[0], other)
-    assert_same(states[0], reference(case), TOLERANCE)
+    check(pool, CASES[name])
 
 
 def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:

@@ -46,13 +46,18 @@ class Pool:
         self._context = mp.get_context("spawn")
         self._workers: list[_Worker] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, ranks: int = 3, timeout: float = 60.0) -> list[Any]:
-        """Run ``fn(rank, *args)`` on every rank with the default process group set up; return the results by rank."""
+    def run(
+        self, fn: Callable[..., Any], *args: Any, ranks: int = 3, timeout: float = 60.0, backend: str = "gloo"
+    ) -> list[Any]:
+        """Run ``fn(rank, *args)`` on every rank with the default process group set up; return the results by rank.
+
+        With ``backend="nccl"`` each rank has a GPU of its own.
+        """
         self._start()
         workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(workers):
-                worker.pipe.send((fn, rank, ranks, str(Path(folder) / "store"), args))
+                worker.pipe.send((fn, rank, ranks, str(Path(folder) / "store"), args, backend))
             results: dict[int, tuple[bool, Any]] = {}
             deadline = time.monotonic() + timeout
             pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -117,11 +122,17 @@ def _serve(pipe: Any) -> None:
     pipe.send("ready")
     while True:
         try:
-            fn, rank, ranks, path, args = pipe.recv()
+            fn, rank, ranks, path, args, backend = pipe.recv()
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(path, ranks),
+                rank=rank,
+                world_size=ranks,
+                device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+            )
             dist.barrier()  # a rank that is done early would close connections that others are still making
             result = (True, fn(rank, *args))
         except BaseException:

@@ -21,6 +21,7 @@ from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_
 from tests.pool import Pool
 
 TOLERANCE_OF_DOUBLES = 1e-8
+TOLERANCE_OF_GPUS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Case:
     weighted: bool = False
     declared: bool = False
     replay: bool = False  # the module is listed to be replayed
+    device: str = "cpu"  # or "cuda": with NCCL a device for each rank, with gloo one for all
     iterate: str = ""  # over join.iterate, with these dummies: "empty" or "last"
     lookahead: int = 1
     until: str = "all"
@@ -84,6 +86,15 @@ def weight_of(case: Case, rank: int, epoch: int, step: int) -> int:
     return 2 + (rank + epoch + 2 * step) % 4 if case.weighted else BATCH
 
 
+def device_of(case: Case) -> torch.device:
+    """Where this rank trains; it is the current device then, which FSDP takes."""
+    if case.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(case.device, dist.get_rank() if dist.get_backend() == "nccl" else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
 def data_of(case: Case, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = batch(rank, epoch, step)
     return x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
@@ -91,7 +102,9 @@ def data_of(case: Case, rank: int, epoch: int, step: int) -> tuple[torch.Tensor,
 
 def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's batches of an epoch; in lockstep, if the case has it so, and then with dummies."""
+    device = device_of(case)
     mine = [data_of(case, rank, epoch, step) for step in range(case.counts[epoch][rank])]
+    mine = [(x.to(device), y.to(device)) for x, y in mine]
     if not case.in_lockstep(epoch):
         return mine
     loader = mine if case.declared else iter(mine)
@@ -111,7 +124,7 @@ def branch_of(rank: int, step: int) -> int:
 
 def loss_of(model: Any, case: Case, branch: int, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     x, y = data
-    loss = torch.zeros(())
+    loss = torch.zeros((), device=x.device)
     for forward in range(case.forwards):
         if isinstance(case.model, str):
             output = model(x, branch % 2) if case.model == "branches" else model(x)
@@ -131,15 +144,21 @@ def full_state(optimizer: Any) -> Any:
     return state or optimizer.state_dict()
 
 
-def shard(case: Sharded) -> Any:
-    """The model of a case, its parts and then itself sharded."""
+def mesh_of(case: Case, replicas: int = 1) -> Any:
+    """All ranks, with their devices."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     ranks = dist.get_world_size()
-    shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    model = build(case)
+    shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
+    return init_device_mesh(case.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard(case: Sharded) -> Any:
+    """The model of a case, its parts and then itself sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(case).to(device_of(case))
+    mesh = mesh_of(case, case.replicas)
     for kind in case.units:
         for part in reversed(list(model.modules())):
             if isinstance(part, kind):
@@ -158,7 +177,7 @@ def wrapped(case: Case) -> Any:
     """The model of a case, sharded or in DDP."""
     if isinstance(case, Sharded):
         return shard(case)
-    ddp = DistributedDataParallel(build(case), **case.ddp)
+    ddp = DistributedDataParallel(build(case).to(device_of(case)), **case.ddp)
     if case.hook == "allreduce":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -281,7 +300,14 @@ def check(pool: Pool, case: Case, **options: Any) -> None:
     *states, expected = states
     for other in states[1:]:
         assert_same(states[0], other)
-    assert_same(states[0], expected, TOLERANCE if isinstance(case.model, str) else TOLERANCE_OF_DOUBLES)
+    assert_same(states[0], expected, tolerance_of(case))
+
+
+def tolerance_of(case: Case) -> float:
+    """How far a case may be from one process, which computes on the CPU."""
+    if case.device == "cuda":
+        return TOLERANCE_OF_GPUS
+    return TOLERANCE if isinstance(case.model, str) else TOLERANCE_OF_DOUBLES
 
 
 def _is_statistic(key: str) -> bool:

@@ -22,6 +22,8 @@ from tests.training import Case, Sharded, check
 
 CaseT = TypeVar("CaseT", bound=Case)
 
+pytestmark = pytest.mark.usefixtures("fsdp")
+
 SOAK = int(os.environ.get("SOAK", "0"))
 HANG_SECONDS = 20.0
 SHRINK_SECONDS = 120.0
@@ -126,9 +128,9 @@ def legal_sharded(case: Sharded) -> Sharded:
         case = replace(case, accumulate=1, forwards=1, evaluates=False, to_none=True, zero_every=1)
     k = case.accumulate
     if k > 1:
-        # FSDP keeps what it has not reduced yet, whatever becomes of ``grad``: no window but the last is left open.
+        # FSDP keeps what it has not reduced yet, whatever becomes of ``grad``: no window is left open for the next one.
         stop = None if case.stop is None else k
-        epochs = [[count - count % k if count == max(epoch) else count for count in epoch] for epoch in case.counts]
+        epochs = [[min(count, max(epoch) - max(epoch) % k) for count in epoch] for epoch in case.counts]
         if case.syncs == "reduces each time" or case.until == "first":
             epochs = [[count - count % k for count in epoch] for epoch in epochs]
         case = replace(case, stop=stop, counts=tuple(map(tuple, epochs)))

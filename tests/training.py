@@ -199,6 +199,7 @@ def accumulating(model: Any, case: Case, *, sync: bool) -> AbstractContextManage
 def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     trained = wrapped(case)
     is_sharded = isinstance(case, Sharded)
+    replays = is_sharded or case.replay
     model = torch.compile(trained, backend="eager") if case.compiled else trained
     cls, options = OPTIMIZERS[case.optimizer]
     options = options if case.rate is None else {**options, "lr": case.rate}
@@ -231,8 +232,8 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
             for epoch in block:
                 for step, data in enumerate(batches(join, case, rank, epoch)):
                     join.weight = len(data[0]) if case.weighted else None
-                    # A sharded forward communicates, so all ranks evaluate in the same steps.
-                    if case.evaluates and (step if is_sharded else rank + step) % 2:
+                    # Ranks without data replay these forwards, too, so all evaluate in the same steps.
+                    if case.evaluates and (step if replays else rank + step) % 2:
                         trained.eval()
                         with torch.no_grad():
                             loss_of(model, case, branch_of(rank, step), data)

@@ -30,7 +30,7 @@ SHRINK_SECONDS = 120.0
 """From the first failure on: a rank that failed costs seconds, and one that hangs costs more."""
 
 failures: dict[str, AssertionError] = {}
-first_failure: dict[type[Case], float] = {}
+first_failure: dict[bool, float] = {}
 
 
 @st.composite
@@ -45,8 +45,8 @@ def counts(draw: st.DrawFn, most: int = 3) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    recipe = draw(recipes())
+def cases(draw: st.DrawFn, *, replay: bool = False) -> Case:
+    recipe = draw(recipes(branches=not replay))  # a branch that is replayed counts as used
     ddp: dict[str, Any] = {}
     if recipe.has("branch") or (recipe.has("unused") and draw(st.booleans())):
         ddp["find_unused_parameters"] = True
@@ -63,6 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
         hook=draw(st.sampled_from(["", "", "allreduce"])),
         ddp=ddp,
         counts=draw(counts()),
+        replay=replay,
         **draw(LOOPS),
     )
     return legal(case, has_buffers=recipe.has("batch norm"))
@@ -116,6 +117,14 @@ def legal_loop(case: CaseT) -> CaseT:
     return replace(case, plain_last=False) if case.declared else case
 
 
+def legal_declared(case: CaseT) -> CaseT:
+    """The case without what cannot be declared of a module that is replayed."""
+    if case.declared and not case.iterate:
+        # A step is one forward, one backward and one optimizer step.
+        case = replace(case, accumulate=1, forwards=1, evaluates=False, to_none=True, zero_every=1)
+    return case
+
+
 def legal_sharded(case: Sharded) -> Sharded:
     """The case without what cannot be together where ranks without data replay."""
     case = legal_loop(case)
@@ -123,9 +132,7 @@ def legal_sharded(case: Sharded) -> Sharded:
         case = replace(case, replicas=1)
     if case.replicas == 1 and case.syncs == "all-reduces when it steps":
         case = replace(case, syncs="reduces when it steps")
-    if case.declared and not case.iterate:
-        # A step is one forward, one backward and one optimizer step.
-        case = replace(case, accumulate=1, forwards=1, evaluates=False, to_none=True, zero_every=1)
+    case = legal_declared(case)
     k = case.accumulate
     if k > 1:
         # FSDP keeps what it has not reduced yet, whatever becomes of ``grad``: no window is left open for the next one.
@@ -142,6 +149,9 @@ def legal_sharded(case: Sharded) -> Sharded:
 def legal(case: Case, *, has_buffers: bool) -> Case:
     """The case without what cannot be together."""
     case = legal_loop(case)
+    if case.replay:
+        # Ranks may compute together: they cannot weigh, and the mean is made of all that is in ``grad``.
+        case = replace(legal_declared(case), weighted=False, zero_every=1)
     if not case.zero:
         case = replace(case, zero_views=False)
     if case.plain_last:
@@ -228,15 +238,16 @@ few_or_many = settings(
 
 def check_once(pool: Pool, case: Case) -> None:
     """Check a case that was not found to fail yet, while there is time for it."""
+    replays = case.replay or isinstance(case, Sharded)
     known = failures.get(repr(case))
     if known is not None:
         raise known
-    if time.monotonic() - first_failure.get(type(case), math.inf) > SHRINK_SECONDS:
+    if time.monotonic() - first_failure.get(replays, math.inf) > SHRINK_SECONDS:
         return  # small enough
     try:
         check(pool, case, timeout=HANG_SECONDS)
     except AssertionError as error:
-        first_failure.setdefault(type(case), time.monotonic())
+        first_failure.setdefault(replays, time.monotonic())
         failures[repr(case)] = error
         raise
 
@@ -250,6 +261,6 @@ def test_equals_one_process(pool: Pool, case: Case) -> None:
 
 @pytest.mark.timeout(600 + 5 * SOAK)
 @few_or_many
-@given(case=sharded())
-def test_sharded_equals_one_process(pool: Pool, case: Sharded) -> None:
+@given(case=st.one_of(sharded(), sharded(), cases(replay=True)))
+def test_equals_one_process_where_ranks_without_data_replay(pool: Pool, case: Case) -> None:
     check_once(pool, case)

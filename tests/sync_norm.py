@@ -13,7 +13,7 @@ from typing_extensions import override
 
 
 class CPUSyncBatchNorm(torch.nn.SyncBatchNorm):
-    """A SyncBatchNorm of ``[batch, features]`` on the CPU; to be run inside :func:`sync_batch_norm_on_cpu`."""
+    """A SyncBatchNorm on the CPU; to be run inside :func:`sync_batch_norm_on_cpu`."""
 
     @override
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -32,8 +32,18 @@ def sync_batch_norm_on_cpu() -> Generator[None]:
         yield
 
 
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).flatten(1).sum(1)
+
+
+def _like(x: torch.Tensor, *each: torch.Tensor) -> list[torch.Tensor]:
+    """One number for each of the features of ``x``."""
+    return [numbers.view(-1, *[1] * (x.dim() - 2)) for numbers in each]
+
+
 def _stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.mean(0), (x.var(0, unbiased=False) + eps).rsqrt()
+    by_feature = x.transpose(0, 1).flatten(1)
+    return by_feature.mean(1), (by_feature.var(1, unbiased=False) + eps).rsqrt()
 
 
 def _gather_stats_with_counts(
@@ -55,18 +65,19 @@ def _gather_stats_with_counts(
 
 
 def _elemt(x: torch.Tensor, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> torch.Tensor:
+    weight, bias, mean, inverse = _like(x, weight, bias, mean, inverse)
     return (x - mean) * inverse * weight + bias
 
 
 def _backward_reduce(
     gradient: torch.Tensor, x: torch.Tensor, mean: Any, inverse: Any, weight: Any, *needed: bool
 ) -> tuple[torch.Tensor, ...]:
-    total, product = gradient.sum(0), (gradient * (x - mean)).sum(0)
+    total, product = _sum(gradient), _sum(gradient * (x - _like(x, mean)[0]))
     return total, product, product * inverse, total
 
 
 def _backward_elemt(
     gradient: torch.Tensor, x: torch.Tensor, mean: Any, inverse: Any, weight: Any, total: Any, product: Any, counts: Any
 ) -> torch.Tensor:
-    centred = gradient - (total + (x - mean) * inverse**2 * product) / counts.sum()
-    return centred * inverse * weight
+    mean, inverse, weight, total, product = _like(x, mean, inverse, weight, total, product)
+    return (gradient - (total + (x - mean) * inverse**2 * product) / counts.sum()) * inverse * weight

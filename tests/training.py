@@ -19,6 +19,7 @@ from tests import models
 from tests.grammar import Recipe
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
 from tests.pool import Pool
+from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 
 TOLERANCE_OF_DOUBLES = 1e-8
 TOLERANCE_OF_GPUS = 1e-5
@@ -45,6 +46,7 @@ class Case:
     weighted: bool = False
     declared: bool = False
     replay: bool = False  # the module is listed to be replayed
+    synchronised: bool = False  # its batch norms are
     device: str = "cpu"  # or "cuda": with NCCL a device for each rank, with gloo one for all
     iterate: str = ""  # over join.iterate, with these dummies: "empty" or "last"
     lookahead: int = 1
@@ -117,6 +119,18 @@ def build(case: Case) -> nn.Module:
     return models.build(case.model) if isinstance(case.model, str) else case.model.build()
 
 
+def placed(case: Case) -> nn.Module:
+    """The model of a case, where this rank trains; its batch norms are over all ranks, if the case has it so."""
+    model = build(case).to(device_of(case))
+    if not case.synchronised:
+        return model
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for part in model.modules() if case.device == "cpu" else ():
+        if isinstance(part, nn.SyncBatchNorm):
+            part.__class__ = CPUSyncBatchNorm
+    return model
+
+
 def branch_of(rank: int, step: int) -> int:
     """A number that says which branches of a model a rank takes at a step."""
     return rank + step
@@ -157,7 +171,7 @@ def shard(case: Sharded) -> Any:
     """The model of a case, its parts and then itself sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    model = build(case).to(device_of(case))
+    model = placed(case)
     mesh = mesh_of(case, case.replicas)
     for kind in case.units:
         for part in reversed(list(model.modules())):
@@ -177,7 +191,7 @@ def wrapped(case: Case) -> Any:
     """The model of a case, sharded or in DDP."""
     if isinstance(case, Sharded):
         return shard(case)
-    ddp = DistributedDataParallel(build(case).to(device_of(case)), **case.ddp)
+    ddp = DistributedDataParallel(placed(case), **case.ddp)
     if case.hook == "allreduce":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -197,6 +211,11 @@ def accumulating(model: Any, case: Case, *, sync: bool) -> AbstractContextManage
 
 
 def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    with sync_batch_norm_on_cpu():
+        return _train(rank, case)
+
+
+def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     trained = wrapped(case)
     is_sharded = isinstance(case, Sharded)
     replays = is_sharded or case.replay
@@ -223,7 +242,7 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         steps: Any = None
         if case.declared:
             steps = "loader" if case.iterate else case.counts[block[0]][rank] // case.accumulate
-        listed = [Replay(model) if case.replay else model, stepper, scheduler]
+        listed = [Replay(trained) if case.replay else model, stepper, scheduler]
         if is_sharded and case.clip:
             listed.insert(1, clipping)
         join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
@@ -269,12 +288,18 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
             if window % case.zero_every == 0:
                 optimizer.zero_grad(set_to_none=case.to_none)
             ranks = [rank for rank in range(case.ranks) if counts[rank] > window * k]
+            divisor = case.ranks if case.initial else len(ranks)
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
             total = sum(weight_of(case, rank, epoch, step) for rank, steps in windows.items() for step in steps)
-            divisor = case.ranks if case.initial else len(ranks)
             shared = [b.clone() for b in model.buffers()]
             kept = None
-            for rank in ranks:
+            if case.synchronised:
+                for step in range(window * k, (window + 1) * k):
+                    parts = [data_of(case, rank, epoch, step) for rank in ranks if counts[rank] > step]
+                    together = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+                    (loss_of(model, case, 0, together) * len(parts) / divisor).backward()
+                kept = [b.clone() for b in model.buffers()]
+            for rank in ranks if not case.synchronised else ():
                 for buffer, value in zip(model.buffers(), shared, strict=True):
                     buffer.copy_(value)
                 for step in windows[rank]:
@@ -296,7 +321,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
 def check(pool: Pool, case: Case, **options: Any) -> None:
     """Train on as many ranks as the case has: all end the same, bit for bit, and as one process does."""
     states = [*pool.run(train, case, ranks=case.ranks, **options), reference(case)]
-    if isinstance(case, Sharded):  # each rank keeps statistics of its own
+    if isinstance(case, Sharded) and not case.synchronised:  # each rank keeps statistics of its own
         states = [{key: value for key, value in state.items() if not _is_statistic(key)} for state in states]
     *states, expected = states
     for other in states[1:]:

@@ -64,6 +64,7 @@ def cases(draw: st.DrawFn, *, replay: bool = False) -> Case:
         ddp=ddp,
         counts=draw(counts()),
         replay=replay,
+        synchronised=replay and recipe.has("batch norm") and draw(st.booleans()),
         **draw(LOOPS),
     )
     return legal(case, has_buffers=recipe.has("batch norm"))
@@ -82,6 +83,7 @@ def sharded(draw: st.DrawFn) -> Sharded:
         units=draw(st.sampled_from(parts)),
         syncs=draw(st.sampled_from(["reduces when it steps", "reduces each time", "all-reduces when it steps"])),
         counts=draw(counts(most=4)),
+        synchronised=recipe.has("batch norm") and draw(st.booleans()),
         **draw(LOOPS),
     )
     return legal_sharded(case)
@@ -125,6 +127,24 @@ def legal_declared(case: CaseT) -> CaseT:
     return case
 
 
+def legal_synchronised(case: CaseT) -> CaseT:
+    """The case without what cannot be together where ranks compute together."""
+    if case.synchronised:
+        case = replace(case, weighted=False, iterate="empty" if case.iterate else "")
+    return case
+
+
+def with_full_windows(case: CaseT) -> CaseT:
+    """The case with numbers of batches that leave no window of accumulation open."""
+    k = case.accumulate
+    if k == 1:
+        return case
+    epochs = [[min(count, max(epoch) - max(epoch) % k) for count in epoch] for epoch in case.counts]
+    if case.until == "first":
+        epochs = [[count - count % k for count in epoch] for epoch in epochs]
+    return replace(case, stop=None if case.stop is None else k, counts=tuple(map(tuple, epochs)))
+
+
 def legal_sharded(case: Sharded) -> Sharded:
     """The case without what cannot be together where ranks without data replay."""
     case = legal_loop(case)
@@ -132,18 +152,13 @@ def legal_sharded(case: Sharded) -> Sharded:
         case = replace(case, replicas=1)
     if case.replicas == 1 and case.syncs == "all-reduces when it steps":
         case = replace(case, syncs="reduces when it steps")
-    case = legal_declared(case)
+    case = legal_synchronised(legal_declared(case))
     k = case.accumulate
-    if k > 1:
-        # FSDP keeps what it has not reduced yet, whatever becomes of ``grad``: no window is left open for the next one.
-        stop = None if case.stop is None else k
-        epochs = [[min(count, max(epoch) - max(epoch) % k) for count in epoch] for epoch in case.counts]
-        if case.syncs == "reduces each time" or case.until == "first":
-            epochs = [[count - count % k for count in epoch] for epoch in epochs]
-        case = replace(case, stop=stop, counts=tuple(map(tuple, epochs)))
-        if case.weighted and case.syncs == "reduces each time":
-            case = replace(case, syncs="reduces when it steps")  # the mean over a window is not the mean of means
-    return case
+    if k > 1 and case.syncs == "reduces each time":
+        # The mean over a window is not the mean of means, but where all are over as many.
+        full = tuple(tuple(count - count % k for count in epoch) for epoch in case.counts)
+        case = replace(case, weighted=False, counts=full)
+    return with_full_windows(case)  # FSDP keeps what it has not reduced yet, whatever becomes of ``grad``
 
 
 def legal(case: Case, *, has_buffers: bool) -> Case:
@@ -151,7 +166,9 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
     case = legal_loop(case)
     if case.replay:
         # Ranks may compute together: they cannot weigh, and the mean is made of all that is in ``grad``.
-        case = replace(legal_declared(case), weighted=False, zero_every=1)
+        case = replace(legal_synchronised(legal_declared(case)), weighted=False, zero_every=1)
+    if case.synchronised:
+        case = with_full_windows(case)  # forwards of the others count for buffers
     if not case.zero:
         case = replace(case, zero_views=False)
     if case.plain_last:
@@ -167,7 +184,7 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
         case = replace(case, to_none=True, zero_every=1)
     if case.declared and not case.iterate and case.initial:
         case = replace(case, to_none=True, zero_every=1)
-    if has_buffers:
+    if has_buffers and not case.synchronised:
         # Ranks whose inputs are even end with buffers of their own, and under accumulation the first leader must last.
         epochs = [list(epoch) for epoch in case.counts]
         for epoch in epochs if case.accumulate > 1 else epochs[-1:]:

@@ -68,6 +68,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def writes(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to in place. Stands in for asking whether it was zeroed since."""
+    return tensor._version
+
+
 # -- DistributedDataParallel: buffers -------------------------------------------------------------------------------
 
 

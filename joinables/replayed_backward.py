@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from join import Join, JoinError, JoinHook
@@ -51,6 +52,8 @@ class ReplayedBackward(ReplayedBurst):
         self._had_data = 0  # in lockstep: the ranks that had data since then, as a bit mask
         self._total: tuple[torch.Tensor, Work] | None = None  # of the weights, under way
         self._contributors = 0.0
+        # How often gradients were written to, in place, when the last reduction ended.
+        self._written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -65,6 +68,7 @@ class ReplayedBackward(ReplayedBurst):
         # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
         self._unsynced = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
         self._in_backward = False
+        self._note_writes()
         module, entrances = self._of.module, self._reduction.entrances
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
         inside = cast("Any", ModuleHook(self._after_part))
@@ -107,9 +111,23 @@ class ReplayedBackward(ReplayedBurst):
         return (True, False, True, weighted, *reduces, False)
 
     def _emptiness(self) -> tuple[bool, bool]:
-        """Whether all gradients are ``None``, and whether those that are not are zero, so nothing is kept."""
-        present = [parameter.grad for parameter in self._reduction.parameters if parameter.grad is not None]
-        return not present, not any(bool(gradient.any()) for gradient in map(_local, present))
+        """Whether all gradients are ``None``, and whether those that are not were zeroed, so nothing is kept.
+
+        A rank's shard may be zero, or empty, where others are not; if it was zeroed, something wrote to it, too.
+        """
+        present = self._present_gradients()
+        kept = any(
+            self._written.get(gradient) == reducer.writes(gradient) or bool(_local(gradient).any())
+            for gradient in present
+        )
+        return not present, not kept
+
+    def _present_gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._reduction.parameters if parameter.grad is not None]
+
+    def _note_writes(self) -> None:
+        for gradient in self._present_gradients():
+            self._written[gradient] = reducer.writes(gradient)
 
     def _clear(self, cleared: bool, zeroed: bool) -> None:
         """Clear gradients as the active ranks have, but for what is not reduced yet."""
@@ -254,9 +272,11 @@ class ReplayedBackward(ReplayedBurst):
             return
         self._had_data = 0
         self._weights.forget()
-        if not self._scales:
-            self._reduction.scale(1.0)
-            return
+        self._reduction.scale(self._factor() if self._scales else 1.0)
+        self._note_writes()
+
+    def _factor(self) -> float:
+        """What makes the mean that was asked for of the mean over all ranks."""
         parts = self._contributors
         if self._total is not None:
             total, work = self._total
@@ -264,7 +284,7 @@ class ReplayedBackward(ReplayedBurst):
             parts = total.item()
             if parts == 0:
                 raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
-        self._reduction.scale(self._collective.world_size / parts)
+        return self._collective.world_size / parts
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ the weighted mean. What is in ``grad`` already, the last reduction's result, is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,11 +79,16 @@ class Weights:
         """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
         if (always or self.current is not None) and not self._handles:
             parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
-            self._handles = [parameter.register_hook(self._weigh) for parameter in parameters]
+            self._handles = [parameter.register_hook(partial(self._weigh, parameter)) for parameter in parameters]
 
-    def _weigh(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _weigh(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         weight = 0.0 if self.silent else self.current
         if weight is None or weight == 1.0:
+            return None
+        if gradient is None:
+            # SyncBatchNorm says so for the zeros of an empty batch, and FSDP would not reduce them, as other ranks do.
+            if weight == 0 and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             return None
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 

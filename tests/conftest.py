@@ -16,3 +16,13 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+def import_fsdp(rank: int) -> None:
+    import torch.distributed.fsdp  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def fsdp(pool: Pool) -> None:
+    """Importing it takes long, and is not to count as a test's time."""
+    pool.run(import_fsdp, ranks=4, timeout=110)

@@ -2,7 +2,8 @@
 
 Every layer maps ``[batch, LENGTH, WIDTH]`` to the same shape, so that any sequence of layers is a model. All is done in
 double precision: what is left of rounding is then far below the tolerance, also where an optimizer blows it up. Nothing
-may grow from layer to layer: residuals are means, and norms have a large ``eps``.
+may grow from layer to layer: residuals are means, and norms have a large ``eps``. No part returns a view, of which
+``fully_shard`` warns.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Built(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if recipe.entry == "embedding" else None
         self.entry = nn.Linear(1, WIDTH) if recipe.entry == "linear" else None
         leaves: list[nn.Module] = []
-        self.body = _Chain([_layer(spec, leaves) for spec in recipe.layers])
+        self.body = Chain([_layer(spec, leaves) for spec in recipe.layers])
         is_tied = recipe.head == "tied" and self.embedding is not None
         self.head = nn.Linear(WIDTH, VOCABULARY if is_tied else TARGETS)
         if is_tied:
@@ -70,11 +71,13 @@ class Built(nn.Module):
             hidden = self.embedding((2 * x).round().long() % VOCABULARY)
         else:
             assert self.entry is not None
-            hidden = self.entry(x.double().unsqueeze(-1))
-        return self.head(self.body(hidden, branch).mean(1))[:, :TARGETS]
+            hidden = self.entry(x.double().unsqueeze(-1)).clone()
+        return self.head(self.body(hidden, branch).mean(1))[:, :TARGETS].clone()
 
 
-class _Chain(nn.Module):
+class Chain(nn.Module):
+    """Layers, one after the other."""
+
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -82,10 +85,12 @@ class _Chain(nn.Module):
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, branch)
-        return x
+        return x if self.layers else x.clone()
 
 
-class _Leaf(nn.Module):
+class Leaf(nn.Module):
+    """A module of torch, from and to ``[batch, LENGTH, WIDTH]``."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -112,20 +117,20 @@ class _Leaf(nn.Module):
             x = self.module(x)[0]
         else:
             x = self.module(x)
-        return torch.tanh(x) if self.kind in ("linear", "conv1d", "conv2d") else x
+        return torch.tanh(x) if self.kind in ("linear", "conv1d", "conv2d") else x.clone()
 
 
-class _Unused(_Chain):
+class _Unused(Chain):
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        return x
+        return x.clone()
 
 
-class _Residual(_Chain):
+class _Residual(Chain):
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
         return (x + super().forward(x, branch)) / 2
 
 
-class _Checkpoint(_Chain):
+class _Checkpoint(Chain):
     def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
         result: Any = checkpoint(super().forward, x, branch, use_reentrant=False)
         return result
@@ -143,35 +148,35 @@ class _Branch(nn.Module):
 def _layer(spec: tuple[Any, ...], leaves: list[nn.Module]) -> nn.Module:
     kind, *parts = spec
     if kind == "again":
-        return leaves[parts[0] % len(leaves)] if leaves else _Chain([])
+        return leaves[parts[0] % len(leaves)] if leaves else Chain([])
     if kind in LEAVES:
-        leaves.append(_Leaf(kind))
+        leaves.append(Leaf(kind))
         return leaves[-1]
     if kind == "branch":
         bit, *paths = parts
-        return _Branch(bit, [_Chain([_layer(each, leaves) for each in path]) for path in paths])
+        return _Branch(bit, [Chain([_layer(each, leaves) for each in path]) for path in paths])
     layers = [_layer(each, leaves) for each in parts]
     if kind == "frozen":
-        return _Chain(layers).requires_grad_(False)
+        return Chain(layers).requires_grad_(False)
     return {"unused": _Unused, "residual": _Residual, "checkpoint": _Checkpoint}[kind](layers)
 
 
-def _wrapped(layer: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def _wrapped(layer: st.SearchStrategy[Any], branches: bool) -> st.SearchStrategy[Any]:
     path = st.lists(layer, max_size=2).map(tuple)
     layers = st.lists(layer, min_size=1, max_size=2)
-    return st.one_of(
-        st.tuples(st.just("branch"), st.integers(0, 1), path, path),
+    kinds: list[st.SearchStrategy[Any]] = [
         layers.map(lambda each: ("residual", *each)),
         layers.map(lambda each: ("checkpoint", *each)),
-    )
+    ]
+    return st.one_of([st.tuples(st.just("branch"), st.integers(0, 1), path, path), *kinds] if branches else kinds)
 
 
-def recipes() -> st.SearchStrategy[Recipe]:
-    """Models of a few layers."""
+def recipes(*, branches: bool = True) -> st.SearchStrategy[Recipe]:
+    """Models of a few layers, with or without branches."""
     leaf = st.sampled_from(LEAVES).map(lambda kind: (kind,))
     again = st.tuples(st.just("again"), st.integers(0, 3))
     kept = st.sampled_from(["frozen", "unused"])
-    layer = st.recursive(leaf | again | st.tuples(kept, leaf), _wrapped, max_leaves=4)
+    layer = st.recursive(leaf | again | st.tuples(kept, leaf), lambda each: _wrapped(each, branches), max_leaves=4)
     layers = st.lists(layer, min_size=1, max_size=4).map(tuple)
     entry, head = st.sampled_from(["linear", "embedding"]), st.sampled_from(["linear", "tied"])
     return st.builds(Recipe, layers, entry, head)

@@ -105,12 +105,12 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def flat_state(*parts: Any) -> dict[str, torch.Tensor]:
-    """All tensors and numbers of nested state, by path, as float64."""
+    """All tensors and numbers of nested state, by path, as float64 on the CPU."""
     found: dict[str, torch.Tensor] = {}
 
     def visit(path: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[path] = value.detach().double().clone()
+            found[path] = value.detach().to("cpu", torch.float64, copy=True)
         elif isinstance(value, bool) or value is None or isinstance(value, str):
             found[path] = torch.tensor(float(zlib.crc32(str(value).encode())), dtype=torch.float64)
         elif isinstance(value, (int, float)):

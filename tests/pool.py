@@ -47,17 +47,25 @@ class Pool:
         self._workers: list[_Worker] = []
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, ranks: int = 3, timeout: float = 60.0, over_group: bool = False
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks: int = 3,
+        timeout: float = 60.0,
+        backend: str = "gloo",
+        over_group: bool = False,
     ) -> list[Any]:
         """Run ``fn(rank, *args)`` on every rank with the default process group set up; return the results by rank.
 
-        Headers go through shared memory, or ``over_group``, as they do between machines.
+        With ``backend="nccl"`` each rank has a GPU of its own. Headers go through shared memory, or ``over_group``, as
+        they do between machines.
         """
         self._start()
         workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(workers):
-                worker.pipe.send((fn, rank, ranks, str(Path(folder) / "store"), over_group, args))
+                call = (fn, rank, ranks, str(Path(folder) / "store"), args, backend, over_group)
+                worker.pipe.send(call)
             results: dict[int, tuple[bool, Any]] = {}
             deadline = time.monotonic() + timeout
             pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -122,12 +130,18 @@ def _serve(pipe: Any) -> None:
     pipe.send("ready")
     while True:
         try:
-            fn, rank, ranks, path, over_group, args = pipe.recv()
+            fn, rank, ranks, path, args, backend, over_group = pipe.recv()
         except EOFError:
             return
         os.environ["JOIN_SHARED_MEMORY"] = "0" if over_group else "1"
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(path, ranks),
+                rank=rank,
+                world_size=ranks,
+                device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+            )
             dist.barrier()  # a rank that is done early would close connections that others are still making
             result = (True, fn(rank, *args))
         except BaseException:

@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from join import EarlyTerminationError, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from joinables import Replay, SharedCall
 from tests.join.counter import Counter
-from tests.models import OPTIMIZERS, TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
+from tests.models import TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
-from tests.training import Case, batches, data_of, full_state, loss_of, reference
+from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
+from tests.training import (
+    Case,
+    Sharded,
+    batches,
+    check,
+    data_of,
+    device_of,
+    full_state,
+    loss_of,
+    mesh_of,
+    reference,
+    shard,
+    tolerance_of,
+    whole,
+)
 
-EPOCHS = 3
-
-
-def import_fsdp(rank: int) -> None:
-    import torch.distributed.fsdp  # noqa: F401
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fsdp(pool: Pool) -> None:
-    """Importing it takes long, and is not to count as a test's time."""
-    pool.run(import_fsdp, ranks=4, timeout=110)
-
-
-@dataclass(frozen=True)
-class Sharded(Case):
-    """One way to train with ``fully_shard``."""
-
-    replicas: int = 1
-    reshard: bool | None = None
-    layers: bool = True
-    syncs: str = "reduces when it steps"
-
+pytestmark = pytest.mark.usefixtures("fsdp")
 
 CASES = {
     "adam": Sharded(),
     "sgd, initial world size": Sharded(optimizer="sgd", initial=True),
-    "the root alone": Sharded(layers=False),
+    "the root alone": Sharded(units=()),
     "adam, initial, resharded": Sharded(initial=True, reshard=True),
     "never resharded": Sharded(optimizer="sgd", reshard=False),
     "adamw with clipping": Sharded(optimizer="adamw", clip=True),
@@ -100,65 +94,9 @@ CASES = {
 }
 
 
-def shard(case: Sharded) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    ranks = dist.get_world_size()
-    shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    model = build(case.model)
-    for layer in model.modules() if case.layers else ():
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)
-
-
-def whole(tree: Any) -> Any:
-    """``tree`` with every sharded tensor put together; on all ranks alike."""
-    from torch.distributed.tensor import DTensor
-
-    return pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), tree)
-
-
-def train(rank: int, case: Sharded) -> dict[str, torch.Tensor]:
-    model = shard(case)
-    cls, options = OPTIMIZERS[case.optimizer]
-    optimizer = cls(model.parameters(), **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    clip = SharedCall(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    for epoch in range(EPOCHS):
-        count = case.counts[epoch][rank]
-        listed = [model, clip, optimizer, scheduler] if case.clip else [model, optimizer, scheduler]
-        steps: Any = count if case.declared else None
-        join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
-        join.weight = 1 if case.weighted else None
-        with join:
-            for step, data in enumerate(batches(join, case, rank, epoch)):
-                sync = (step + 1) % case.accumulate == 0
-                join.weight = len(data[0]) if case.weighted else None
-                if step % case.accumulate == 0:
-                    optimizer.zero_grad(set_to_none=case.to_none)
-                if case.syncs == "reduces when it steps":
-                    model.set_requires_gradient_sync(sync)
-                elif case.syncs == "all-reduces when it steps":
-                    model.set_requires_all_reduce(sync)
-                loss_of(model, case, 0, data).backward()
-                if sync:
-                    if case.clip:
-                        clip()
-                    optimizer.step()
-                    scheduler.step()
-    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
-    case = CASES[name]
-    states = pool.run(train, case, ranks=len(case.counts[0]))
-    for other in states[1:]:
-        assert_same(states[0], other)
-    assert_same(states[0], reference(case), TOLERANCE)
+    check(pool, CASES[name])
 
 
 def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
@@ -253,43 +191,9 @@ def test_loops(pool: Pool, loop: str) -> None:
         assert_same(state, run_loop_in_one_process(loop), TOLERANCE)
 
 
-class AllReduce(torch.autograd.Function):
-    """The sum over all ranks, and so of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        total = tensor.clone()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return AllReduce.apply(gradients[0])
-
-
-class SyncNorm(torch.nn.Module):
-    """Normalises over the batches of all ranks, as SyncBatchNorm does on GPUs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(8))
-        self.register_buffer("running", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return (x - self.running) * self.scale
-        parts = torch.cat([x.new_full((1,), x.size(0)), x.sum(0), (x * x).sum(0)])
-        count, total, squares = AllReduce.apply(parts).split([1, 8, 8])
-        mean = total / count
-        variance = squares / count - mean**2
-        self.running.mul_(0.9).add_(mean.detach(), alpha=0.1)
-        return (x - mean) / (variance + 0.1).sqrt() * self.scale
-
-
-def normed() -> torch.nn.Module:
+def normed(norm: Callable[..., torch.nn.Module]) -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = torch.nn.Linear(4, 8, bias=False), SyncNorm(), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    layers = torch.nn.Linear(4, 8, bias=False), norm(8, eps=0.1), torch.nn.Tanh(), torch.nn.Linear(8, 2)
     return torch.nn.Sequential(*layers)
 
 
@@ -314,17 +218,25 @@ NORMED = {
 
 
 def train_normed(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    net: Any = normed()
+    if case.device == "cpu":
+        with sync_batch_norm_on_cpu():
+            return train_with(CPUSyncBatchNorm, rank, case)
+    return train_with(torch.nn.SyncBatchNorm, rank, case)
+
+
+def train_with(norm: Callable[..., torch.nn.Module], rank: int, case: Case) -> dict[str, torch.Tensor]:
+    net: Any = normed(norm).to(device_of(case))
     model: Any = net
     if case.hook == "sharded":
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(net[0])
-        model = fully_shard(net)
+        mesh = mesh_of(case)
+        fully_shard(net[0], mesh=mesh)
+        model = fully_shard(net, mesh=mesh)
     elif "plain" not in case.hook:
         model = DistributedDataParallel(net, **case.ddp)
     listed = model
-    if case.hook != "sharded":
+    if "plain" in case.hook:
         listed = Replay(model, example=(torch.zeros(0, 4),) if "example" in case.hook else None)
     if case.zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -342,7 +254,7 @@ def train_normed(rank: int, case: Case) -> dict[str, torch.Tensor]:
             parameter.grad = gradient / count
 
     reduction = SharedCall(reduce)
-    for epoch in range(EPOCHS):
+    for epoch in range(len(case.counts)):
         count = case.counts[epoch][rank]
         joinables = [listed, reduction, optimizer] if "plain" in case.hook else [listed, optimizer]
         steps = count if case.declared else None
@@ -368,7 +280,7 @@ def train_normed(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
 
 def train_normed_in_one_process(case: Case) -> dict[str, torch.Tensor]:
-    model = normed()
+    model = normed(torch.nn.BatchNorm1d)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch, steps in enumerate(case.counts):
         for window in range(max(steps) // case.accumulate):
@@ -383,11 +295,47 @@ def train_normed_in_one_process(case: Case) -> dict[str, torch.Tensor]:
     return flat_state(model.state_dict(), optimizer.state_dict())
 
 
+def check_normed(pool: Pool, case: Case, **options: Any) -> None:
+    expected = train_normed_in_one_process(case)
+    for state in pool.run(train_normed, case, ranks=case.ranks, **options):
+        assert_same(state, expected, tolerance_of(case))
+
+
 @pytest.mark.parametrize("name", NORMED)
 def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
-    expected = train_normed_in_one_process(NORMED[name])
-    for state in pool.run(train_normed, NORMED[name]):
-        assert_same(state, expected, TOLERANCE)
+    check_normed(pool, NORMED[name])
+
+
+def on_gpus(test: Any) -> Any:
+    """Marks a test that has two ranks on one GPU, over gloo, or each on its own, over NCCL."""
+    needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+    test = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=needs_two)])(test)
+    return pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
+
+
+TWO = ((0, 3), (2, 1), (2, 4))
+CASES_ON_GPUS = {
+    "clipping, resharded": Sharded(clip=True, reshard=True, counts=TWO),
+    "weights, accumulation": Sharded(weighted=True, accumulate=2, counts=TWO[-1:]),
+    "lockstep": Sharded(iterate="empty", counts=TWO),
+}
+NORMED_ON_GPUS = {
+    "ddp": Case(counts=TWO),
+    "ddp, lockstep": Case(iterate="empty", counts=TWO),
+    "fully_shard": Case(hook="sharded", counts=TWO),
+}
+
+
+@on_gpus
+@pytest.mark.parametrize("name", CASES_ON_GPUS)
+def test_sharded_equals_one_process_on_gpus(pool: Pool, name: str, backend: str) -> None:
+    check(pool, replace(CASES_ON_GPUS[name], device="cuda"), backend=backend)
+
+
+@on_gpus
+@pytest.mark.parametrize("name", NORMED_ON_GPUS)
+def test_synchronised_norm_equals_one_process_on_gpus(pool: Pool, name: str, backend: str) -> None:
+    check_normed(pool, replace(NORMED_ON_GPUS[name], device="cuda"), backend=backend)
 
 
 def train_tensor_parallel(rank: int) -> dict[str, torch.Tensor]:
@@ -644,6 +592,20 @@ def test_early_termination(pool: Pool) -> None:
         assert other == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
 
 
+class AllReduce(torch.autograd.Function):
+    """The sum over all ranks, and so of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return AllReduce.apply(gradients[0])
+
+
 def changes(rank: int) -> None:
     """A module that communicates or not, as its caller wants; settings and hooks are as before afterwards."""
 
@@ -662,48 +624,6 @@ def changes(rank: int) -> None:
 
 def test_calls_of_several_kinds(pool: Pool) -> None:
     pool.run(changes)
-
-
-def on_gpus(rank: int, kind: str) -> dict[str, torch.Tensor]:
-    """SyncBatchNorm in DDP with all ranks on one device, or ``fully_shard`` with a device for each rank."""
-    device = torch.device("cuda", rank if kind == "sharded" else 0)
-    torch.cuda.set_device(device)
-    model: Any = build("mlp" if kind == "sharded" else "norm").to(device)
-    if kind == "sharded":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cuda", (2,))
-        fully_shard(model[0], mesh=mesh)
-        model = fully_shard(model, mesh=mesh)
-    else:
-        model = DistributedDataParallel(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), device_ids=[device])
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with Join([model, optimizer], divide_by_initial_world_size=False):
-        for step in range((0, 3)[rank]):
-            x, y = batch(rank, 0, step)
-            optimizer.zero_grad()
-            ((model(x.to(device)) - y.to(device)) ** 2).mean().backward()
-            optimizer.step()
-    return flat_state(
-        pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, whole(getattr(model, "module", model).state_dict()))
-    )
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="SyncBatchNorm needs a GPU")
-@pytest.mark.parametrize("kind", ["sharded", "sync batch norm"])
-def test_on_gpus(pool: Pool, kind: str) -> None:
-    if kind == "sharded" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each rank")
-    model = build("mlp" if kind == "sharded" else "norm")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(3):
-        x, y = batch(1, 0, step)
-        optimizer.zero_grad()
-        ((model(x) - y) ** 2).mean().backward()
-        optimizer.step()
-    for state in pool.run(on_gpus, kind, ranks=2):
-        assert_same(state, flat_state(model.state_dict()), 1e-5)
 
 
 def test_a_shared_call_that_is_not_listed() -> None:

@@ -14,7 +14,6 @@ of those that it waits for. The file has lost its name by the time the line is u
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -89,6 +88,8 @@ class Segment:
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of another rank is gone."""
+        import fcntl
+
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -153,20 +154,17 @@ class _Sum:
         self._segment, self._tensor, self._count = segment, tensor, count
         self._totals = [0] * len(tensor)
         self._next = 0  # the first rank whose numbers are not in the totals
+        self._failure = ""
 
     def is_completed(self) -> bool:
-        """Whether all ranks have given their numbers; the tensor has the sums then.
-
-        Raises:
-            RuntimeError: if a rank has given up this sum, and gone on to others.
-        """
-        segment = self._segment
-        if self._next == segment.world_size:
+        """Whether all ranks have given their numbers, and the tensor has the sums; or will not."""
+        world_size = self._segment.world_size
+        if self._next == world_size or self._failure:
             return True
-        while self._next < segment.world_size:
-            words = self._read(self._next)
+        while self._next < world_size:
+            words = self._given(self._next)
             if words is None:
-                return False
+                return bool(self._failure)
             self._totals = [total + word for total, word in zip(self._totals, words, strict=True)]
             self._next += 1
         if len(self._totals) == 1:
@@ -175,8 +173,8 @@ class _Sum:
             self._tensor.copy_(torch.tensor(self._totals))
         return True
 
-    def _read(self, rank: int) -> list[int] | None:
-        """What a rank has given, if it has."""
+    def _given(self, rank: int) -> list[int] | None:
+        """A rank's numbers, if they are there."""
         segment, tag = self._segment, self._count % _HALF
         place = segment.place(rank, self._count)
         words: list[int] = []
@@ -184,7 +182,7 @@ class _Sum:
             word = segment.load(place + 2 * index, tag)
             if word is None:
                 if 0 < (segment.cells[place] - tag) % _HALF < _HALF // 2:
-                    raise RuntimeError(f"rank {rank} has gone on without this rank {segment.rank}")
+                    self._failure = f"rank {rank} has gone on without this rank {segment.rank}"
                 return None
             words.append(word)
         return words
@@ -193,23 +191,26 @@ class _Sum:
         """Wait for all ranks.
 
         Raises:
-            RuntimeError: if they do not come in time, or the process of one of them is gone.
+            RuntimeError: if they do not come in time, after which waiting again is allowed; or if one of them is gone.
         """
-        if self.is_completed():
-            return True
-        segment, started = self._segment, time.monotonic()
-        limit = segment.patience if timeout is None else timeout.total_seconds()
-        looked = 0.0
+        if not self.is_completed():
+            self._wait(self._segment.patience if timeout is None else timeout.total_seconds())
+        if self._failure:
+            raise RuntimeError(self._failure)
+        return True
+
+    def _wait(self, limit: float) -> None:
+        started, looked = time.monotonic(), 0.0
         while not self.is_completed():
             waited = time.monotonic() - started
             if waited > limit:
                 raise RuntimeError(f"timed out after {limit:g} s: rank {self._next} did not come")
             if waited - looked > _LOOK_SECONDS:
                 looked = waited
-                if segment.has_ended(self._next) and not self.is_completed():
-                    raise RuntimeError(f"the process of rank {self._next} has ended")
+                # It may have given its numbers as its last act.
+                if self._segment.has_ended(self._next) and not self.is_completed():
+                    self._failure = f"the process of rank {self._next} has ended, or has left the group"
             time.sleep(min(max(waited * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE))
-        return True
 
 
 def connect(collective: Collective, patience: float) -> Segment | None:
@@ -253,6 +254,8 @@ def _open(path: str, rank: int) -> int | None:
     """Open the file and lock this rank's byte of it; ``None`` if it is not there, or not wanted."""
     if not path or os.environ.get(SWITCH) == "0":
         return None
+    import fcntl  # Windows has none, but no such file either
+
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:

@@ -19,9 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
-
-import torch
 
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
@@ -86,8 +83,8 @@ class Header:
         return self.active - sum(self.announcements.values())
 
 
-class HeaderBuffer:
-    """Packs and unpacks headers, always through the same tensor.
+class HeaderCode:
+    """Packs and unpacks headers.
 
     Args:
         flag_counts: for each burst that can be announced, how many flags it has.
@@ -107,28 +104,25 @@ class HeaderBuffer:
         self._units = [1 << (self._bits * place) for _, place in self._places]
         self._words = self._places[-1][0] + 1
         self._unpacked: dict[tuple[int, ...], Header] = {}  # headers repeat
-        self.tensor = torch.zeros(self._words, dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
         """Size of one header in bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
+        return 8 * self._words
 
-    def pack(self, fields: Sequence[int]) -> torch.Tensor:
-        """Fill the tensor with this rank's contribution: the fields that it sets to 1."""
-        if self._words == 1:
-            return self.tensor.fill_(sum(self._units[field] for field in fields))
+    def pack(self, fields: Sequence[int]) -> list[int]:
+        """This rank's contribution: the fields that it sets to 1, as words."""
         words = [0] * self._words
         for field in fields:
             words[self._places[field][0]] += self._units[field]
-        return self.tensor.copy_(torch.tensor(words))
+        return words
 
-    def unpack(self) -> Header:
-        """Read the tensor, after the all-reduce is done."""
-        words = tuple(cast("list[int]", self.tensor.tolist()))
-        header = self._unpacked.get(words)
+    def unpack(self, words: Sequence[int]) -> Header:
+        """Read the sums of all ranks' words."""
+        key = tuple(words)
+        header = self._unpacked.get(key)
         if header is None:
             mask = (1 << self._bits) - 1
             counts = [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
-            header = self._unpacked[words] = Header(counts, self.offsets)
+            header = self._unpacked[key] = Header(counts, self.offsets)
         return header

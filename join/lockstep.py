@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from typing_extensions import override
 
 from join.collectives import Work
@@ -143,7 +142,7 @@ class LockstepChannel(Channel):
             self._note(Note(MEETING, (), self.steps))
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
-            self.wait(self._meeting.sum(torch.zeros(1, dtype=torch.int64)), doing)
+            self.wait(self._meeting.sum([0]), doing)
 
     def step(self, active: int) -> None:
         """A step begins; the one before has ended.

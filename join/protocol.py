@@ -39,8 +39,9 @@ from typing import NoReturn
 import torch
 
 from join.collectives import Collective, Work
+from join.collectives.line import Sum
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderBuffer
+from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.joinable import Burst, Joinable
 from join.members import Member, Scope
 from join.patience import Patience
@@ -113,7 +114,7 @@ class Channel:
         """Prefix of this channel's keys in the store."""
         self._members: list[Member] = []
         self._arrange()
-        self._work: Work | None = None
+        self._work: Sum | None = None
         self._header: Header | None = None  # the last header sent, once it was read
         self._last_of: dict[int, Header] = {}  # by joinable: the last header that announced it
         self._unsettled = False
@@ -147,7 +148,7 @@ class Channel:
         self._index = {id(member.joinable): index for index, member in enumerate(self._members)}
         self._bursts = [(index, member.burst) for index, member in enumerate(self._members) if member.burst is not None]
         flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self._members]
-        self._buffer = HeaderBuffer(flag_counts, self.collective.world_size)
+        self._code = HeaderCode(flag_counts, self.collective.world_size)
         self._assumed: dict[tuple[int, int, bool, tuple[bool, ...]], Header] = {}  # they repeat
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
@@ -255,7 +256,7 @@ class Channel:
             sender = self._sent_by
             doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
             self.wait(self._work, f"{doing} (header {self.tally.headers})")
-            self._header = self._buffer.unpack()
+            self._header = self._code.unpack(self._work.words())
             for index in self._header.announcements:
                 self._last_of[id(self._members[index].joinable)] = self._header
         return self._header
@@ -401,19 +402,19 @@ class Channel:
     def _send(self, fields: Sequence[int], announcing: int | None) -> Work:
         fields = list(fields)
         if announcing is not None:
-            fields.append(self._buffer.offsets[announcing])
+            fields.append(self._code.offsets[announcing])
         for index, burst in self._bursts:
             if burst.flag_count:
-                first = self._buffer.offsets[index] + 1
+                first = self._code.offsets[index] + 1
                 fields += [first + i for i, flag in enumerate(burst.flags(index == announcing)) if flag]
-        tensor = self._buffer.pack(fields)
+        words = self._code.pack(fields)
         self._was_active = announcing is not None
         self._header, self._unsettled, self._leads = None, True, False
         now = time.monotonic()
         self._away, self._last_sent = now - self._last_sent, now
         self.tally.headers += 1
-        self.tally.nbytes += self._buffer.nbytes
-        self._work = self._line.sum(tensor)
+        self.tally.nbytes += self._code.nbytes
+        self._work = self._line.sum(words)
         return self._work
 
     def _assume(self, index: int, active: int, flags: tuple[bool, ...], *, leader_alive: bool) -> None:
@@ -425,15 +426,15 @@ class Channel:
             flags: what all of these would have said of its burst.
             leader_alive: whether the leader is among them.
         """
-        member, at = self._members[index], self._buffer.offsets[index]
+        member, at = self._members[index], self._code.offsets[index]
         key = (index, active, leader_alive, flags)
         header = self._assumed.get(key)
         if header is None:
-            counts = [0] * self._buffer.fields
+            counts = [0] * self._code.fields
             counts[ACTIVE], counts[LEADER], counts[at] = active, int(leader_alive), active
             for place, told in enumerate(flags):
                 counts[at + 1 + place] = active if told else 0
-            header = self._assumed[key] = Header(counts, self._buffer.offsets)
+            header = self._assumed[key] = Header(counts, self._code.offsets)
         self._header = self._last_of[id(member.joinable)] = header
         self._unsettled, self._leads = True, False
 

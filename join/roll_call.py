@@ -7,9 +7,6 @@ concatenation. For 31 ranks and numbers up to 3 that is one word.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
-
-import torch
 
 from join.collectives import Collective, Line, Work
 
@@ -17,7 +14,7 @@ _WORD_BITS = 62  # the sign stays free
 
 
 class RollCall:
-    """Calls the roll over and over, always through the same tensor.
+    """Calls the roll over and over.
 
     Args:
         collective: the ranks.
@@ -30,13 +27,12 @@ class RollCall:
         self._bits = largest.bit_length()
         per_word = _WORD_BITS // self._bits
         self._places = [divmod(rank, per_word) for rank in range(collective.world_size)]
-        words = self._places[-1][0] + 1
-        self._tensor = torch.zeros(words, dtype=torch.int64)
+        self._words = self._places[-1][0] + 1
 
     @property
     def nbytes(self) -> int:
         """Size of one call in bytes."""
-        return self._tensor.numel() * self._tensor.element_size()
+        return 8 * self._words
 
     def call(self, mine: int, seconds: float | None = None) -> Work:
         """Start a call, to which this rank answers ``mine``; the one before must have been read.
@@ -45,18 +41,15 @@ class RollCall:
             mine: the answer.
             seconds: after how long the call is given up, if this rank does not wait for ever.
         """
+        words = [0] * self._words
         word, place = self._places[self._collective.rank]
-        number = mine << (self._bits * place)
-        if len(self._tensor) == 1:
-            self._tensor.fill_(number)
-        else:
-            self._tensor.zero_()
-            self._tensor[word] = number
-        return self._line.sum(self._tensor, seconds)
+        words[word] = mine << (self._bits * place)
+        self._sum = self._line.sum(words, seconds)
+        return self._sum
 
     def answers(self) -> list[int]:
         """What each rank answered, by rank, after the call is done."""
-        words = cast("list[int]", self._tensor.tolist())
+        words = self._sum.words()
         mask = (1 << self._bits) - 1
         return [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
 

@@ -94,6 +94,7 @@ class GradientSync(DDPBurst):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._join = join
+        self._all_ranks = (1 << self._collective.world_size) - 1
         self._weights.attach(join)
         self._usage.attach(join)
         self._static_graph.check()
@@ -411,7 +412,7 @@ class GradientSync(DDPBurst):
         if self._counts_use and not self._had_data:
             self._usage.begin_window()
         self._had_data |= self._channel.active_ranks
-        self._had_dummies |= self._channel.active_ranks.bit_count() < self._collective.world_size
+        self._had_dummies |= self._channel.active_ranks != self._all_ranks
 
     def _end_use(self) -> None:
         """In lockstep, a reduction is over: what only dummies used is put back."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from typing_extensions import override
@@ -14,15 +16,23 @@ if TYPE_CHECKING:
     from join.collectives.base import Collective
 
 
+class Sum(Work, Protocol):
+    """A sum under way."""
+
+    def words(self) -> list[int]:
+        """The sums, once they are there."""
+        ...
+
+
 class Line(ABC):
     """Connects the ranks of a group for sums. One is under way at a time: each is done before the next is started."""
 
     @abstractmethod
-    def sum(self, tensor: torch.Tensor, seconds: float | None = None) -> Work:
-        """Start summing ``tensor`` over all ranks, in place.
+    def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
+        """Start summing words of 63 bits over all ranks.
 
         Args:
-            tensor: int64, on the CPU, of the same length on all ranks; contributions and sums are not negative.
+            words: as many on all ranks; neither they nor their sums are negative.
             seconds: after how long a rank that leaves gives it up, so that it does not keep its process from ending;
                 ``None`` if it does not.
         """
@@ -59,7 +69,22 @@ class GroupLine(Line):
         self._collective = collective
 
     @override
-    def sum(self, tensor: torch.Tensor, seconds: float | None = None) -> Work:
+    def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
+        tensor = torch.tensor(words)
         if seconds is None:
-            return self._collective.all_reduce(tensor)
-        return self._collective.all_reduce_for(tensor, seconds)
+            return _GroupSum(self._collective.all_reduce(tensor), tensor)
+        return _GroupSum(self._collective.all_reduce_for(tensor, seconds), tensor)
+
+
+class _GroupSum:
+    """An all-reduce, and the tensor that it is of."""
+
+    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+        self.is_completed = work.is_completed
+
+    def wait(self, *timeout: timedelta) -> bool:
+        return self._work.wait(*timeout)
+
+    def words(self) -> list[int]:
+        return cast("list[int]", self._tensor.tolist())

@@ -19,23 +19,21 @@ import os
 import secrets
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
 
-import torch
 from typing_extensions import override
 
 from join.collectives.base import Collective
-from join.collectives.line import GroupLine, Line
-from join.collectives.work import Work
+from join.collectives.line import GroupLine, Line, Sum
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """The environment variable that is 0 where headers are to go over the process group."""
 
 _FOLDER = Path("/dev/shm")  # it must be memory: on a disk, every change would be written to it sooner or later
 _PLACES = 4
-_WORDS = 32  # the longest tensor; a longer one goes over the group
+_WORDS = 32  # the most of one sum; a longer one goes over the group
 _NOTES = 32  # that are kept of a rank; they are behind its places
 _CELLS = 2 * _WORDS  # of a place
 _CELLS_OF_RANK = _PLACES * _CELLS + 2 * _NOTES
@@ -103,23 +101,22 @@ class SharedMemoryLine(Line):
 
     Args:
         segment: the memory.
-        collective: what sums tensors that are too long.
+        collective: for sums of too many words.
     """
 
     def __init__(self, segment: Segment, collective: Collective) -> None:
         self._segment, self._for_long_ones = segment, GroupLine(collective)
 
     @override
-    def sum(self, tensor: torch.Tensor, seconds: float | None = None) -> Work:
-        words = cast("list[int]", tensor.tolist())
+    def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
         if len(words) > _WORDS:
-            return self._for_long_ones.sum(tensor, seconds)
+            return self._for_long_ones.sum(words, seconds)
         segment = self._segment
         segment.count += 1
         place = segment.place(segment.rank, segment.count)
         for index, word in enumerate(words):
             segment.store(place + 2 * index, word, segment.count % _HALF)
-        return _Sum(segment, tensor, segment.count)
+        return _Sum(segment, len(words), segment.count)
 
     @property
     @override
@@ -150,14 +147,14 @@ class SharedMemoryLine(Line):
 class _Sum:
     """One sum under way."""
 
-    def __init__(self, segment: Segment, tensor: torch.Tensor, count: int) -> None:
-        self._segment, self._tensor, self._count = segment, tensor, count
-        self._totals = [0] * len(tensor)
+    def __init__(self, segment: Segment, length: int, count: int) -> None:
+        self._segment, self._count = segment, count
+        self._totals = [0] * length
         self._next = 0  # the first rank whose numbers are not in the totals
         self._failure = ""
 
     def is_completed(self) -> bool:
-        """Whether all ranks have given their numbers, and the tensor has the sums; or will not."""
+        """Whether all ranks have given their numbers, or will not."""
         world_size = self._segment.world_size
         if self._next == world_size or self._failure:
             return True
@@ -167,11 +164,11 @@ class _Sum:
                 return bool(self._failure)
             self._totals = [total + word for total, word in zip(self._totals, words, strict=True)]
             self._next += 1
-        if len(self._totals) == 1:
-            self._tensor.fill_(self._totals[0])
-        else:
-            self._tensor.copy_(torch.tensor(self._totals))
         return True
+
+    def words(self) -> list[int]:
+        """The sums."""
+        return self._totals
 
     def _given(self, rank: int) -> list[int] | None:
         """A rank's numbers, if they are there."""

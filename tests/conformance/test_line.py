@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from join import Join
@@ -27,69 +26,77 @@ RANKS = 3
 LARGEST = (1 << 62) - 1
 
 
-def words(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers)
-
-
 def sums_in_order(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
     for step in range(20):
-        tensor = words(rank, 1, step << 40)
-        line.sum(tensor).wait()
-        assert tensor.tolist() == [sum(range(size)), size, size * step << 40]
+        work = line.sum([rank, 1, step << 40])
+        work.wait()
+        assert work.words() == [sum(range(size)), size, size * step << 40]
 
 
 def sums_of_any_length(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
     for length in (1, 2, 31, 32, 33, 100):
-        tensor = torch.arange(length) + rank
-        line.sum(tensor).wait()
-        assert torch.equal(tensor, size * torch.arange(length) + sum(range(size)))
+        work = line.sum([place + rank for place in range(length)])
+        work.wait()
+        assert work.words() == [size * place + sum(range(size)) for place in range(length)]
 
 
 def sums_of_large_numbers(collective: Collective, line: Line) -> None:
     """Each rank fills bits of its own, as roll calls do."""
     rank, size = collective.rank, collective.world_size
     bits = 62 // size
-    tensor = words((1 << bits) - 1 << bits * rank)
-    line.sum(tensor).wait()
-    assert tensor.tolist() == [(1 << bits * size) - 1]
+    work = line.sum([(1 << bits) - 1 << bits * rank])
+    work.wait()
+    assert work.words() == [(1 << bits * size) - 1]
 
 
 def starts_without_waiting(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
-    tensor = words(1)
     if rank == size - 1:
         collective.barrier()  # the others come to it with a sum under way
-    work = line.sum(tensor)
+    work = line.sum([1])
     if rank < size - 1:
         assert not work.is_completed()
         with pytest.raises(RuntimeError, match="imed out"):
             work.wait(timedelta(seconds=0.05))
         collective.barrier()
     work.wait()
-    assert work.is_completed() and tensor.item() == size
     work.wait()
-    assert tensor.item() == size
+    assert work.is_completed() and work.words() == [size]
 
 
 def lines_do_not_mix(collective: Collective, line: Line) -> None:
     other = collective.line(2)
-    here, there = words(1), words(10)
     if collective.rank == 0:
-        work, late = other.sum(there), line.sum(here)
+        there, here = other.sum([10]), line.sum([1])
     else:
-        late, work = line.sum(here), other.sum(there)
-    late.wait()
-    work.wait()
-    assert [here.item(), there.item()] == [collective.world_size, 10 * collective.world_size]
+        here, there = line.sum([1]), other.sum([10])
+    here.wait()
+    there.wait()
+    assert [here.words(), there.words()] == [[collective.world_size], [10 * collective.world_size]]
 
 
 def given_up_after_a_while(collective: Collective, line: Line) -> None:
-    tensor = words(2)
-    line.sum(tensor, 30.0).wait()
-    assert tensor.item() == 2 * collective.world_size
+    work = line.sum([2], 30.0)
+    work.wait()
+    assert work.words() == [2 * collective.world_size]
     assert line.lost() == []
+
+
+def notes_can_be_read(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    for number in range(1, 70):
+        line.note(number, rank << 40 | number)
+    collective.barrier()
+    for each in range(size):
+        noted = [line.noted(each, number) for number in (40, 68, 69, 70)]
+        found = [each << 40 | number for number in (40, 68, 69)]
+        assert noted == ([*found, None] if line.keeps_notes else [None] * 4)
+    collective.barrier()
+    line.forget_notes()
+    collective.barrier()
+    assert [line.noted(each, 69) for each in range(size)] == [None] * size
 
 
 CHECKS: list[Callable[[Collective, Line], None]] = [
@@ -98,6 +105,7 @@ CHECKS: list[Callable[[Collective, Line], None]] = [
     sums_of_large_numbers,
     lines_do_not_mix,
     given_up_after_a_while,
+    notes_can_be_read,
 ]
 
 
@@ -194,7 +202,7 @@ def killed(rank: int) -> str:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
-        line.sum(words(1)).wait()
+        line.sum([1]).wait()
     assert 1 in line.lost()  # the other one may have ended since
     return str(caught.value)
 
@@ -221,17 +229,17 @@ def late_and_gone(rank: int) -> None:
     segment: Any = line._segment  # type: ignore[attr-defined]
     assert not segment.has_ended(1 - rank)
     time.sleep(0.6 * rank)
-    tensor = words(5)
-    line.sum(tensor).wait()  # longer than a look at whether the other is alive
-    assert tensor.item() == 10
+    work = line.sum([5])
+    work.wait()  # longer than a look at whether the other is alive
+    assert work.words() == [10]
     collective.barrier()
     if rank == 0:  # goes on alone, as after an error; it may do so a few times before others read the first
         for _ in range(6):
-            line.sum(words(1))
+            line.sum([1])
     collective.barrier()
     if rank == 1:
         with pytest.raises(RuntimeError, match="rank 0 has gone on without this rank 1"):
-            line.sum(words(1)).wait()
+            line.sum([1]).wait()
 
 
 def test_ranks_that_are_late_or_went_on(pool: Pool) -> None:
@@ -243,7 +251,7 @@ def impatient(rank: int) -> None:
     line = collective_of(group).line()
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"timed out after 0.4 s: rank 1 did not come"):
-            line.sum(words(1)).wait()
+            line.sum([1]).wait()
     dist.barrier()
 
 

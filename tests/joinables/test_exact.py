@@ -157,3 +157,14 @@ OTHERWISE = [
 )
 def test_equals_one_process_in_lockstep(pool: Pool, name: str, how: str) -> None:
     check(pool, replace(CASES[name], **LOCKSTEP[how]))
+
+
+BETWEEN_MACHINES: dict[str, dict[str, Any]] = {"block": {}, "replay": {"replay": True}, "lockstep": LOCKSTEP["empty"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, how) for name in OTHERWISE for how in BETWEEN_MACHINES if how != "replay" or name in REPLAYED],
+)
+def test_equals_one_process_with_headers_over_the_group(pool: Pool, name: str, how: str) -> None:
+    check(pool, replace(CASES[name], **BETWEEN_MACHINES[how]), over_group=True)

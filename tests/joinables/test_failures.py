@@ -93,12 +93,13 @@ def raising(rank: int, where: str, model: str, zero: bool, initial: bool) -> tup
     return outcome, failed_at or ended
 
 
+@pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("model", ["mlp", "norm"])
 @pytest.mark.parametrize("where", ["loading", "forward", "loss", "end"])
-def test_a_rank_that_raises(pool: Pool, where: str, model: str, zero: bool) -> None:
+def test_a_rank_that_raises(pool: Pool, where: str, model: str, zero: bool, over_group: bool) -> None:
     for initial in (True, False):
-        results = pool.run(raising, where, model, zero, initial, ranks=RANKS)
+        results = pool.run(raising, where, model, zero, initial, ranks=RANKS, over_group=over_group)
         outcomes, times = [outcome for outcome, _ in results], [when for _, when in results]
         told = f"peer: rank 1 failed: Trouble: in {where}"
         assert outcomes == [told, f"own: in {where}", told]

@@ -364,6 +364,7 @@ def leaving(rank: int, buffers: bool, accumulate: int, at: int, raises: bool, ho
     return "fine"
 
 
+@pytest.mark.parametrize("over_group", [False, True])  # where it cannot see what the others do
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(
     ("buffers", "accumulate", "at", "how"),
@@ -376,9 +377,9 @@ def leaving(rank: int, buffers: bool, accumulate: int, at: int, raises: bool, ho
     ],
 )
 def test_a_rank_that_leaves_alone(
-    pool: Pool, buffers: bool, accumulate: int, at: int, how: dict[str, Any], raises: bool
+    pool: Pool, buffers: bool, accumulate: int, at: int, how: dict[str, Any], raises: bool, over_group: bool
 ) -> None:
-    first, second, third = pool.run(leaving, buffers, accumulate, at, raises, how, ranks=RANKS)
+    first, second, third = pool.run(leaving, buffers, accumulate, at, raises, how, ranks=RANKS, over_group=over_group)
     told = "PeerError: rank 1 failed: ValueError: enough" if raises else "ProtocolError: ranks [1] left the loop"
     assert first.startswith(told)
     assert third.startswith(told)

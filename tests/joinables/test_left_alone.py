@@ -158,12 +158,26 @@ def rank_main(rank: int, path: str, how: str, over_group: bool, results: Any) ->
         # Rank 1's process ends here: this sets the others free.
 
 
-@pytest.mark.parametrize(("how", "over_group"), [("raise", False), ("break", False), ("raise", True)])
-def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: bool) -> None:
+def in_a_plain_block(rank: int, path: str, results: Any) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp], timeout=3):
+            for step in range((2, 0, 2)[rank]):
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+                dist.all_reduce(torch.ones(3))  # to which rank 1 does not come
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+
+
+def run_to_the_end(main: Any, path: Path, *arguments: Any) -> dict[int, str]:
+    """What three processes of their own tell; none of them may hang."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
-    arguments = (str(tmp_path / "store"), how, over_group, results)
-    processes = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(3)]
+    processes = [
+        context.Process(target=main, args=(rank, str(path / "store"), *arguments, results), daemon=True)
+        for rank in range(3)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 90
@@ -174,9 +188,21 @@ def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: boo
         process.kill()
         process.join()
     assert not hung
-    texts = dict(results.get(timeout=5) for _ in range(3))
+    return dict(results.get(timeout=5) for _ in range(3))
+
+
+@pytest.mark.parametrize(("how", "over_group"), [("raise", False), ("break", False), ("raise", True)])
+def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: bool) -> None:
+    texts = run_to_the_end(rank_main, tmp_path, how, over_group)
     mine = "ValueError: mine" if how == "raise" else "ProtocolError: rank 1 left the loop over join.iterate early"
     assert texts[1].startswith(mine)
     for rank in (0, 2):
         assert texts[rank].startswith("PeerError: ")
         assert f"rank 1 failed: {mine}" in texts[rank]
+
+
+def test_a_collective_of_ones_own_in_a_plain_block(tmp_path: Path) -> None:
+    texts = run_to_the_end(in_a_plain_block, tmp_path)
+    assert texts[1].startswith("JoinTimeoutError: waited 3 s for ranks [0, 2], which announced nothing")
+    for rank in (0, 2):
+        assert texts[rank].startswith("RuntimeError: ") and "losed by peer" in texts[rank]

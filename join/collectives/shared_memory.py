@@ -38,7 +38,8 @@ _NOTES = 32  # that are kept of a rank; they are behind its places
 _CELLS = 2 * _WORDS  # of a place
 _CELLS_OF_RANK = _PLACES * _CELLS + 2 * _NOTES
 _HALF = 1 << 32
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE = 2e-5, 1e-3, 1 / 16  # seconds, and the share of the time waited so far
+_LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
+_WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
 _LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive
 
 
@@ -207,7 +208,7 @@ class _Sum:
                 # It may have given its numbers as its last act.
                 if self._segment.has_ended(self._next) and not self.is_completed():
                     self._failure = f"the process of rank {self._next} has ended, or has left the group"
-            time.sleep(min(max(waited * _PAUSE, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+            time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
 
 def connect(collective: Collective, patience: float) -> Segment | None:

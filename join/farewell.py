@@ -88,7 +88,7 @@ class Farewell:
             seconds: how long to wait for a note.
         """
         self.tell("shadows")
-        since = time.monotonic()
+        since, looks = time.monotonic(), 0
         while time.monotonic() - since < seconds:
             note = self._channel.next_note()
             if note is not None:
@@ -96,9 +96,10 @@ class Farewell:
                     begin_step()
                 self._begin(note, "shadows")
                 since = time.monotonic()
-            elif is_over() or self._accounts(all_of_them=True):  # in which case nobody goes on
+            elif is_over() or (looks % _LOOKS == 0 and self._accounts(all_of_them=True)):  # so nobody goes on
                 return
             else:
+                looks += 1
                 time.sleep(_FOLLOW_SECONDS)
 
     def meet(self) -> None:

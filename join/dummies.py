@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from join.batch import map_tensors
 
@@ -34,6 +36,9 @@ def duplicate(batch: Any) -> Any:
         return batch
 
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
 def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str:
     """What to tell the user of an ``error`` that came of an empty batch: the rank, who raised, and the way out.
 
@@ -44,19 +49,22 @@ def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str
 
     Returns:
         A sentence or two; nothing if the error does not come of an empty batch: this package's own, that of a
-        collective, and what a body raises by a class of its own.
+        collective or of a file, and what a body raises by itself or by a mistake in it.
     """
     culprit: torch.nn.Module | None = None
-    source = ""
+    source, by_hand = "", False
     traceback = error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
             culprit = owner
         source = f"{traceback.tb_frame.f_globals.get('__name__')}."
+        by_hand = traceback.tb_frame.f_code.co_code[traceback.tb_lasti] == _RAISE and not source.startswith("torch.")
         traceback = traceback.tb_next
     of_ours = source.startswith(("join.", "joinables.", "torch.distributed."))
-    if of_ours or (culprit is None and type(error).__module__ != "builtins"):
+    of_peers = isinstance(error, (OSError, dist.DistError)) or "third_party/gloo" in str(error)
+    by_tensors = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError) and not by_hand
+    if of_ours or of_peers or (culprit is None and not by_tensors):
         return ""
     where = "the loop's body"
     if culprit is not None:

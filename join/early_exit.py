@@ -99,7 +99,7 @@ class EarlyExit:
         answer = windows.answers.left(windows.at)
         if error is not None:
             answer = windows.failed(JoinError(text) if text else error)
-        limit = self._patience if error is not None else LIMIT_SECONDS
+        limit = self._patience if error is not None else min(LIMIT_SECONDS, self._channel.timeout or LIMIT_SECONDS)
         self._next = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
@@ -115,7 +115,7 @@ class EarlyExit:
         sees_them = self._channel.keeps_notes
         if not self._come_within(0.0 if sees_them else self._patience):
             self._shadow_rest(limit, windows.under_way)
-            if not self._come_within(limit):
+            if not self._come_within(0.0 if sees_them else limit):
                 return self._give_up(error)
         replies = windows.replies
         if not windows.answers.all_end(replies):

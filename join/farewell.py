@@ -63,6 +63,10 @@ class Farewell:
         self._keys = [f"{key}/farewell/{rank}" for rank in range(collective.world_size)]
         self._stopped = f"{key}/farewell/stopped"
 
+    def has_begun(self) -> bool:
+        """Whether a rank has left the loop."""
+        return any(map(self._collective.check, self._keys))
+
     def shadow(self, is_over: Callable[[], bool]) -> bool:
         """Shadow what is left of this step, as it was in the step before.
 

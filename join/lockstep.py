@@ -74,6 +74,9 @@ class LockstepChannel(Channel):
     steps = 0
     """How many steps of the loop it has begun."""
 
+    has_been_left: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether a rank has left the loop under way."""
+
     leave_loop: Callable[[], None] | None = None
     """What is to be done before the next announcement, because this rank has broken out of the loop."""
 
@@ -82,6 +85,10 @@ class LockstepChannel(Channel):
     def shadowing(self) -> bool:
         has_broken_out = self.leave_loop is not None
         return self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
+
+    @override
+    def somebody_has_left(self) -> bool:
+        return self.in_lockstep and self.has_been_left()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class LockstepChannel(Channel):
         self._knows_a_step = False
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
-        self._meeting = None if self._timeout is None else self.collective.line(2)
+        self._meeting = None if self.timeout is None else self.collective.line(2)
 
     def _is_of_its_own(self, member: Member) -> bool:
         is_covered = member.burst is not None and member.burst.is_covered

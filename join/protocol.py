@@ -101,6 +101,10 @@ class Channel:
         """There: whether this rank has no data in this step."""
         return False
 
+    def somebody_has_left(self) -> bool:
+        """There: whether a rank has left, so that what this one takes part in is not what it seems; asks the store."""
+        return False
+
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self._rank = collective.rank
@@ -162,13 +166,14 @@ class Channel:
         return bool(self.scopes) and self.scopes[-1].throw
 
     @property
-    def _timeout(self) -> float | None:
+    def timeout(self) -> float | None:
+        """Seconds after which a rank that does not come is an error, if any."""
         return self.scopes[-1].timeout if self.scopes else None
 
     @property
     def _awaits_all(self) -> bool:
         """Whether every header is awaited, so that no burst runs ahead of its own."""
-        return self.throws or self._timeout is not None
+        return self.throws or self.timeout is not None
 
     def may_announce_early(self, burst: Burst) -> bool:
         """Whether ``burst`` may announce long before it runs.
@@ -177,7 +182,7 @@ class Channel:
         announcement means that the burst starts now, or a rank that sleeps between the two would not be missed.
         """
         alone = self._ahead is not None and self._ahead.burst is burst and not self._comes_between
-        return alone and self._timeout is None
+        return alone and self.timeout is None
 
     def someone_may_contribute_unseen(self) -> bool:
         """Whether the last header may not have counted a rank that contributes to its burst."""
@@ -263,11 +268,11 @@ class Channel:
 
     def wait(self, work: Work, doing: str) -> None:
         """Wait for ``work``, under ``timeout`` with a limit; ``doing`` tells the others what this rank has done."""
-        if self._timeout is None:
+        if self.timeout is None:
             work.wait()
             return
         try:
-            Patience(self.collective, self.key, self._timeout).wait(work, doing, away=self._away)
+            Patience(self.collective, self.key, self.timeout).wait(work, doing, away=self._away)
         except JoinTimeoutError as error:
             self.close_with(error)
 

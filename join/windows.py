@@ -40,6 +40,7 @@ class Windows:
         self.at = 0
         """How many of them were begun."""
         self.farewell = Farewell(self._collective, channel, self.key)
+        channel.has_been_left = self.farewell.has_begun
         self.under_way: Work | None = None
         """The roll call that was started and not read."""
         if size is not None:

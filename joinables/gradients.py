@@ -469,7 +469,7 @@ class GradientSync(DDPBurst):
             count, work = self._contributors
             work.wait()
             contributors = count.item()
-        if self._weighted and contributors == 0:
+        if self._weighted and contributors == 0 and not self._channel.somebody_has_left():
             raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
         if contributors in (0, self._collective.world_size):
             return

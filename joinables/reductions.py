@@ -75,6 +75,11 @@ class Reduction:
         return True
 
     @property
+    def will_reduce(self) -> bool:
+        """Whether the backward of the forward that comes reduces gradients, completely."""
+        return all(self.reduces)
+
+    @property
     def reduces(self) -> tuple[bool, bool]:
         """Whether the backward that comes reduces gradients, and whether their sum over all ranks is complete then."""
         return True, True
@@ -144,6 +149,11 @@ class DDPReduction(Reduction):
     @override
     def prepares(self) -> bool:
         return bool(self._ddp.require_backward_grad_sync)
+
+    @property
+    @override
+    def will_reduce(self) -> bool:
+        return self.prepares
 
     @property
     @override

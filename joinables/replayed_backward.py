@@ -224,7 +224,13 @@ class ReplayedBackward(ReplayedBurst):
     def _begin(self, *, complete: bool) -> None:
         """What comes before the module's own collectives."""
         flags, announced = self._channel.flags(self), self._channel.announced(self)
-        _, _, contributors, weighted, _, _, several = flags
+        _, _, contributors, weighted, reduces, completely, several = flags
+        if 0 < reduces < announced or 0 < completely < announced:
+            raise ValueError(
+                f"{type(self._of.module).__name__} is to reduce gradients in this backward on some ranks and not on"
+                " others: set_requires_gradient_sync and its like must be set alike on all; over join.iterate,"
+                " join.is_last_step tells all where to step a window that is not full"
+            )
         self._complete, self._total = complete, None
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
@@ -283,7 +289,9 @@ class ReplayedBackward(ReplayedBurst):
             work.wait()
             parts = total.item()
             if parts == 0:
-                raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
+                if not self._channel.somebody_has_left():
+                    raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
+                return 1.0
         return self._collective.world_size / parts
 
     # -- the joined side ----------------------------------------------------------------------------------------------

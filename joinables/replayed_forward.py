@@ -101,6 +101,11 @@ class ReplayedForward(ReplayedBurst):
                 f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
                 " cannot know of another"
             )
+        if self._channel.declared and not (torch.is_grad_enabled() and self._reduction.will_reduce):
+            raise ValueError(
+                f"with steps=, each forward of {type(module).__name__} must be one that a backward follows, which"
+                " reduces gradients: accumulate without steps=, and evaluate outside the block"
+            )
         self._due = self._reduction.buffers_are_due()
         self._channel.announce(self)
         self._drop_outputs()  # before new activations come

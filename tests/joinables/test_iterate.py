@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +218,30 @@ def test_a_model_that_cannot_take_an_empty_batch(pool: Pool, name: str) -> None:
         assert text.startswith(f"PeerError: rank 0 failed: {told}" if rank == 1 else told)
         assert "join.iterate(loader, dummy='last')" in text
         assert took < 10
+
+
+def mistaken(rank: int, kind: str) -> str:
+    ddp = DistributedDataParallel(MLP())
+    body: dict[str, Any] = {
+        "FileNotFoundError": lambda x: Path("/nowhere/at/all").read_text(),
+        "TypeError": lambda x: len(5),
+        "RuntimeError": lambda x: x.max(),
+    }
+    try:
+        with Join([ddp]) as join:
+            for x, _ in join.iterate([streams(rank, step)[0] for step in range(3 * rank)]):
+                ddp(x).sum().backward()
+                if join.shadowing:
+                    body[kind](x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("kind", ["FileNotFoundError", "TypeError", "RuntimeError"])
+def test_only_what_comes_of_an_empty_batch_is_put_down_to_it(pool: Pool, kind: str) -> None:
+    first, _ = pool.run(mistaken, kind, ranks=2)
+    assert first.startswith("JoinError: rank 0 had run out" if kind == "RuntimeError" else f"{kind}: ")
 
 
 def test_it_trains_with_other_dummies(pool: Pool) -> None:

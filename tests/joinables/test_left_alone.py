@@ -31,6 +31,7 @@ class Body(ABC):
     """The body of a loop, which can be left wherever it yields."""
 
     listed: list[Any]
+    weighs = False
 
     @abstractmethod
     def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]: ...
@@ -93,6 +94,14 @@ class Accumulating(Sharded):
     window = 3
 
 
+class Weighed(TwoModules):
+    weighs = True
+
+
+class WeighedSharded(Sharded):
+    weighs = True
+
+
 def leaving(rank: int, kind: type[Body], step: int, place: int, lookahead: int) -> str:
     torch.manual_seed(0)
     body = kind()
@@ -100,6 +109,8 @@ def leaving(rank: int, kind: type[Body], step: int, place: int, lookahead: int) 
         with Join(body.listed, divide_by_initial_world_size=False) as block:
             batches = [batch(rank, 0, number) for number in range((4, 6, 0)[rank])]
             for at, (x, y) in enumerate(block.iterate(batches, lookahead=lookahead)):
+                if body.weighs:
+                    block.weight = len(x)
                 for where, _ in enumerate(body.places(x, y, at)):
                     if (rank, at, where) == (1, step, place):
                         raise ValueError("enough")
@@ -123,6 +134,8 @@ def leaving(rank: int, kind: type[Body], step: int, place: int, lookahead: int) 
         (Accumulating, 1, 1, 1),
         (Accumulating, 2, 0, 1),
         (Accumulating, 2, 2, 3),
+        (Weighed, 4, 2, 1),  # the only rank that still weighs anything
+        (WeighedSharded, 4, 1, 1),
     ],
 )
 def test_the_others_are_told_whatever_the_body_does(

@@ -398,8 +398,13 @@ def outcome(rank: int, fault: str) -> str:
     listed = Replay(model, example=(torch.ones(1, 4),)) if fault == "example" else model
     text = "fine"
     try:
-        with Join([listed, optimizer]) as join:
+        with Join([listed, optimizer], steps=(2, 3, 0)[rank] if "declared" in fault else None) as join:
             for step in range((2, 3, 0)[rank]):
+                if "accumulates" in fault:
+                    model.set_requires_gradient_sync(step == 0 if "declared" in fault else rank == 0)
+                if fault == "declared, evaluates" and step == 1:
+                    with torch.no_grad():
+                        model(batch(rank, 0, step)[0])
                 if fault.startswith("weight") and (rank == 1 or "all" in fault):
                     join.weight = 0
                 if fault == "loading" and (rank, step) == (1, 1):
@@ -418,6 +423,7 @@ def outcome(rank: int, fault: str) -> str:
                 optimizer.step()
     except (JoinError, OSError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
+    model.set_requires_gradient_sync(True)
     ones = torch.ones(1)
     dist.all_reduce(ones)
     assert ones.item() == dist.get_world_size()
@@ -439,6 +445,19 @@ def test_a_rank_that_leaves_between_forward_and_backward(pool: Pool) -> None:
 def test_ranks_that_diverge(pool: Pool) -> None:
     for text in pool.run(outcome, "diverges"):
         assert text.startswith("ProtocolError: 2 active ranks announced different bursts")
+
+
+def test_ranks_of_which_one_alone_reduces(pool: Pool) -> None:
+    for text in pool.run(outcome, "accumulates, one alone"):
+        assert "is to reduce gradients in this backward on some ranks and not on others" in text
+
+
+@pytest.mark.parametrize("fault", ["declared, accumulates", "declared, evaluates"])
+def test_what_cannot_be_declared(pool: Pool, fault: str) -> None:
+    first, second, third = pool.run(outcome, fault)
+    assert first.startswith("ValueError: with steps=, each forward of FSDPSequential must be one that a backward")
+    assert second.startswith("ValueError: with steps=, each forward of")
+    assert third.startswith("PeerError: rank 0 failed: ValueError: with steps=, each forward of")
 
 
 def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:

@@ -128,8 +128,9 @@ class Join:
         Call it before the collectives of each burst.
 
         Returns:
-            The all-reduce under way, if ``joinable`` announces: it comes first in the list, or is a :class:`Burst`.
-            ``None`` for the others, which follow it, and in a block with ``enable=False``.
+            The header's sum over all ranks, under way, with ``wait`` and ``is_completed`` as of an all-reduce, if
+            ``joinable`` announces: it comes first in the list, or is a :class:`Burst`. ``None`` for the others, which
+            follow it, and in a block with ``enable=False``.
 
         Raises:
             JoinError: outside a block, or if the block is over because a rank failed.

@@ -15,7 +15,8 @@ answered yet, and waits for the others there::
 
 If all ranks have left at the same step, that was an orderly end, and nothing is shadowed; unless one that was early
 lost patience, for which the others then make up. Ranks may leave at different steps of a window; each shadows what is
-left of it for the others. The bursts that a rank shadows are those it knows of the body, from the steps before. The
+left of it for the others. The bursts that a rank shadows are those it sees the others begin, where ranks keep notes, or
+those it knows of the body, from the steps before. The
 body's own collectives it cannot shadow; there the others are free only once this process ends, which it can: the roll
 call is given up after a while.
 """
@@ -35,6 +36,8 @@ from join.windows import Windows
 
 _GRACE_SECONDS = 2.0
 """How long a rank that leaves waits for the others before it takes them to be waiting for it, at least."""
+_SEEN_GRACE_SECONDS = 10.0
+"""The same where it sees what they do, and takes part in that: then it may wait longer."""
 _END_SECONDS = 1.0
 """How long a process may take to end, after its connections are closed."""
 
@@ -99,7 +102,11 @@ class EarlyExit:
         answer = windows.answers.left(windows.at)
         if error is not None:
             answer = windows.failed(JoinError(text) if text else error)
-        limit = self._patience if error is not None else min(LIMIT_SECONDS, self._channel.timeout or LIMIT_SECONDS)
+        sees_them = self._channel.keeps_notes
+        if error is None:
+            limit = min(LIMIT_SECONDS, self._channel.timeout or LIMIT_SECONDS)
+        else:
+            limit = max(self._patience, _SEEN_GRACE_SECONDS) if sees_them else self._patience
         self._next = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
             if not self._come_within(self._patience + limit):
@@ -112,7 +119,6 @@ class EarlyExit:
                 return None
             self._next = windows.read("left the loop over join.iterate")
         windows.call(answer, self._patience + limit + _GRACE_SECONDS)
-        sees_them = self._channel.keeps_notes
         if not self._come_within(0.0 if sees_them else self._patience):
             self._shadow_rest(limit, windows.under_way)
             if not self._come_within(0.0 if sees_them else limit):

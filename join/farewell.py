@@ -113,9 +113,10 @@ class Farewell:
 
     def part(self, role: Role, seconds: float = LIMIT_SECONDS) -> None:
         """Come to an end with the others; gives up after some time, if a rank is in none of these bursts."""
-        self.tell(role)
         if role == "stopped":
-            self._collective.set(self._stopped, "")
+            self.stop()
+        else:
+            self.tell(role)
         deadline, looks = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             accounts, looks = self._accounts(all_of_them=looks % _LOOKS > 0), looks + 1
@@ -128,6 +129,11 @@ class Farewell:
                 return
             else:
                 time.sleep(_SLICE_SECONDS)
+
+    def stop(self) -> None:
+        """This rank makes no further step: those who have left need not wait for one."""
+        self.tell("stopped")
+        self._collective.set(self._stopped, "")
 
     def tell(self, role: Role) -> None:
         """Tell how far this rank is."""

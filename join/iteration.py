@@ -144,6 +144,7 @@ class Iteration(Iterator[Any]):
             self._end(windows)
             return True
         if self._throw and windows.at >= min(windows.counts):
+            windows.farewell.stop()
             self._channel.terminate_early(exhausted=windows.mine <= windows.at)
         self._step += 1
         self._channel.meet(f"came to step {self._step} of join.iterate")

@@ -10,8 +10,9 @@ burst is announced and none is shadowed. Who has data in a step is known from th
     step:   the body, by the user's own code       the body, on a dummy batch
     ...                                            ...
 
-A rank that leaves the loop early goes on for a while with what it knows of the body: the bursts that it ran there the
-time before. It shadows them, so that the others come to where they can be told (``join.farewell``).
+A rank that leaves the loop early goes on for a while with what it sees the others begin, or else with what it knows of
+the body: the bursts that it ran there the time before. It shadows them, so that the others come to where they can be
+told (``join.farewell``).
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class Note(NamedTuple):
 
     def packed(self) -> int:
         """The note as one number of less than 62 bits."""
-        flags = sum(1 << place for place, flag in enumerate(self.flags or ()) if flag)
-        return self.burst + 1 | flags << _BITS | self.step % (1 << 24) << 2 * _BITS
+        told = self.flags if self.flags and len(self.flags) <= _BITS else ()
+        flags = sum(1 << place for place, flag in enumerate(told) if flag)
+        return self.burst + 1 | flags << _BITS | self.step % (1 << 29) << 2 * _BITS
 
 
 class LockstepChannel(Channel):
@@ -120,8 +122,7 @@ class LockstepChannel(Channel):
             )
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
-        self._notes = self.collective.line(1)  # before anybody looks, all ranks make sure that they began the same loop
-        self._notes.forget_notes()
+        self._notes = self.collective.line(1)
         self.loop += 1
         self.active_ranks = (1 << self.collective.world_size) - 1
         self._sequence: list[Note] = []  # the bursts of this step so far
@@ -132,6 +133,9 @@ class LockstepChannel(Channel):
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
         self._meeting = None if self.timeout is None else self.collective.line(2)
+        for line in (self._notes, self._meeting):  # and all ranks meet once more before they use it
+            if line is not None:
+                line.restart()
 
     def _is_of_its_own(self, member: Member) -> bool:
         is_covered = member.burst is not None and member.burst.is_covered
@@ -277,7 +281,8 @@ class LockstepChannel(Channel):
         step, flags = divmod(rest, 1 << _BITS)
         burst = self._members[index - 1].burst if index else None
         count = 0 if burst is None else burst.flag_count
-        return Note(index - 1, tuple(bool(flags >> place & 1) for place in range(count)), step)
+        told = tuple(bool(flags >> place & 1) for place in range(count))
+        return Note(index - 1, told if count <= _BITS else None, step)
 
     @property
     def expected(self) -> Note | None:

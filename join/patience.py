@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 
@@ -23,12 +24,9 @@ def is_done_within(work: Work, seconds: float) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        try:
+        with contextlib.suppress(RuntimeError):  # a timeout; or it has failed, and says so again below
             # Not 0 ms, which backends take for their own timeout; and not for long: gloo's waiting is not interrupted.
             work.wait(timedelta(seconds=min(max(left, 0.01), _SLICE_SECONDS)))
-        except RuntimeError:
-            if work.is_completed():
-                raise  # not a timeout
     work.wait()
     return True
 
@@ -52,7 +50,7 @@ class Patience:
         """Wait for ``work``.
 
         Args:
-            work: the header's all-reduce.
+            work: the header's sum.
             doing: what this rank has announced, for the others to read.
             away: seconds since this rank's previous header; one that was away for long may have been given up.
 

@@ -204,7 +204,7 @@ class Channel:
                 its announcement and its collectives passes ``False`` and calls :meth:`confirm` itself.
 
         Returns:
-            The header's all-reduce, under way.
+            The header's sum over all ranks, under way.
         """
         index = self._index[id(joinable)]
         member = self._members[index]

@@ -9,8 +9,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long an operation of ``group`` may take. Stands in for a getter beside ``set_timeout``."""
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout)

@@ -54,8 +54,11 @@ class Line(ABC):
         """A rank's note of that number; ``None`` if it has left none yet."""
         return None
 
-    def forget_notes(self) -> None:
-        """Take back this rank's notes, to count them anew."""
+    def restart(self) -> None:
+        """Take back this rank's notes, and what it gave to sums that others may not have come to; both count anew.
+
+        All ranks call it where nothing is under way, and meet afterwards, before they use the line.
+        """
 
     def lost(self) -> list[int]:
         """The ranks whose processes are gone, where a sum does not fail on account of them: they had given theirs."""

@@ -19,14 +19,14 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from typing_extensions import override
 
 from join.collectives.base import Collective
-from join.collectives.line import GroupLine, Line, Sum
+from join.collectives.line import Line, Sum
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """The environment variable that is 0 where headers are to go over the process group."""
@@ -102,16 +102,16 @@ class SharedMemoryLine(Line):
 
     Args:
         segment: the memory.
-        collective: for sums of too many words.
+        otherwise: makes the line for sums of too many words.
     """
 
-    def __init__(self, segment: Segment, collective: Collective) -> None:
-        self._segment, self._for_long_ones = segment, GroupLine(collective)
+    def __init__(self, segment: Segment, otherwise: Callable[[], Line]) -> None:
+        self._segment, self._otherwise = segment, otherwise
 
     @override
     def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
         if len(words) > _WORDS:
-            return self._for_long_ones.sum(words, seconds)
+            return self._otherwise().sum(words, seconds)
         segment = self._segment
         segment.count += 1
         place = segment.place(segment.rank, segment.count)
@@ -134,10 +134,11 @@ class SharedMemoryLine(Line):
         return self._segment.load(self._segment.note(rank, number), number % _HALF)
 
     @override
-    def forget_notes(self) -> None:
+    def restart(self) -> None:
         segment = self._segment
-        for number in range(_NOTES):
-            segment.store(segment.note(segment.rank, number), 0, 0)
+        segment.count = 0
+        for cell in range(segment.rank * _CELLS_OF_RANK, (segment.rank + 1) * _CELLS_OF_RANK):
+            segment.cells[cell] = 0
 
     @override
     def lost(self) -> list[int]:

@@ -92,7 +92,7 @@ class _ThreadLine(GroupLine):
         return self._notes.get((rank, number))
 
     @override
-    def forget_notes(self) -> None:
+    def restart(self) -> None:
         for rank, number in list(self._notes):
             if rank == self._rank:
                 del self._notes[rank, number]

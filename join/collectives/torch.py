@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -177,8 +177,8 @@ class TorchCollective(StoreCollective):
         segments = self._shared.segments
         if number not in segments:
             segments[number] = shared_memory.connect(self, timeout_of(self.group).total_seconds())
-        segment = segments[number]
-        return super().line(number) if segment is None else shared_memory.SharedMemoryLine(segment, self)
+        segment, over_group = segments[number], partial(super().line, number)
+        return over_group() if segment is None else shared_memory.SharedMemoryLine(segment, over_group)
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group

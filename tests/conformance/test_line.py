@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from join import Join
@@ -77,6 +78,18 @@ def lines_do_not_mix(collective: Collective, line: Line) -> None:
     assert [here.words(), there.words()] == [[collective.world_size], [10 * collective.world_size]]
 
 
+def long_sums_do_not_mix_with_the_group(collective: Collective, line: Line) -> None:
+    ones = torch.ones(1)
+    if collective.rank == 0:
+        work, other = line.sum([1] * 40), collective.all_reduce(ones)
+    else:
+        other, work = collective.all_reduce(ones), line.sum([1] * 40)
+    work.wait()
+    other.wait()
+    assert work.words() == [collective.world_size] * 40
+    assert ones.item() == collective.world_size
+
+
 def given_up_after_a_while(collective: Collective, line: Line) -> None:
     work = line.sum([2], 30.0)
     work.wait()
@@ -94,7 +107,7 @@ def notes_can_be_read(collective: Collective, line: Line) -> None:
         found = [each << 40 | number for number in (40, 68, 69)]
         assert noted == ([*found, None] if line.keeps_notes else [None] * 4)
     collective.barrier()
-    line.forget_notes()
+    line.restart()
     collective.barrier()
     assert [line.noted(each, 69) for each in range(size)] == [None] * size
 
@@ -104,6 +117,7 @@ CHECKS: list[Callable[[Collective, Line], None]] = [
     sums_of_any_length,
     sums_of_large_numbers,
     lines_do_not_mix,
+    long_sums_do_not_mix_with_the_group,
     given_up_after_a_while,
     notes_can_be_read,
 ]

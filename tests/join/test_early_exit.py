@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from join import Join
 from join.collectives import ThreadCollective, run_threads
 from join.collectives.line import GroupLine
+from join.lockstep import Note
 from tests.join.counter import Leading, group_works
 
 
@@ -22,6 +23,11 @@ class _WithoutNotes(GroupLine):
 
 
 SOAK = int(os.environ.get("SOAK", "0"))
+
+
+def test_a_note_is_no_longer_than_a_line_takes() -> None:
+    for flags in [(), (True,) * 16, (True,) * 60]:
+        assert Note(1000, flags, 10**8).packed() < 1 << 62
 
 
 @st.composite

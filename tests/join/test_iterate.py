@@ -354,8 +354,9 @@ class Enough(Exception):
     [
         (lambda join: Enough("of it"), "Enough: of it"),  # does not come of an empty batch
         (lambda join: setattr(join, "weight", -1), "ValueError: weight=-1 must be finite and not negative"),
+        (lambda join: IndexError("no rows"), "IndexError: no rows"),  # nor does what the body raises by itself
         (
-            lambda join: IndexError("no rows"),
+            lambda join: torch.ones(0).max(),
             EMPTY + "the loop's body",
         ),
         (

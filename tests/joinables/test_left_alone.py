@@ -94,6 +94,14 @@ class Accumulating(Sharded):
     window = 3
 
 
+class Slow(Sharded):
+    """One step of one rank takes longer than a rank that leaves has seen any to take."""
+
+    def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
+        time.sleep(3.0 * ((dist.get_rank(), step) == (0, 2)))
+        yield from super().places(x, y, step)
+
+
 class Weighed(TwoModules):
     weighs = True
 
@@ -134,6 +142,7 @@ def leaving(rank: int, kind: type[Body], step: int, place: int, lookahead: int) 
         (Accumulating, 1, 1, 1),
         (Accumulating, 2, 0, 1),
         (Accumulating, 2, 2, 3),
+        (Slow, 2, 0, 1),
         (Weighed, 4, 2, 1),  # the only rank that still weighs anything
         (WeighedSharded, 4, 1, 1),
     ],
@@ -146,11 +155,36 @@ def test_the_others_are_told_whatever_the_body_does(
     assert first == third == "PeerError: rank 1 failed: ValueError: enough"
 
 
+def leaving_where_others_throw(rank: int, raises: bool) -> tuple[str, int]:
+    ddp, text = DistributedDataParallel(MLP()), "fine"
+    try:
+        with Join([ddp], throw_on_early_termination=True) as block:
+            batches = [batch(rank, 0, number) for number in range(2 + 2 * rank)]
+            for step, (x, _) in enumerate(block.iterate(batches, lookahead=4)):
+                ddp(x).sum().backward()
+                if (rank, step) == (1, 1):
+                    if raises:
+                        raise ValueError("enough")
+                    break
+    except (ValueError, JoinError) as error:
+        text = type(error).__name__
+    group_works()
+    with Join([ddp]) as block:  # what one rank has answered, and no other, is not taken for an answer here
+        steps = sum(1 for _ in block.iterate(range(2 + rank)))
+    return text, steps
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rank_that_leaves_where_the_others_throw(pool: Pool, raises: bool) -> None:
+    mine = "ValueError" if raises else "ProtocolError"
+    assert pool.run(leaving_where_others_throw, raises, ranks=2) == [("EarlyTerminationError", 3), (mine, 3)]
+
+
 # -- collectives that nobody can shadow --------------------------------------------------------------------------------
 
 
 def rank_main(rank: int, path: str, how: str, over_group: bool, results: Any) -> None:
-    join.early_exit.LIMIT_SECONDS = 3.0
+    join.early_exit.LIMIT_SECONDS = join.early_exit._SEEN_GRACE_SECONDS = 3.0
     os.environ[SWITCH] = "0" if over_group else "1"
     dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
     ddp = DistributedDataParallel(build("mlp"))

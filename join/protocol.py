@@ -38,8 +38,7 @@ from typing import NoReturn
 
 import torch
 
-from join.collectives import Collective, Work
-from join.collectives.line import Sum
+from join.collectives import Collective, Sum, Work
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.joinable import Burst, Joinable

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from join.collectives.base import Collective, ReduceOp
-from join.collectives.line import Line
+from join.collectives.line import Line, Sum
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
@@ -19,6 +19,7 @@ __all__ = [
     "Line",
     "ReduceOp",
     "SingleCollective",
+    "Sum",
     "ThreadCollective",
     "TorchCollective",
     "Work",

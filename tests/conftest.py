@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.pool import Pool
 
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Whoever connects to one of torch's stores asks for the name of its address. Where nobody answers, that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

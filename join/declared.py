@@ -125,7 +125,7 @@ class DeclaredChannel(Channel):
             step = self._step_of_header = self._step
             self._events += 1
         active = sum(steps > step for steps in self._steps)
-        flags = () if member.burst is None else tuple(member.burst.declared_flags(self.weighted))
+        flags = member.declared_flags(self.weighted)
         self._assume(announcing, active, flags, leader_alive=self._steps[self.leader] > step)
 
     @override

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from join.batch import map_tensors
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
 
 def emptied(batch: Any) -> Any:
     """Return ``batch`` with no samples in it: every tensor has length 0 along its first dimension.
@@ -36,9 +38,6 @@ def duplicate(batch: Any) -> Any:
         return batch
 
 
-_RAISE = dis.opmap["RAISE_VARARGS"]
-
-
 def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str:
     """What to tell the user of an ``error`` that came of an empty batch: the rank, who raised, and the way out.
 
@@ -53,14 +52,16 @@ def cannot_take_empty(error: Exception, rank: int, listed: Sequence[Any]) -> str
     """
     culprit: torch.nn.Module | None = None
     source, by_hand = "", False
-    traceback = error.__traceback__
+    innermost = traceback = error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
             culprit = owner
-        source = f"{traceback.tb_frame.f_globals.get('__name__')}."
-        by_hand = traceback.tb_frame.f_code.co_code[traceback.tb_lasti] == _RAISE and not source.startswith("torch.")
-        traceback = traceback.tb_next
+        innermost, traceback = traceback, traceback.tb_next
+    if innermost is not None:
+        frame = innermost.tb_frame
+        source = f"{frame.f_globals.get('__name__')}."
+        by_hand = frame.f_code.co_code[innermost.tb_lasti] == _RAISE and not source.startswith("torch.")
     of_ours = source.startswith(("join.", "joinables.", "torch.distributed."))
     of_peers = isinstance(error, (OSError, dist.DistError)) or "third_party/gloo" in str(error)
     by_tensors = type(error) in (RuntimeError, ValueError, IndexError, ZeroDivisionError) and not by_hand

@@ -16,9 +16,8 @@ answered yet, and waits for the others there::
 If all ranks have left at the same step, that was an orderly end, and nothing is shadowed; unless one that was early
 lost patience, for which the others then make up. Ranks may leave at different steps of a window; each shadows what is
 left of it for the others. The bursts that a rank shadows are those it sees the others begin, where ranks keep notes, or
-those it knows of the body, from the steps before. The
-body's own collectives it cannot shadow; there the others are free only once this process ends, which it can: the roll
-call is given up after a while.
+those it knows of the body, from the steps before. The body's own collectives it cannot shadow; there the others are
+free only once this process ends, which it can: the roll call is given up after a while.
 """
 
 from __future__ import annotations

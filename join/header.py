@@ -37,7 +37,7 @@ class Header:
     counts: Sequence[int]
     offsets: Sequence[int]
 
-    @cached_property
+    @property
     def active(self) -> int:
         """How many ranks announced."""
         return self.counts[ACTIVE]

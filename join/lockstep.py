@@ -228,7 +228,7 @@ class LockstepChannel(Channel):
         """
         member = self._members[index]
         if flags is None:
-            flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
+            flags = member.declared_flags(weighted=False)
         note = Note(index, flags, self.steps)
         self._note(note)
         if not member.interjects:

@@ -42,6 +42,10 @@ class Member:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
         self.interjects = self.burst is not None and self.burst.interjects
 
+    def declared_flags(self, weighted: bool) -> tuple[bool, ...]:
+        """Those of its burst, as :meth:`join.joinable.Burst.declared_flags`; none if it has none."""
+        return () if self.burst is None else tuple(self.burst.declared_flags(weighted))
+
     def count_step(self) -> None:
         """This rank announces a burst."""
         self.steps += 1

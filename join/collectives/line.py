@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 import torch
 from typing_extensions import override
@@ -27,6 +27,9 @@ class Sum(Work, Protocol):
 class Line(ABC):
     """Connects the ranks of a group for sums. One is under way at a time: each is done before the next is started."""
 
+    keeps_notes: ClassVar[bool] = False
+    """Whether ranks can read each other's notes."""
+
     @abstractmethod
     def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
         """Start summing words of 63 bits over all ranks.
@@ -36,11 +39,6 @@ class Line(ABC):
             seconds: after how long a rank that leaves gives it up, so that it does not keep its process from ending;
                 ``None`` if it does not.
         """
-
-    @property
-    def keeps_notes(self) -> bool:
-        """Whether ranks can read each other's notes."""
-        return False
 
     def note(self, number: int, value: int) -> None:
         """Leave a note for the others, if the line keeps any; that of ``number`` is there for the next 30 or so.

@@ -87,14 +87,7 @@ class Segment:
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of another rank is gone."""
-        import fcntl
-
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return False
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-        return True
+        return _can_lock(self._file, rank, keep=False)
 
 
 class SharedMemoryLine(Line):
@@ -104,6 +97,8 @@ class SharedMemoryLine(Line):
         segment: the memory.
         otherwise: makes the line for sums of too many words.
     """
+
+    keeps_notes = True
 
     def __init__(self, segment: Segment, otherwise: Callable[[], Line]) -> None:
         self._segment, self._otherwise = segment, otherwise
@@ -118,11 +113,6 @@ class SharedMemoryLine(Line):
         for index, word in enumerate(words):
             segment.store(place + 2 * index, word, segment.count % _HALF)
         return _Sum(segment, len(words), segment.count)
-
-    @property
-    @override
-    def keeps_notes(self) -> bool:
-        return True
 
     @override
     def note(self, number: int, value: int) -> None:
@@ -253,15 +243,24 @@ def _open(path: str, rank: int) -> int | None:
     """Open the file and lock this rank's byte of it; ``None`` if it is not there, or not wanted."""
     if not path or os.environ.get(SWITCH) == "0":
         return None
-    import fcntl  # Windows has none, but no such file either
-
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:
         return None
+    if _can_lock(file, rank, keep=True):
+        return file
+    os.close(file)
+    return None
+
+
+def _can_lock(file: int, rank: int, *, keep: bool) -> bool:
+    """Lock a rank's byte, unless another process has; let go of it at once, or keep it."""
+    import fcntl  # Windows has none, but no such file either
+
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     except OSError:
-        os.close(file)
-        return None
-    return file
+        return False
+    if not keep:
+        fcntl.lockf(file, fcntl.LOCK_UN, 1, rank)
+    return True

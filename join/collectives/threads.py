@@ -74,14 +74,11 @@ class _World:
 class _ThreadLine(GroupLine):
     """Sums in the order of everything else; notes are in what the ranks share."""
 
+    keeps_notes = True
+
     def __init__(self, world: _World, collective: ThreadCollective) -> None:
         super().__init__(collective)
         self._rank, self._notes = collective.rank, world.notes
-
-    @property
-    @override
-    def keeps_notes(self) -> bool:
-        return True
 
     @override
     def note(self, number: int, value: int) -> None:

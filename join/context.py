@@ -166,7 +166,7 @@ class Join:
             ValueError: on setting, if it is negative, infinite or NaN; in the backward, if it is 0 on all ranks.
             TypeError: on setting, if it is no number.
         """
-        return 0.0 if self.shadowing else self._weight
+        return 0.0 if self._is_open and self._channel.shadowing else self._weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:

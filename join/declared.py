@@ -136,7 +136,8 @@ class DeclaredChannel(Channel):
 
     @override
     def drain(self) -> Outcome:
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil()
         self.settle()
         made, part = divmod(self._events, len(self._cycle))

@@ -180,8 +180,7 @@ class EarlyExit:
         windows = self._windows
         if windows.at == windows.steps:  # the others have begun the next window
             windows.begin(self._next)
-        self._channel.shadow_step(windows.active)
-        windows.at += 1
+        self._channel.shadow_step(windows.begin_step())
 
     def _give_up(self, error: BaseException | None) -> None:
         """The others are held up by collectives of the body; they will be free, and read this, when this process ends.

@@ -94,9 +94,10 @@ class Farewell:
         self.tell("shadows")
         since, looks = time.monotonic(), 0
         while time.monotonic() - since < seconds:
-            note = self._channel.next_note()
-            if note is not None:
-                while self._channel.steps < note.step:
+            packed = self._channel.next_note()
+            if packed is not None:
+                note, step = self._channel.unpacked(packed)
+                while self._channel.steps < step:
                     begin_step()
                 self._begin(note, "shadows")
                 since = time.monotonic()
@@ -122,7 +123,8 @@ class Farewell:
             accounts, looks = self._accounts(all_of_them=looks % _LOOKS > 0), looks + 1
             furthest = max(accounts, default=None)
             if furthest is not None and furthest.begun > self._channel.begun:
-                self._begin(self._channel.next_note() or self._channel.unpacked(furthest.last), role)
+                note, _ = self._channel.unpacked(self._channel.next_note() or furthest.last)
+                self._begin(note, role)
             elif len(accounts) == len(self._keys) and all(
                 each.role != "shadows" and each.begun == self._channel.begun for each in accounts
             ):
@@ -140,11 +142,11 @@ class Farewell:
         self._tell(self._channel.begun, self._channel.last, role)
 
     def _begin(self, note: Note, role: Role) -> None:
-        self._tell(self._channel.begun + 1, note, role)
+        self._tell(self._channel.begun + 1, note.packed(self._channel.steps), role)
         self._channel.shadow(note)
 
-    def _tell(self, begun: int, last: Note, role: Role) -> None:
-        self._collective.set(self._keys[self._collective.rank], f"{begun} {last.packed()} {role}")
+    def _tell(self, begun: int, last: int, role: Role) -> None:
+        self._collective.set(self._keys[self._collective.rank], f"{begun} {last} {role}")
 
     def _accounts(self, *, all_of_them: bool) -> list[_Account]:
         """What ranks have told: none as long as one has not, if all are wanted, which is one request and not many."""

@@ -27,7 +27,7 @@ _WORD_BITS = 63  # the sign stays free
 
 @dataclass(frozen=True)
 class Header:
-    """One summed header, read by name.
+    """One summed header, read by name. Headers repeat, so what is read of one is kept.
 
     Attributes:
         counts: the counters.
@@ -37,27 +37,27 @@ class Header:
     counts: Sequence[int]
     offsets: Sequence[int]
 
-    @property
+    @cached_property
     def active(self) -> int:
         """How many ranks announced."""
         return self.counts[ACTIVE]
 
-    @property
+    @cached_property
     def leader_alive(self) -> bool:
         """Whether the leading rank announced."""
         return self.counts[LEADER] > 0
 
-    @property
+    @cached_property
     def failed(self) -> int:
         """How many ranks left with an exception."""
         return self.counts[FAILED]
 
-    @property
+    @cached_property
     def stopping(self) -> bool:
         """Whether an exhausted rank ends the block for all."""
         return self.counts[STOPPING] > 0
 
-    @property
+    @cached_property
     def fresh(self) -> int:
         """How many ranks had just run out of inputs."""
         return self.counts[FRESH]
@@ -103,12 +103,9 @@ class HeaderCode:
         self._places = [divmod(field, per_word) for field in range(fields)]
         self._units = [1 << (self._bits * place) for _, place in self._places]
         self._words = self._places[-1][0] + 1
-        self._unpacked: dict[tuple[int, ...], Header] = {}  # headers repeat
-
-    @property
-    def nbytes(self) -> int:
+        self._unpacked: dict[tuple[int, ...], Header] = {}
+        self.nbytes = 8 * self._words
         """Size of one header in bytes."""
-        return 8 * self._words
 
     def pack(self, fields: Sequence[int]) -> list[int]:
         """This rank's contribution: the fields that it sets to 1, as words."""

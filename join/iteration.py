@@ -105,7 +105,7 @@ class Iteration(Iterator[Any]):
             yield from self
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
-                self._channel.leave_loop = lambda: self.leave(None)  # not here, where nothing can be raised
+                self._channel.before_anything_else(lambda: self.leave(None))  # not here, where nothing can be raised
             raise
 
     @override
@@ -147,10 +147,10 @@ class Iteration(Iterator[Any]):
             windows.farewell.stop()
             self._channel.terminate_early(exhausted=windows.mine <= windows.at)
         self._step += 1
-        self._channel.meet(f"came to step {self._step} of join.iterate")
+        if self._channel.meets:
+            self._channel.meet(f"came to step {self._step} of join.iterate")
         self._has_data = windows.at < windows.mine
-        self._channel.step(windows.active)
-        windows.at += 1  # from here on, what goes wrong goes wrong in this step
+        self._channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
         self._since = time.monotonic()
         return False
 
@@ -209,7 +209,7 @@ class Iteration(Iterator[Any]):
     def _next_window(self, windows: Windows) -> None:
         """Read the roll call for the window that begins, and start the one for the next."""
         if self._length is not None:
-            windows.begin([0])  # there is none
+            windows.begin([0] * len(windows.counts))  # there is none
             return
         self._begin_window(windows, windows.read(f"came to step {self._step + 1} of join.iterate"))
         if windows.steps:
@@ -291,7 +291,8 @@ class Iteration(Iterator[Any]):
             ProtocolError, PeerError: as :meth:`join.early_exit.EarlyExit.leave`.
         """
         assert self._windows is not None
-        self.running, self._channel.leave_loop = False, None
+        self.running = False
+        self._channel.before_anything_else(None)
         try:
             EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
         finally:
@@ -300,7 +301,7 @@ class Iteration(Iterator[Any]):
     def _over(self) -> None:
         self.running, self._template = False, None
         self._ahead.close()
-        self._channel.leave_loop = None
+        self._channel.before_anything_else(None)
 
 
 def check_arguments(until: Any, dummy: Any, lookahead: Any) -> None:

@@ -138,6 +138,9 @@ class Burst(Joinable):
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
+    owes = False
+    """Whether a burst is announced but not run: a *credit*."""
+
     is_covered: ClassVar[bool] = False
     """Whether another burst's announcement covers this one wherever numbers of steps are declared."""
 
@@ -177,11 +180,6 @@ class Burst(Joinable):
     @property
     def is_due(self) -> bool:
         """Whether something was accumulated that a burst to come will reduce."""
-        return False
-
-    @property
-    def owes(self) -> bool:
-        """Whether a burst is announced but not run: a *credit*."""
         return False
 
     def fulfil(self) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from typing_extensions import override
 
@@ -41,26 +42,32 @@ MEETING = -1
 """In the place of a burst's index: no burst, but the meeting of a step."""
 
 _BITS = 16  # for an index, and for flags
+_STEPS = 1 << 29  # that notes tell apart
+_DONE = Done()
 
 
-class Note(NamedTuple):
+@dataclass(frozen=True)
+class Note:
     """What a rank has begun in a loop.
 
     Attributes:
         burst: the burst, by its index, or ``MEETING``.
         flags: what it says of the burst; ``None`` if that is not known.
-        step: in which step.
     """
 
     burst: int
     flags: tuple[bool, ...] | None = None
-    step: int = 0
 
-    def packed(self) -> int:
-        """The note as one number of less than 62 bits."""
+    @cached_property
+    def code(self) -> int:
+        """The note as a number of 32 bits."""
         told = self.flags if self.flags and len(self.flags) <= _BITS else ()
         flags = sum(1 << place for place, flag in enumerate(told) if flag)
-        return self.burst + 1 | flags << _BITS | self.step % (1 << 29) << 2 * _BITS
+        return self.burst + 1 | flags << _BITS
+
+    def packed(self, step: int) -> int:
+        """The note and the step it is of as one number of less than 62 bits."""
+        return self.code | step % _STEPS << 2 * _BITS
 
 
 class LockstepChannel(Channel):
@@ -71,22 +78,17 @@ class LockstepChannel(Channel):
 
     begun = 0
     """How many bursts this rank has begun in the loop, shadowed ones included, and with a ``timeout`` meetings."""
-    last = Note(MEETING)
-    """The last of them."""
+    last = Note(MEETING).packed(0)
+    """The last of them, a packed note."""
     steps = 0
     """How many steps of the loop it has begun."""
+    meets = False
+    """Whether all ranks meet in each step."""
 
     has_been_left: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a rank has left the loop under way."""
 
-    leave_loop: Callable[[], None] | None = None
-    """What is to be done before the next announcement, because this rank has broken out of the loop."""
-
-    @property
-    @override
-    def shadowing(self) -> bool:
-        has_broken_out = self.leave_loop is not None
-        return self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
+    _leave_loop: Callable[[], None] | None = None
 
     @override
     def somebody_has_left(self) -> bool:
@@ -102,9 +104,10 @@ class LockstepChannel(Channel):
             ProtocolError: on all ranks, if some do something else.
             PeerError: if a rank has failed.
         """
-        self._check_open()
-        if self.leave_loop is not None:
-            self.leave_loop()
+        if self.closed:
+            self._refuse()
+        if self._leave_loop is not None:
+            self._leave_loop()
         if self.in_lockstep:
             raise JoinError(ONE_AT_A_TIME)
         self.fulfil()
@@ -115,24 +118,26 @@ class LockstepChannel(Channel):
             self.close_with(PeerError(self._failures(header.failed)))
         if header.announcements:
             self.confirm()
-        if header.active < self.collective.world_size:
-            missing = self.collective.world_size - header.active
+        if header.active < self._world_size:
+            missing = self._world_size - header.active
             self._break_off_with(
                 ProtocolError(f"{header.active} ranks began a loop over join.iterate, and {missing} had left the block")
             )
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
         self._notes = self.collective.line(1)
+        self._noted: dict[tuple[int, tuple[bool, ...]], Note] = {}  # they repeat
         self.loop += 1
-        self.active_ranks = (1 << self.collective.world_size) - 1
-        self._sequence: list[Note] = []  # the bursts of this step so far
+        self._all_ranks = (1 << self._world_size) - 1
         self._in_last_burst = 0
+        self._begin_step(self._all_ranks)
         self.begun = self.steps = 0
         # Those of a step, as far as known: all, until one has shown it.
         self._knows_a_step = False
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
-        self._meeting = None if self.timeout is None else self.collective.line(2)
+        self.meets = self.timeout is not None
+        self._meeting = self.collective.line(2) if self.meets else None
         for line in (self._notes, self._meeting):  # and all ranks meet once more before they use it
             if line is not None:
                 line.restart()
@@ -142,15 +147,10 @@ class LockstepChannel(Channel):
         by_another = any(self.may_announce_early(burst) for _, burst in self._bursts)
         return not (member.interjects or (is_covered and by_another))
 
-    @property
-    def meets(self) -> bool:
-        """Whether all ranks meet in each step."""
-        return self._meeting is not None
-
     def meet(self, doing: str) -> None:
         """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
         if self._meeting is not None:
-            self._note(Note(MEETING, (), self.steps))
+            self._note(Note(MEETING, ()))
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
             self.wait(self._meeting.sum([0]), doing)
@@ -161,7 +161,8 @@ class LockstepChannel(Channel):
         Args:
             active: the ranks that have data in it, as a bit mask.
         """
-        self._check_open()
+        if self.closed:
+            self._refuse()
         # A step without bursts may be one of several that accumulate gradients.
         if self._sequence or (self._knows_a_step and not self._in_last_burst):
             self._usual = self._sequence
@@ -169,35 +170,50 @@ class LockstepChannel(Channel):
         self._begin_step(active)
 
     def _begin_step(self, active: int) -> None:
-        self._sequence, self.active_ranks = [], active
+        self._sequence: list[Note] = []  # the bursts of this step so far
+        self.active_ranks = active
+        self.shadowing = not active >> self._rank & 1
         self.steps += 1
 
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        self.in_lockstep = False
-        if self.active_ranks != (1 << self.collective.world_size) - 1:
+        self.in_lockstep = self.shadowing = False
+        if self.active_ranks != self._all_ranks:
             self._last_active = self._in_last_burst or self.active_ranks
             for _, burst in self._bursts:
                 burst.loop_ended(_lowest(self._last_active))
 
     def end_step(self) -> None:
         """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil()
-        self.settle()
+        if self._unsettled:
+            self.settle()
+
+    def before_anything_else(self, leave: Callable[[], None] | None) -> None:
+        """What is to be done before the next announcement, because this rank has broken out of the loop.
+
+        Args:
+            leave: what; ``None`` if nothing is, or it is being done.
+        """
+        self._leave_loop = leave
+        self.shadowing = leave is None and self.in_lockstep and not self.active_ranks >> self._rank & 1
 
     # -- bursts -------------------------------------------------------------------------------------------------------
 
     @override
     def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
-        if self.leave_loop is not None:
-            self.leave_loop()
+        if self._leave_loop is not None:
+            self._leave_loop()
         if not self.in_lockstep:
             return super().announce(joinable, confirm=confirm)
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil(but=joinable)
-        self.settle()
+        if self._unsettled:
+            self.settle()
         index = self._index[id(joinable)]
         member = self._members[index]
         if self.shadowing:
@@ -206,16 +222,17 @@ class LockstepChannel(Channel):
             member.count_step()
         self._compute(index)
         self._outstanding = list(member.followers)
-        return Done()
+        return _DONE
 
     @override
     def follow(self, joinable: Joinable) -> None:
-        if self.leave_loop is not None:
-            self.leave_loop()
+        if self._leave_loop is not None:
+            self._leave_loop()
         if not self.in_lockstep:
             super().follow(joinable)
             return
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil(complete=False)
         self._outstanding = [member for member in self._outstanding if member.joinable is not joinable]
 
@@ -229,18 +246,20 @@ class LockstepChannel(Channel):
         member = self._members[index]
         if flags is None:
             flags = member.declared_flags(weighted=False)
-        note = Note(index, flags, self.steps)
+        note = self._noted.get((index, flags))
+        if note is None:
+            note = self._noted[index, flags] = Note(index, flags)
         self._note(note)
         if not member.interjects:
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
         leads = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
-        self._assume(index, self.collective.world_size, flags, leader_alive=leads)
+        self._assume(index, self._world_size, flags, leader_alive=leads)
         self._sent_by, self._was_active = member, not self.shadowing
 
     def _note(self, note: Note) -> None:
-        self.begun, self.last = self.begun + 1, note
-        self._notes.note(self.begun, note.packed())
+        self.begun, self.last = self.begun + 1, note.packed(self.steps)
+        self._notes.note(self.begun, self.last)
 
     @override
     def fail(self, error: BaseException) -> None:
@@ -267,22 +286,22 @@ class LockstepChannel(Channel):
         """Whether a rank that leaves can see what the others have begun."""
         return self._notes.keeps_notes
 
-    def next_note(self) -> Note | None:
-        """What another rank has begun next, of what this one has not, if the ranks keep notes."""
-        for rank in range(self.collective.world_size):
+    def next_note(self) -> int | None:
+        """What another rank has begun next, of what this one has not, if the ranks keep notes; a packed note."""
+        for rank in range(self._world_size):
             number = self._notes.noted(rank, self.begun + 1)
             if number is not None:
-                return self.unpacked(number)
+                return number
         return None
 
-    def unpacked(self, number: int) -> Note:
-        """The note of which ``number`` is the packed form."""
+    def unpacked(self, number: int) -> tuple[Note, int]:
+        """The note of which ``number`` is the packed form, and its step."""
         rest, index = divmod(number, 1 << _BITS)
         step, flags = divmod(rest, 1 << _BITS)
         burst = self._members[index - 1].burst if index else None
         count = 0 if burst is None else burst.flag_count
         told = tuple(bool(flags >> place & 1) for place in range(count))
-        return Note(index - 1, told if count <= _BITS else None, step)
+        return Note(index - 1, told if count <= _BITS else None), step
 
     @property
     def expected(self) -> Note | None:

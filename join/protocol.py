@@ -89,16 +89,17 @@ class Channel:
     """There: which ranks have data in this step, as a bit mask."""
     loop = 0
     """There: the number of the loop."""
+    shadowing = False
+    """There: whether this rank has no data in this step."""
+    throws = False
+    """Whether all ranks raise as soon as one has run out."""
+    timeout: float | None = None
+    """Seconds after which a rank that does not come is an error, if any."""
 
     @property
     def shadows_for_nobody(self) -> bool:
         """There: whether this rank has left, and what it shadows may be a step that nobody makes."""
         return self.leaving and self.in_lockstep
-
-    @property
-    def shadowing(self) -> bool:
-        """There: whether this rank has no data in this step."""
-        return False
 
     def somebody_has_left(self) -> bool:
         """There: whether a rank has left, so that what this one takes part in is not what it seems; asks the store."""
@@ -106,7 +107,7 @@ class Channel:
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
-        self._rank = collective.rank
+        self._rank, self._world_size = collective.rank, collective.world_size
         self.scopes: list[Scope] = []
         self.tally = Tally()
         self.leader = 0
@@ -151,28 +152,17 @@ class Channel:
         self._index = {id(member.joinable): index for index, member in enumerate(self._members)}
         self._bursts = [(index, member.burst) for index, member in enumerate(self._members) if member.burst is not None]
         flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self._members]
-        self._code = HeaderCode(flag_counts, self.collective.world_size)
+        self._code = HeaderCode(flag_counts, self._world_size)
         self._assumed: dict[tuple[int, int, bool, tuple[bool, ...]], Header] = {}  # they repeat
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
         self._comes_between = any(burst.comes_between for _, burst in self._bursts)
         self._tracks_leader = any(burst.tracks_leader for _, burst in self._bursts)
         self._outstanding = []
-
-    @property
-    def throws(self) -> bool:
-        """Whether all ranks raise as soon as one has run out."""
-        return bool(self.scopes) and self.scopes[-1].throw
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds after which a rank that does not come is an error, if any."""
-        return self.scopes[-1].timeout if self.scopes else None
-
-    @property
-    def _awaits_all(self) -> bool:
-        """Whether every header is awaited, so that no burst runs ahead of its own."""
-        return self.throws or self.timeout is not None
+        if self.scopes:
+            self.throws, self.timeout = self.scopes[-1].throw, self.scopes[-1].timeout
+        # Whether every header is awaited, so that no burst runs ahead of its own.
+        self._awaits_all = self.throws or self.timeout is not None
 
     def may_announce_early(self, burst: Burst) -> bool:
         """Whether ``burst`` may announce long before it runs.
@@ -207,7 +197,8 @@ class Channel:
         """
         index = self._index[id(joinable)]
         member = self._members[index]
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil(but=joinable)
         if self._outstanding and not member.interjects:
             missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
@@ -215,19 +206,21 @@ class Channel:
                 f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must notify"
                 " once after each of its bursts; one that keeps its own time derives from join.Burst"
             )
-        self.settle()
+        if self._unsettled:
+            self.settle()
         work = self._send([ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE], index)
         self._sent_by = member
         if not member.interjects:
             self._outstanding = list(member.followers)
         member.count_step()
-        if self._awaits_all or (confirm and self.has_several_bursts and member is not self._ahead):
+        if self._awaits_all or (member is not self._ahead and confirm and self.has_several_bursts):
             self.confirm()
         return work
 
     def follow(self, joinable: Joinable) -> None:
         """Note that a follower is about to run its burst."""
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil(complete=False)
         for member in self._outstanding:
             if member.joinable is joinable:
@@ -250,16 +243,20 @@ class Channel:
         header = self.read()
         if header.stopping:
             self.terminate_early(exhausted=False)
-        self._check_converged(header)
+        if header.diverged:
+            self._end_diverged(header)
         return header
 
     def read(self) -> Header:
         """Wait for the last header, without passing judgement on it."""
         if self._header is None:
             assert self._work is not None
-            sender = self._sent_by
-            doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
-            self.wait(self._work, f"{doing} (header {self.tally.headers})")
+            if self.timeout is None:
+                self._work.wait()
+            else:
+                sender = self._sent_by
+                doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
+                self.wait(self._work, f"{doing} (header {self.tally.headers})")
             self._header = self._code.unpack(self._work.words())
             for index in self._header.announcements:
                 self._last_of[id(self._members[index].joinable)] = self._header
@@ -300,15 +297,17 @@ class Channel:
             follower.hook.main_hook()
 
     def settle(self) -> None:
-        """Act on the previous header, if it was not acted on before."""
+        """Act on the previous header, if it was not acted on before and there is something to do."""
         if not self._unsettled:
             return
         header = self.read()
-        self._check_converged(header)
+        if header.diverged:
+            self._end_diverged(header)
         self._unsettled = False
         if header.failed:
             self.close_with(PeerError(self._failures(header.failed)))
-        self.lead()
+        if not self._leads:
+            self.lead()
 
     def lead(self) -> int:
         """The rank that leads from the last header's burst on: a new one, if the old one was not among its ranks.
@@ -323,8 +322,7 @@ class Channel:
 
     def elect(self, candidate: bool) -> int:
         """Find the lowest rank among the candidates: one all-reduce, awaited."""
-        rank, world_size = self.collective.rank, self.collective.world_size
-        vote = torch.tensor([rank if candidate else world_size])
+        vote = torch.tensor([self._rank if candidate else self._world_size])
         self.collective.all_reduce(vote, "min").wait()
         return int(vote.item())
 
@@ -337,7 +335,8 @@ class Channel:
             EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
-        self._check_open()
+        if self.closed:
+            self._refuse()
         self.fulfil()
         self.settle()
         fresh = True
@@ -348,7 +347,7 @@ class Channel:
                 self._unsettled = False
                 if header.failed:
                     self.close_with(PeerError(self._failures(header.failed)))
-                even = header.fresh == self.collective.world_size
+                even = header.fresh == self._world_size
                 if not even:
                     self.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh)
@@ -390,7 +389,8 @@ class Channel:
             self._shadow(header)
 
     def _shadow(self, header: Header) -> None:
-        self._check_converged(header)
+        if header.diverged:
+            self._end_diverged(header)
         for index in header.announcements:
             self._members[index].shadowed += 1
             self._shadow_member(self._members[index])
@@ -440,7 +440,7 @@ class Channel:
                 counts[at + 1 + place] = active if told else 0
             header = self._assumed[key] = Header(counts, self._code.offsets)
         self._header = self._last_of[id(member.joinable)] = header
-        self._unsettled, self._leads = True, False
+        self._unsettled, self._leads = not leader_alive, leader_alive  # of all that one settles, the leader is left
 
     def _exchange(self, fields: Sequence[int]) -> Header:
         started = time.monotonic()
@@ -451,10 +451,8 @@ class Channel:
         finally:
             self.tally.idle += time.monotonic() - started
 
-    def _check_converged(self, header: Header) -> None:
-        """Raise if active ranks announced different bursts, after helping the one that could not wait."""
-        if not header.diverged:
-            return
+    def _end_diverged(self, header: Header) -> NoReturn:
+        """Active ranks announced different bursts: raise, after helping the one that could not wait."""
         ahead = self._ahead if self.has_several_bursts else self._members[0]
         others_ran_ahead = ahead is not None and ahead is not self._sent_by and not self._awaits_all
         if ahead is not None and others_ran_ahead and self._members.index(ahead) in header.announcements:
@@ -473,9 +471,8 @@ class Channel:
     def _failures(self, count: int) -> str:
         return "; ".join(self.collective.get(f"{self.key}/failure/{number}") for number in range(1, count + 1))
 
-    def _check_open(self) -> None:
-        if self.closed:
-            raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
+    def _refuse(self) -> NoReturn:
+        raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
 
     def terminate_early(self, *, exhausted: bool) -> NoReturn:
         """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""

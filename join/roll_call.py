@@ -23,16 +23,13 @@ class RollCall:
     """
 
     def __init__(self, collective: Collective, line: Line, largest: int) -> None:
-        self._collective, self._line = collective, line
+        self._rank, self._line = collective.rank, line
         self._bits = largest.bit_length()
         per_word = _WORD_BITS // self._bits
         self._places = [divmod(rank, per_word) for rank in range(collective.world_size)]
         self._words = self._places[-1][0] + 1
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 8 * self._words
         """Size of one call in bytes."""
-        return 8 * self._words
 
     def call(self, mine: int, seconds: float | None = None) -> Work:
         """Start a call, to which this rank answers ``mine``; the one before must have been read.
@@ -42,7 +39,7 @@ class RollCall:
             seconds: after how long the call is given up, if this rank does not wait for ever.
         """
         words = [0] * self._words
-        word, place = self._places[self._collective.rank]
+        word, place = self._places[self._rank]
         words[word] = mine << (self._bits * place)
         self._sum = self._line.sum(words, seconds)
         return self._sum

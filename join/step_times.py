@@ -6,7 +6,7 @@ what is beyond.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect
 
 PER_DECADE = 8
 _SHORTEST = 1e-4  # seconds
@@ -31,5 +31,4 @@ class StepTimes:
     def step(self, now: float) -> None:
         """A step is made."""
         took, self._last = now - self._last, now
-        place = math.floor(math.log10(took / _SHORTEST) * PER_DECADE) if took > _SHORTEST else 0
-        self.counts[min(place, BINS - 1)] += 1
+        self.counts[bisect(EDGES, took, 1, BINS) - 1] += 1

@@ -31,14 +31,20 @@ class Windows:
     def __init__(self, channel: LockstepChannel, size: int | None, *, until_first: bool) -> None:
         self._until_first = until_first
         self._channel, self._collective = channel, channel.collective
+        self._rank = self._collective.rank
         self._line = self._collective.line(1)
         self.key = f"{channel.key}/loop/{channel.loop}"
         self.counts: list[int] = []
         """How many batches each rank has in this window."""
+        self.mine = 0
+        """How many this rank has."""
         self.steps = 0
         """How many steps this window has."""
         self.at = 0
         """How many of them were begun."""
+        # Up to which step of the window which ranks have a batch, as a bit mask; and the place that the loop is at.
+        self._stretches: list[tuple[int, int]] = []
+        self._stretch = 0
         self.farewell = Farewell(self._collective, channel, self.key)
         channel.has_been_left = self.farewell.has_begun
         self.under_way: Work | None = None
@@ -58,21 +64,25 @@ class Windows:
 
     def begin(self, counts: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
-        self.counts, self.at = counts, 0
-        self.steps = self._steps_of(counts)
+        self.at = self._stretch = 0
+        if counts == self.counts:
+            return
+        self.counts, self.mine, self.steps = counts, counts[self._rank], self._steps_of(counts)
+        self._stretches = [
+            (end, sum(1 << rank for rank, count in enumerate(counts) if count >= end))
+            for end in sorted(set(counts))
+            if end > 0
+        ]
 
     def _steps_of(self, counts: list[int]) -> int:
         return min(counts) if self._until_first else max(counts)
 
-    @property
-    def active(self) -> int:
-        """The ranks that have a batch in the next step, as a bit mask."""
-        return sum(1 << rank for rank, count in enumerate(self.counts) if count > self.at)
-
-    @property
-    def mine(self) -> int:
-        """How many batches this rank has in this window."""
-        return self.counts[self._collective.rank]
+    def begin_step(self) -> int:
+        """A step begins; the ranks that have a batch in it, as a bit mask."""
+        self.at += 1
+        while self._stretches[self._stretch][0] < self.at:
+            self._stretch += 1
+        return self._stretches[self._stretch][1]
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
@@ -101,7 +111,7 @@ class Windows:
         if self._channel.shadowing:
             self._channel.tally.idle += time.monotonic() - started
         self.under_way = None
-        replies = self.replies
+        replies = self._roll_call.answers()
         if self.answers.some_end(replies):
             with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
                 self.farewell.part("stopped")

@@ -13,10 +13,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
@@ -24,6 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_engine: Any = Variable._execution_engine
 
 _NEEDED: dict[Any, tuple[str, ...]] = {
     dist.Reducer: (
@@ -36,7 +43,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
         "prepare_for_forward",
     ),
     DistributedDataParallel: ("_assign_modules_buffers", "_sync_module_buffers", "_check_sync_bufs_post_fwd"),
-    Variable._execution_engine: ("queue_callback",),
+    _engine: ("queue_callback",),
 }
 for _owner, _names in _NEEDED.items():
     for _name in _names:
@@ -51,6 +58,16 @@ def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
+def is_compiling() -> bool:
+    """Whether functions that are called now are compiled. Stands in for a disabled function that costs nothing."""
+    return get_eval_frame_callback() is not None
+
+
+def not_compiled(function: F) -> F:
+    """Leave a function uncompiled, but not what it calls. Stands in for a disabled function that costs nothing."""
+    return cast("F", skip(function))
+
+
 # -- autograd -------------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +77,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
     queue another, which runs after all that were queued before.
     """
-    cast("Any", Variable._execution_engine).queue_callback(callback)
+    _engine.queue_callback(callback)
+
+
+def after_reduction(callback: Callable[[], None]) -> None:
+    """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
+    _engine.queue_callback(partial(_engine.queue_callback, callback))
 
 
 def in_backward() -> bool:
@@ -119,7 +141,7 @@ def restore_buffers(ddp: DistributedDataParallel, copies: Sequence[torch.Tensor]
 
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
     """Keep the next forward from synchronising buffers by itself. Stands in for a switch that DDP lacks."""
-    vars(ddp).update(require_forward_param_sync=False)  # a plain attribute; Module.__setattr__ costs ten times as much
+    vars(ddp)["require_forward_param_sync"] = False  # a plain attribute; Module.__setattr__ costs ten times as much
 
 
 # -- DistributedDataParallel: gradients -----------------------------------------------------------------------------

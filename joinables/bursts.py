@@ -48,26 +48,21 @@ class BufferSync(DDPBurst):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
-        self._due = self._after_forward = self._are_new = False
+        self._after_forward = self._are_new = False
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._due = False
+        self.owes = False
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
 
     @override
     def main_hook(self) -> None:
-        self._due = False
+        self.owes = False
         # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
         # step before still has what all have to start from.
         reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._channel.leader)
-
-    @property
-    @override
-    def owes(self) -> bool:
-        return self._due
 
     @override
     def fulfil(self) -> None:
@@ -75,13 +70,13 @@ class BufferSync(DDPBurst):
 
     def announced(self) -> None:
         """A header that covers the buffers was sent; with a comm hook for after the forward they can wait."""
-        self._due = True
+        self.owes = True
         if not self._after_forward:
             self.main_hook()
 
     def forward_ended(self) -> None:
         """The forward is over, so buffers that waited for it are due."""
-        if self._due:
+        if self.owes:
             self.main_hook()
 
     @override
@@ -96,6 +91,8 @@ class BucketRebuild(DDPBurst):
     interjects = True
     due = False
     """On a joined rank: whether a backward has been shadowed after which the active ranks announce a rebuild."""
+    pending = False
+    """Whether it is still to come, in the life of this module."""
 
     @override
     def attach(self, join: Join) -> None:
@@ -106,13 +103,13 @@ class BucketRebuild(DDPBurst):
     def main_hook(self) -> None:
         self.due = False
         reducer.rebuild_buckets(self._ddp)
+        self.pending = reducer.will_rebuild_buckets(self._ddp)
 
     def expect(self) -> None:
         """A backward has been shadowed."""
-        self.due = reducer.will_rebuild_buckets(self._ddp)
+        self.due = self.pending
 
-    def run_if_due(self) -> None:
-        """An active rank's backward is over: announce and do the rebuild, if this was the one that allows it."""
-        if reducer.will_rebuild_buckets(self._ddp):
-            self._channel.announce(self)
-            self.main_hook()
+    def run(self) -> None:
+        """An active rank's backward is over: announce and do the rebuild."""
+        self._channel.announce(self)
+        self.main_hook()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -57,7 +58,6 @@ class GradientSync(DDPBurst):
         self._usage = Usage(self._parameters)
         self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
         self._divide_by_initial_world_size = True
-        self._credit = False  # announced, and the backward has not begun
         self._with_buffers = False  # this burst's header covers the buffers too
         self._weighted = False  # in this burst, weights are summed
         self._weights_agreed = False  # that all active ranks set a weight was made sure of
@@ -101,6 +101,7 @@ class GradientSync(DDPBurst):
         ddp = self._ddp
         self._may_hold_result = _may_hold_result.get(ddp, True)
         self._param_sync = ddp.require_forward_param_sync
+        self._counts_use = bool(ddp.find_unused_parameters and not ddp.static_graph)  # in lockstep
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
         self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
 
@@ -112,7 +113,7 @@ class GradientSync(DDPBurst):
         del self._join
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
-        self._credit = self._armed = self._in_backward = False
+        self.owes = self._armed = self._in_backward = False
 
     @override
     def synchronise(self, source: int) -> None:
@@ -143,11 +144,6 @@ class GradientSync(DDPBurst):
 
     @property
     @override
-    def owes(self) -> bool:
-        return self._credit
-
-    @property
-    @override
     def is_due(self) -> bool:
         return self._unsynced
 
@@ -160,13 +156,14 @@ class GradientSync(DDPBurst):
         Raises:
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
-        self._credit = False
+        self.owes = False
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
         has_data = not self._join.shadowing or self._unsynced
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._armed = False
-        self._rebuild.run_if_due()
+        if self._rebuild.pending:
+            self._rebuild.run()
         if missed:
             self._channel.protest(
                 f"rank {self._collective.rank} skipped {self.join_name}, which others ran, so it has no gradients where"
@@ -228,7 +225,8 @@ class GradientSync(DDPBurst):
             holding: whether an active rank still has the last reduction's result in its gradients.
         """
         self._begin_use()
-        self._weights.take_back(self._share_of_result)
+        if self._weights.aside:
+            self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
         if not (self._unsynced or holding):
             self._drop_gradients()
@@ -274,32 +272,24 @@ class GradientSync(DDPBurst):
         reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
             self._in_backward = False  # a backward that raised did not come to its end
-            if self._ddp.find_unused_parameters and not self._armed:
-                self._forget_use_of_zeroed()
-            self._weights.watch()
-            if self._counts_use:
-                self._usage.watch()
-            if self._synchronises:
+            if self._ddp.find_unused_parameters:
+                self._watch_use()
+            if self._join.weight is not None:
+                self._weights.watch()
+            if self._ddp.require_backward_grad_sync and not self.owes:
                 self._announce_forward()
-        if self._join.shadowing:
+        if self._channel.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
 
-    @property
-    def _counts_use(self) -> bool:
-        return self._channel.in_lockstep and self._ddp.find_unused_parameters and not self._ddp.static_graph
-
-    def _forget_use_of_zeroed(self) -> None:
-        if self._has_no_gradient:
+    def _watch_use(self) -> None:
+        if self._has_no_gradient and not self._armed:
             reducer.forget_use(self._ddp)
-
-    @property
-    def _synchronises(self) -> bool:
-        return bool(self._ddp.require_backward_grad_sync)
+        if self._counts_use and self._channel.in_lockstep:
+            self._usage.watch()
 
     def _announce_forward(self) -> None:
-        if self._credit:
-            return
-        self._see_zeroed(values=False)
+        if self._may_hold_result:
+            self._see_zeroed(values=False)
         # A forward cannot know whether the last result will be there (zero_grad may follow), nor count contributors for
         # nothing. With buffers it needs a header anyway.
         initial = self._divide_by_initial_world_size
@@ -311,28 +301,28 @@ class GradientSync(DDPBurst):
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
-            self._credit = True
+            self.owes = True
         elif self._buffers is not None:
             self._channel.announce(self._buffers)
         if self._buffers is not None:
             self._buffers.announced()
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
-        if self._join.shadowing:  # a dummy leaves no trace
+        if self._channel.shadowing:  # a dummy leaves no trace
             reducer.restore_buffers(self._ddp, self._buffers_before)
             self._buffers_before = []
         if not torch.is_grad_enabled():
             return
         if self._buffers is not None:
             self._buffers.forward_ended()
-        synchronises = self._synchronises
+        synchronises = bool(self._ddp.require_backward_grad_sync)
         self._armed |= synchronises
-        outputs = list(tensors_with_grad(output))
+        outputs: Any = tensors_with_grad(output)
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
-        hook = self._on_synchronised_gradient if synchronises else self._on_local_gradient
+        hook = partial(self._gradient_enters, synchronises)
         for tensor in outputs:
-            handle = cast("Any", tensor).register_hook(hook)
+            handle = tensor.register_hook(hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._handles.append(handle)
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
@@ -341,33 +331,33 @@ class GradientSync(DDPBurst):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _on_synchronised_gradient(self, gradient: torch.Tensor) -> None:
-        self._begin_backward(synchronised=True)
+    # The calls here find cold caches after a step's arithmetic and cost microseconds each, as much as a small layer. So
+    # what is mostly not to be done is asked for before it is called.
 
-    def _on_local_gradient(self, gradient: torch.Tensor) -> None:
-        self._begin_backward(synchronised=False)
-
-    def _begin_backward(self, *, synchronised: bool) -> None:
+    def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
         """A gradient enters the module: the first one of a backward begins it."""
         if self._in_backward or not self._handles:
             return
         self._in_backward = True
-        self._forget_zeroed()
-        self._see_zeroed(values=True)
-        self._weights.begin_backward(holds_result=self._sets_result_aside())
+        if self._unsynced or self._had_data or self._weights.window:
+            self._forget_zeroed()
+        if self._may_hold_result:
+            self._see_zeroed(values=True)
+        if self._join.weight is not None:
+            self._weights.begin_backward(holds_result=self._sets_result_aside())
         self._begin_use()
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         if self._armed or synchronised:
             self._begin_reduction()
         else:
-            self._unsynced |= not self._join.shadowing
+            self._unsynced |= not self._channel.shadowing
             reducer.after_backward(self._end_backward)
 
     def _begin_reduction(self) -> None:
         if not self._armed:  # a second backward, of which DDP itself would not reduce the gradients
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
-        if not self._credit:
+        if not self.owes:
             if self._channel.declared and self._buffers is not None:
                 raise ProtocolError(
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
@@ -375,13 +365,14 @@ class GradientSync(DDPBurst):
                 )
             self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
-            self._credit = True  # still owed to the others, if this rank raises now
+            self.owes = True  # still owed to the others, if this rank raises now
         if self._channel.in_lockstep:
             self._weighted = self._weights.agree()
         else:
             self._check_weights()
-        self._weights.take_back(self._share_of_result)
-        self._credit = False
+        if self._weights.aside:
+            self._weights.take_back(self._share_of_result)
+        self.owes = False
         self._count_contributors(self._weights.window if self._weighted else 1.0)
         holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
         if holding and not self._channel.in_lockstep:
@@ -389,9 +380,9 @@ class GradientSync(DDPBurst):
                 raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
-        self._static_graph.watch(self._collective)
-        # Queued now, it runs before the reducer's own callback, and what it queues runs after it.
-        reducer.after_backward(lambda: reducer.after_backward(self._end_reduction))
+        if self._ddp.static_graph:
+            self._static_graph.watch(self._collective)
+        reducer.after_reduction(self._end_reduction)
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -401,22 +392,26 @@ class GradientSync(DDPBurst):
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
         self._may_hold_result = True
-        self._weights.put_back(self._used_anywhere)
-        self._weights.forget()
+        if self._weights.aside:
+            self._weights.put_back(self._used_anywhere)
+        self._weights.window = 0.0
         self._scale()
         self._end_use()
-        self._rebuild.run_if_due()
+        if self._rebuild.pending:
+            self._rebuild.run()
 
     def _begin_use(self) -> None:
-        """In lockstep, a backward begins: note who has data, and, if it is the first of a reduction, the gradients."""
+        """A backward begins: in lockstep, note who has data, and, if it is the first of a reduction, the gradients."""
+        if not self._channel.in_lockstep:
+            return
         if self._counts_use and not self._had_data:
             self._usage.begin_window()
         self._had_data |= self._channel.active_ranks
         self._had_dummies |= self._channel.active_ranks != self._all_ranks
 
     def _end_use(self) -> None:
-        """In lockstep, a reduction is over: what only dummies used is put back."""
-        if self._counts_use:
+        """A reduction is over: in lockstep, what only dummies used is put back."""
+        if self._counts_use and self._channel.in_lockstep:
             self._usage.end_reduction(with_dummies=self._had_dummies)
         self._had_data, self._had_dummies = 0, False
 
@@ -446,12 +441,15 @@ class GradientSync(DDPBurst):
     def _count_contributors(self, mine: float) -> None:
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""
         self._contributors = None
-        channel, initial = self._channel, self._divide_by_initial_world_size
-        uncounted = self._with_buffers and not (channel.declared or channel.in_lockstep)
-        unseen = uncounted or channel.someone_may_contribute_unseen()
-        if self._weighted or (unseen and not initial):
+        if self._weighted or not (self._divide_by_initial_world_size or self._header_tells_contributors):
             count = torch.tensor(mine, dtype=torch.float64)
             self._contributors = count, self._collective.all_reduce(count)
+
+    @property
+    def _header_tells_contributors(self) -> bool:
+        channel = self._channel
+        in_time = not self._with_buffers or channel.declared or channel.in_lockstep
+        return in_time and not channel.someone_may_contribute_unseen()
 
     def _scale(self) -> None:
         """Turn the sum over ranks, divided by the world size, into the mean over contributors, or the weighted one.
@@ -486,7 +484,7 @@ class GradientSync(DDPBurst):
         """Whether the gradients hold the last result alone, and this rank may not contribute it as it is."""
         if not self._may_hold_result or self._weights.window:
             return False
-        return self._weights.in_use or (self._join.shadowing and not self._had_data >> self._collective.rank & 1)
+        return not self._channel.shadowing or not self._had_data >> self._collective.rank & 1
 
     @property
     def _share_of_result(self) -> float:
@@ -496,12 +494,11 @@ class GradientSync(DDPBurst):
     # -- what the gradients hold --------------------------------------------------------------------------------------
 
     def _forget_zeroed(self) -> None:
-        """What was accumulated and not reduced is gone if ``zero_grad`` was called since: then it must not count.
+        """What was accumulated is gone if ``zero_grad`` was called since: then it must not count.
 
         Gradients that are 0 tell nothing: those of a batch may be.
         """
-        accumulated = self._unsynced or self._had_data or self._weights.window
-        if accumulated and self._has_no_gradient:
+        if self._has_no_gradient:
             self._unsynced, self._had_data, self._had_dummies = False, 0, False
             self._weights.forget()
 
@@ -515,8 +512,8 @@ class GradientSync(DDPBurst):
         Whether a reduction adds to the last one's result matters to joined ranks: they then contribute what they
         received. Not where the mean is over contributors: all of these have it, and the others need not.
         """
-        if not self._may_hold_result:
-            return
         look = values and self._divide_by_initial_world_size
-        gradients = (parameter.grad for parameter in self._parameters if parameter.grad is not None)
-        self._may_hold_result = any(not look or bool(gradient.any()) for gradient in gradients)
+        for parameter in self._parameters:
+            if parameter.grad is not None and not (look and not parameter.grad.any()):
+                return
+        self._may_hold_result = False

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from joinables._torch_reducer import is_compiling, not_compiled
+
 
 class ModuleHook:
     """A module hook that copies and pickles as one that does nothing: a copy of the module is in no block.
@@ -18,13 +20,20 @@ class ModuleHook:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, *args: Any) -> Any:
         """Do it."""
-        return self._call(*args)
+        return _uncompiled(self._call, *args) if is_compiling() else self._call(*args)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ModuleHook, (_do_nothing,)
+
+
+def _run(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
+_uncompiled: Any = torch.compiler.disable(_run)  # a call through this is costly, also where nothing is compiled
 
 
 def _do_nothing(*_: Any) -> None:

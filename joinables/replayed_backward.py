@@ -156,7 +156,7 @@ class ReplayedBackward(ReplayedBurst):
         graph = self._current
         if graph is None or reducer.in_backward():
             return
-        outputs = list(tensors_with_grad(output))
+        outputs = tensors_with_grad(output)
         if not outputs and hides_tensors(output):
             raise JoinError(
                 f"{type(module).__name__} returns a {type(output).__name__}, in which Join finds no tensor, so it"
@@ -200,10 +200,10 @@ class ReplayedBackward(ReplayedBurst):
         self._weighted = self._weights.in_use
         self._channel.announce(self)
         self._channel.read()
-        self._weights.begin_backward(holds_result=False)
+        if self._weights.current is not None:
+            self._weights.begin_backward(holds_result=False)
         self._begin(complete=self._reduction.reduces[1])
-        # Queued now, it runs before those of FSDP and DDP, and what it queues runs after them.
-        reducer.after_backward(lambda: reducer.after_backward(self._end_backward))
+        reducer.after_reduction(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward, self._entered = False, None

@@ -40,7 +40,7 @@ class OptimizerStep(Announcing):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._optimizer = optimizer
-        self._announced = self._shadowing = False
+        self._shadowing = False
 
     @property
     @override
@@ -56,7 +56,7 @@ class OptimizerStep(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._hyperparameters = Hyperparameters(self._optimizer, join)
-        self._announced = self._shadowing = False
+        self.owes = self._shadowing = False
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._local_optimizer.register_step_post_hook(self._after_local_step),
@@ -79,26 +79,21 @@ class OptimizerStep(Announcing):
     def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._shadowing:
             return
-        if not self._announced:
+        if not self.owes:
             self._announce()
         self._channel.confirm()
         self._hyperparameters.share(active=True)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._announced = False
+        self.owes = False
 
     def _announce(self) -> None:
         self._channel.announce(self, confirm=False)
-        self._announced = True
-
-    @property
-    @override
-    def owes(self) -> bool:
-        return self._announced
+        self.owes = True
 
     @override
     def fulfil(self) -> None:
-        self._announced = False
+        self.owes = False
         self._hyperparameters.share(active=True)
 
     # -- the joined side ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -13,19 +13,18 @@ from join.collectives import Collective
 from join.transfer import broadcast_tree
 
 
-def tensors_with_grad(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_with_grad(tree: Any) -> list[torch.Tensor]:
     """All tensors that require grad in nested containers and dataclasses."""
     if isinstance(tree, torch.Tensor):  # by far the most often; flattening costs ten times as much
-        if tree.requires_grad:
-            yield tree
-        return
+        return [tree] if tree.requires_grad else []
+    found: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            if leaf.requires_grad:
-                yield leaf
+            found += [leaf] if leaf.requires_grad else []
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for field in fields(leaf):
-                yield from tensors_with_grad(getattr(leaf, field.name))
+                found += tensors_with_grad(getattr(leaf, field.name))
+    return found
 
 
 def hides_tensors(tree: Any) -> bool:

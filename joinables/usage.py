@@ -52,7 +52,7 @@ class Usage:
             ]
 
     def _see(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._join.shadowing:
+        if self._handles and not self._join.channel.shadowing:
             self._used[index] = 1
 
     def begin_window(self) -> None:

@@ -28,7 +28,8 @@ class Weights:
         self._handles: list[Any] = []
         self._agreed = False  # in the loop in lockstep of that number, whether weights are in use
         self._agreed_in = 0
-        self._aside: dict[int, torch.Tensor] = {}  # by position among the parameters
+        self.aside: dict[int, torch.Tensor] = {}
+        """The last reduction's results that were set aside, by position among the parameters."""
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
         self.silent = False
@@ -36,19 +37,19 @@ class Weights:
 
     def attach(self, join: Join) -> None:
         """A block is entered."""
-        self._join = join
+        self._join, self._channel = join, join.channel
 
     def detach(self) -> None:
         """The block is left."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        del self._join
+        del self._join, self._channel
 
     @property
     def in_use(self) -> bool:
         """Whether this rank has set a weight."""
-        return self._join.weight is not None and not self._join.shadowing
+        return self._join.weight is not None and not self._channel.shadowing
 
     @property
     def current(self) -> float | None:
@@ -61,19 +62,21 @@ class Weights:
         Raises:
             ValueError: if they are on some ranks only, or no more.
         """
-        join, shadows = self._join, self._join.shadowing
-        if self._agreed_in != join.channel.loop:
-            self._agreed_in = join.channel.loop
-            votes = torch.tensor([self.in_use, not (self.in_use or shadows)], dtype=torch.int64)
-            join.collective.all_reduce(votes).wait()
-            if votes.all():
-                raise ValueError(
-                    f"join.weight is set on {votes[0]} ranks and not on {votes[1]}; set it on all ranks or on none"
-                )
-            self._agreed = bool(votes[0])
-        if not shadows and self._agreed != self.in_use:
+        if self._agreed_in != self._channel.loop:
+            self._vote()
+        if self._agreed != (self._join.weight is not None) and not self._channel.shadowing:
             raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
         return self._agreed
+
+    def _vote(self) -> None:
+        self._agreed_in = self._channel.loop
+        votes = torch.tensor([self.in_use, not (self.in_use or self._channel.shadowing)], dtype=torch.int64)
+        self._join.collective.all_reduce(votes).wait()
+        if votes.all():
+            raise ValueError(
+                f"join.weight is set on {votes[0]} ranks and not on {votes[1]}; set it on all ranks or on none"
+            )
+        self._agreed = bool(votes[0])
 
     def watch(self, *, always: bool = False) -> None:
         """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
@@ -93,40 +96,40 @@ class Weights:
         return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
 
     def begin_backward(self, *, holds_result: bool) -> None:
-        """A backward begins; the gradients may hold the last reduction's result, and nothing but that."""
-        if self.current is None:
-            return
+        """Where weights are in use, a backward begins.
+
+        Args:
+            holds_result: whether the gradients may hold the last reduction's result, and nothing but that.
+        """
         if holds_result:
             with torch.no_grad():
                 for index, parameter in enumerate(self._parameters):
                     if parameter.grad is not None:
-                        self._aside[index] = parameter.grad.clone()
+                        self.aside[index] = parameter.grad.clone()
                         parameter.grad.zero_()
-        self.window += self.current
+        self.window += self.current or 0.0
 
     def take_back(self, share: float) -> None:
         """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
-        if not self._aside:
-            return
         with torch.no_grad():
-            for index, result in self._aside.items():
+            for index, result in self.aside.items():
                 gradient = self._parameters[index].grad
                 if gradient is not None:
                     gradient.add_(result, alpha=share)
 
     def put_back(self, used: Callable[[], Sequence[int]] | None = None) -> None:
         """Let gradients be again what was set aside: all, or those that ``used`` says nobody used, so none reduced."""
-        if not self._aside:
+        if not self.aside:
             return
         is_used = used() if used else None
         with torch.no_grad():
-            for index, result in self._aside.items():
+            for index, result in self.aside.items():
                 gradient = self._parameters[index].grad
                 if gradient is not None and not (is_used and is_used[index]):
                     gradient.copy_(result)
-        self._aside.clear()
+        self.aside.clear()
 
     def forget(self) -> None:
         """What was accumulated is reduced, or was zeroed."""
         self.window = 0.0
-        self._aside.clear()
+        self.aside.clear()

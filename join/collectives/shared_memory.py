@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import add
 from pathlib import Path
 
 from typing_extensions import override
@@ -37,7 +38,8 @@ _WORDS = 32  # the most of one sum; a longer one goes over the group
 _NOTES = 32  # that are kept of a rank; they are behind its places
 _CELLS = 2 * _WORDS  # of a place
 _CELLS_OF_RANK = _PLACES * _CELLS + 2 * _NOTES
-_HALF = 1 << 32
+_BITS = 32  # of a cell tell what it is for
+_LOW = (1 << _BITS) - 1
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
 _WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
 _LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive
@@ -74,16 +76,29 @@ class Segment:
         """The first cell of a rank's note."""
         return rank * _CELLS_OF_RANK + _PLACES * _CELLS + 2 * (number % _NOTES)
 
-    def store(self, cell: int, word: int, tag: int) -> None:
-        """Write a number of 63 bits at most into two cells, with 32 bits that tell what it is for."""
-        high, low = divmod(word, _HALF)
-        self.cells[cell], self.cells[cell + 1] = low * _HALF + tag, high * _HALF + tag
+    def store(self, cell: int, words: Sequence[int], count: int) -> None:
+        """Write numbers of 63 bits at most into two cells each, with 32 bits that tell what they are for.
 
-    def load(self, cell: int, tag: int) -> int | None:
-        """The number in two cells; ``None`` if it is for something else, or they are just being written."""
-        low, low_tag = divmod(self.cells[cell], _HALF)
-        high, high_tag = divmod(self.cells[cell + 1], _HALF)
-        return high * _HALF + low if low_tag == high_tag == tag else None
+        Args:
+            cell: the first.
+            words: the numbers.
+            count: what they are for.
+        """
+        cells, tag = self.cells, count & _LOW
+        for word in words:
+            cells[cell], cells[cell + 1] = (word & _LOW) << _BITS | tag, word >> _BITS << _BITS | tag
+            cell += 2
+
+    def load(self, cell: int, length: int, count: int) -> list[int] | None:
+        """As many numbers as were stored; ``None`` if they are for something else, or are just being written."""
+        cells, tag = self.cells, count & _LOW
+        words: list[int] = []
+        for at in range(cell, cell + 2 * length, 2):
+            low, high = cells[at], cells[at + 1]
+            if low & _LOW != tag or high & _LOW != tag:
+                return None
+            words.append(high - tag | low >> _BITS)
+        return words
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of another rank is gone."""
@@ -109,19 +124,18 @@ class SharedMemoryLine(Line):
             return self._otherwise().sum(words, seconds)
         segment = self._segment
         segment.count += 1
-        place = segment.place(segment.rank, segment.count)
-        for index, word in enumerate(words):
-            segment.store(place + 2 * index, word, segment.count % _HALF)
+        segment.store(segment.place(segment.rank, segment.count), words, segment.count)
         return _Sum(segment, len(words), segment.count)
 
     @override
     def note(self, number: int, value: int) -> None:
         segment = self._segment
-        segment.store(segment.note(segment.rank, number), value, number % _HALF)
+        segment.store(segment.note(segment.rank, number), [value], number)
 
     @override
     def noted(self, rank: int, number: int) -> int | None:
-        return self._segment.load(self._segment.note(rank, number), number % _HALF)
+        found = self._segment.load(self._segment.note(rank, number), 1, number)
+        return None if found is None else found[0]
 
     @override
     def restart(self) -> None:
@@ -147,34 +161,26 @@ class _Sum:
 
     def is_completed(self) -> bool:
         """Whether all ranks have given their numbers, or will not."""
-        world_size = self._segment.world_size
-        if self._next == world_size or self._failure:
-            return True
-        while self._next < world_size:
-            words = self._given(self._next)
+        segment, rank = self._segment, self._next
+        while rank < segment.world_size and not self._failure:
+            words = segment.load(segment.place(rank, self._count), len(self._totals), self._count)
             if words is None:
+                self._look_for_failure(rank)
                 return bool(self._failure)
-            self._totals = [total + word for total, word in zip(self._totals, words, strict=True)]
-            self._next += 1
+            self._totals = list(map(add, self._totals, words))
+            rank = self._next = rank + 1
         return True
 
     def words(self) -> list[int]:
         """The sums."""
         return self._totals
 
-    def _given(self, rank: int) -> list[int] | None:
-        """A rank's numbers, if they are there."""
-        segment, tag = self._segment, self._count % _HALF
-        place = segment.place(rank, self._count)
-        words: list[int] = []
-        for index in range(len(self._totals)):
-            word = segment.load(place + 2 * index, tag)
-            if word is None:
-                if 0 < (segment.cells[place] - tag) % _HALF < _HALF // 2:
-                    self._failure = f"rank {rank} has gone on without this rank {segment.rank}"
-                return None
-            words.append(word)
-        return words
+    def _look_for_failure(self, rank: int) -> None:
+        """A rank's numbers are not there: those of a later sum may be in their place."""
+        segment = self._segment
+        ahead = segment.cells[segment.place(rank, self._count)] - self._count & _LOW
+        if 0 < ahead < _LOW // 2:
+            self._failure = f"rank {rank} has gone on without this rank {segment.rank}"
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Wait for all ranks.

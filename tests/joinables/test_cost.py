@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric
 
+import join
 from join import Join
 from join.collectives import TorchCollective
 from joinables import Metric
@@ -144,6 +147,40 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
             for counts in after
         ]
         assert extra == [COSTS[setup], REST.get(setup, {})]
+
+
+PACKAGES = tuple(str(Path(join.__file__).parent.with_name(name)) for name in ("join", "joinables"))
+
+
+def calls_in_a_step(rank: int, setup: str) -> int:
+    """How many Python functions of ours a step runs, once everything is warm."""
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x, y = batch(rank, 0, 0)
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGES)
+
+    with Join([ddp, optimizer], steps=TOTAL if setup == "declared" else None) as join:
+        numbers = iter(join.iterate(range(TOTAL)) if setup == "lockstep" else range(TOTAL))
+        for number in range(TOTAL):
+            if number == 4:
+                sys.setprofile(count)
+            next(numbers)
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            sys.setprofile(None)
+        assert next(numbers, None) is None
+    return calls
+
+
+@pytest.mark.parametrize(("setup", "most"), [("plain", 55), ("declared", 46), ("lockstep", 80)])
+def test_few_calls_in_a_step(pool: Pool, setup: str, most: int) -> None:
+    """Each comes from a cold cache and costs microseconds, which is all that an even step costs."""
+    assert max(pool.run(calls_in_a_step, setup, ranks=2)) <= most
 
 
 class Recorder(TorchCollective):

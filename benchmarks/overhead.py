@@ -3,18 +3,18 @@
 Two gloo processes train the same models in several ways: plain ``DistributedDataParallel``, inside torch's own
 ``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
 needs to know in each step how many ranks contribute, inside ours with ``steps=``, and over ``join.iterate`` with
-``lookahead`` 1 and 4. Every way has its own modules and optimizers.
+``lookahead`` 1 and 4. Every way has its own modules and optimizers, on a process group of its own.
 
-The ways take turns in blocks of ``--steps`` training steps, in an order that rotates, so that whatever else the machine
-does hits all of them alike. A block's ratio is its time over that of plain DDP in the same round; the table gives
-the median over ``--repeats`` rounds and, in brackets, the quartiles. Entering and leaving a context is not measured.
-Plain DDP is there twice: what the second differs from the first is noise.
+All contexts are open all the time, and the ways take turns of a few steps, in an order that rotates, so that whatever
+else the machine does hits all of them alike. The first step of a turn is not measured. A way's ratio is its time over
+that of plain DDP in the same round; the table gives the median over ``--rounds`` rounds and, in brackets, where it lies
+with 95 % confidence. Plain DDP is there twice: what the second differs from the first is noise.
 
     step    wall time of a step, mean of the ranks: the only figure that shows waiting; noise on a shared machine
     CPU     processor time of a step, all threads of all ranks together: does not depend on who else computes
     added   what the median ratio of CPU time comes to in microseconds a step and rank
 
-Collectives and their bytes are counted with ``torch.profiler``, in a block of its own, on rank 0: gloo records one
+Collectives and their bytes are counted with ``torch.profiler``, in a turn of its own, on rank 0: gloo records one
 ``gloo:*`` event for each operation, with shape and type. Bytes are those of the tensors, not of the wire.
 """
 
@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, repeat
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,13 @@ from join import Join
 WORLD_SIZE = 2
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first
 COUNTED_STEPS = 10
+SETTLING_STEPS = 5
 _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char": 1, "bool": 1}
 
 # -- what is trained --------------------------------------------------------------------------------------------------
+
+
+Group: TypeAlias = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,9 @@ class Training:
     optimizers: list[torch.optim.Optimizer]
 
 
-def supervised(model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) -> Training:
-    ddp = DDP(model)
-    optimizer = sharded(ddp) if zero else torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+def supervised(group: Group, model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) -> Training:
+    ddp = DDP(model, process_group=group)
+    optimizer = sharded(ddp, group) if zero else torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -71,42 +76,42 @@ def supervised(model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) ->
     return Training(step, [ddp], [optimizer])
 
 
-def sharded(ddp: DDP) -> torch.optim.Optimizer:
+def sharded(ddp: DDP, group: Group) -> torch.optim.Optimizer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from importing it
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3)
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, process_group=group, lr=1e-3)
 
 
 def small_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def mlp() -> Training:
-    return supervised(small_mlp(), torch.randn(256, 128))
+def mlp(group: Group) -> Training:
+    return supervised(group, small_mlp(), torch.randn(256, 128))
 
 
-def cnn() -> Training:
+def cnn(group: Group) -> Training:
     def block(before: int, after: int, stride: int) -> list[nn.Module]:
         return [nn.Conv2d(before, after, 3, stride, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
 
     layers = [*block(3, 16, 1), *block(16, 32, 2), *block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return supervised(nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(8, 3, 32, 32))
+    return supervised(group, nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(8, 3, 32, 32))
 
 
-def transformer() -> Training:
+def transformer(group: Group) -> Training:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-    return supervised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 32, 256))
+    return supervised(group, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 32, 256))
 
 
-def mlp_zero() -> Training:
-    return supervised(small_mlp(), torch.randn(256, 128), zero=True)
+def mlp_zero(group: Group) -> Training:
+    return supervised(group, small_mlp(), torch.randn(256, 128), zero=True)
 
 
-def gan() -> Training:
+def gan(group: Group) -> Training:
     """One update of the discriminator, one of the generator; the second runs backward through both."""
-    generator = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128)))
-    discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
+    generator = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128)), process_group=group)
+    discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)), process_group=group)
     update_g = torch.optim.SGD(generator.parameters(), lr=1e-3, momentum=0.9)
     update_d = torch.optim.SGD(discriminator.parameters(), lr=1e-3, momentum=0.9)
     noise, real = torch.randn(256, 32), torch.randn(256, 128)
@@ -149,10 +154,9 @@ def our_join_declared(training: Training, steps: int) -> contextlib.AbstractCont
 @contextlib.contextmanager
 def lockstep(training: Training, steps: int, lookahead: int) -> Iterator[Iterator[int]]:
     with our_join(training, steps) as join:
-        numbers = join.iterate(range(steps + 2 * lookahead), lookahead=lookahead)
+        numbers = join.iterate(range(steps), lookahead=lookahead)
         yield numbers
-        for _ in numbers:  # its end, which is not measured
-            pass
+        assert next(numbers, None) is None  # its end, which is not measured
 
 
 Way = Callable[[Training, int], contextlib.AbstractContextManager[Any]]
@@ -167,7 +171,7 @@ WAYS: dict[str, Way] = {
     "join.iterate": partial(lockstep, lookahead=1),
     "join.iterate, lookahead=4": partial(lockstep, lookahead=4),
 }
-CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
+CASES: dict[str, tuple[Callable[[Group], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),
     "CNN with BatchNorm": (cnn, list(WAYS)),
     "transformer": (transformer, list(WAYS)),
@@ -183,7 +187,7 @@ CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
 
 @dataclass
 class Measured:
-    """One way of training one model; seconds a step, one entry a round, and counts a step."""
+    """One way of training one model on one rank; seconds a step, one entry a round, and counts a step."""
 
     wall: list[float] = field(default_factory=list[float])
     cpu: list[float] = field(default_factory=list[float])
@@ -192,60 +196,51 @@ class Measured:
     kinds: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def measure(steps: int, repeats: int, cases: list[str]) -> dict[str, dict[str, Measured]]:
-    """On each rank: time and count every way of training every model."""
-    results: dict[str, dict[str, Measured]] = {}
-    for case in cases:
-        build, names = CASES[case]
-        trainings: dict[str, Training] = {}
+def measure(case: str, steps: int, rounds: int) -> dict[str, Measured]:
+    """On each rank: time and count every way of training a model."""
+    build, names = CASES[case]
+    results = {name: Measured() for name in names}
+    total = SETTLING_STEPS + rounds * (1 + steps) + COUNTED_STEPS
+    with contextlib.ExitStack() as blocks:
+        blocks.enter_context(warnings.catch_warnings())  # torch's Join rewrites the filters
+        takes: dict[str, Callable[[int], None]] = {}
         for name in names:
-            torch.manual_seed(0)
-            trainings[name] = build()
-            for _ in range(WARM_UP_STEPS):
-                trainings[name].step()
-        results[case] = {name: Measured() for name in names}
-        for turn in range(repeats):
+            takes[name] = blocks.enter_context(opened(build, WAYS[name], total))
+        for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                with block(trainings[name], WAYS[name], steps) as numbers:
-                    wall, cpu = time_steps(trainings[name], numbers, steps)
-                results[case][name].wall.append(wall)
-                results[case][name].cpu.append(cpu)
+                takes[name](1)
+                cpu, wall = time.process_time(), time.perf_counter()
+                takes[name](steps)
+                results[name].wall.append((time.perf_counter() - wall) / steps)
+                results[name].cpu.append((time.process_time() - cpu) / steps)
         for name in names:
-            with block(trainings[name], WAYS[name], COUNTED_STEPS) as numbers:
-                count_collectives(trainings[name], numbers, results[case][name])
+            dist.barrier()
+            count_collectives(takes[name], results[name])
     return results
 
 
 @contextlib.contextmanager
-def block(training: Training, way: Way, steps: int) -> Iterator[Iterator[Any]]:
-    """A context around a block of steps, entered, warm, and with all ranks at the same place."""
-    settling = 5
-    with warnings.catch_warnings(), way(training, settling + steps) as given:  # torch's Join rewrites the filters
-        numbers = given if isinstance(given, Iterator) else repeat(0)
-        for _ in islice(numbers, settling):
-            training.step()
-        dist.barrier()
-        yield numbers
-
-
-def time_steps(training: Training, numbers: Iterator[Any], steps: int) -> tuple[float, float]:
-    """Seconds a step: wall time, mean of the ranks, and processor time, sum of the ranks."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    for _ in islice(numbers, steps):
+def opened(build: Callable[[Group], Training], way: Way, total: int) -> Iterator[Callable[[int], None]]:
+    """A way of training a model, warm; a function that makes so many steps, of which ``total`` come in all."""
+    torch.manual_seed(0)
+    training = build(cast("Group", dist.new_group()))
+    for _ in range(WARM_UP_STEPS):
         training.step()
-    wall = time.perf_counter() - wall
-    dist.barrier()  # what is still under way in gloo's threads belongs to these steps
-    cpu = time.process_time() - cpu
-    total = torch.tensor([wall / WORLD_SIZE, cpu], dtype=torch.float64) / steps
-    dist.all_reduce(total)
-    return total[0].item(), total[1].item()
+    with way(training, total) as given:
+        numbers: Iterator[Any] = given if isinstance(given, Iterator) else repeat(0)
+
+        def take(steps: int) -> None:
+            for _ in islice(numbers, steps):
+                training.step()
+
+        take(SETTLING_STEPS)
+        yield take
 
 
-def count_collectives(training: Training, numbers: Iterator[Any], measured: Measured) -> None:
+def count_collectives(take: Callable[[int], None], measured: Measured) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profile:
-        for _ in islice(numbers, COUNTED_STEPS):
-            training.step()
+        take(COUNTED_STEPS)
         dist.barrier()
     kinds: Counter[str] = Counter()
     for event in profile.profiler.kineto_results.events():
@@ -262,13 +257,19 @@ def count_collectives(training: Training, numbers: Iterator[Any], measured: Meas
 # -- reporting --------------------------------------------------------------------------------------------------------
 
 
+def over_ranks(ranks: list[Measured]) -> Measured:
+    """Wall time: the mean of the ranks; processor time: their sum; counts are those of rank 0."""
+    wall = [statistics.fmean(each) for each in zip(*[rank.wall for rank in ranks], strict=True)]
+    cpu = [sum(each) for each in zip(*[rank.cpu for rank in ranks], strict=True)]
+    return replace(ranks[0], wall=wall, cpu=cpu)
+
+
 def ratios(values: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Median, lower and upper quartile of the ratios, round by round."""
-    pairs = [value / reference for value, reference in zip(values, base, strict=True)]
-    if len(pairs) < 2:
-        return pairs[0], pairs[0], pairs[0]
-    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
-    return middle, low, high
+    """The median of the ratios, round by round, and the ends of its interval of 95 % confidence."""
+    pairs = sorted(value / reference for value, reference in zip(values, base, strict=True))
+    half = 0.98 * math.sqrt(len(pairs))  # by the binomial distribution of how many lie below the true median
+    low, high = max(0, math.floor(len(pairs) / 2 - half)), min(len(pairs) - 1, math.ceil(len(pairs) / 2 + half))
+    return statistics.median(pairs), pairs[low], pairs[high]
 
 
 def summarise(case: str, name: str, measured: Measured, base: Measured) -> dict[str, Any]:
@@ -312,21 +313,19 @@ HEAD = ["", "step", "ratio", "CPU", "CPU ratio", "added CPU", "collectives", "ad
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a block")
-    parser.add_argument("--repeats", type=int, default=24, help="rounds of blocks")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps in a turn")
+    parser.add_argument("--rounds", type=int, default=150, help="turns of each way")
     parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
-    cases = options.only or list(CASES)
-    results, *_ = run_processes(WORLD_SIZE, measure, options.steps, options.repeats, cases)
-    entries = [
-        summarise(case, name, measured, ways["plain"])
-        for case, ways in results.items()
-        for name, measured in ways.items()
-    ]
-    print(f"{WORLD_SIZE} gloo processes, {options.repeats} rounds of {options.steps} steps\n")
+    entries: list[dict[str, Any]] = []
+    for case in options.only or list(CASES):
+        ranks = run_processes(WORLD_SIZE, measure, case, options.steps, options.rounds)
+        ways = {name: over_ranks([rank[name] for rank in ranks]) for name in ranks[0]}
+        entries += [summarise(case, name, measured, ways["plain"]) for name, measured in ways.items()]
+    print(f"{WORLD_SIZE} gloo processes, {options.rounds} rounds of {options.steps} steps\n")
     print(table(HEAD, [row(entry) for entry in entries]))
-    save(options.json, steps=options.steps, repeats=options.repeats, results=entries)
+    save(options.json, steps=options.steps, rounds=options.rounds, results=entries)
 
 
 if __name__ == "__main__":

@@ -408,7 +408,11 @@ def outcome(rank: int, fault: str) -> str:
                         model(batch(rank, 0, step)[0])
                 if fault.startswith("weight") and (rank == 1 or "all" in fault):
                     join.weight = 0
-                if fault == "loading" and (rank, step) == (1, 1):
+                if fault == "declared, weighs late":
+                    join.weight = 1
+                if fault == "declared, stops" and rank == 0:
+                    break
+                if (fault, rank, step) in (("loading", 1, 1), ("declared, loading", 0, 0)):
                     raise OSError("disk")
                 optimizer.zero_grad()
                 output = model(batch(rank, 0, step)[0])
@@ -459,6 +463,22 @@ def test_what_cannot_be_declared(pool: Pool, fault: str) -> None:
     assert first.startswith("ValueError: with steps=, each forward of FSDPSequential must be one that a backward")
     assert second.startswith("ValueError: with steps=, each forward of")
     assert third.startswith("PeerError: rank 0 failed: ValueError: with steps=, each forward of")
+
+
+LATE = "JoinError: with steps=, all ranks must know on entering that weights are in use"
+DISK = "OSError: disk"
+STOPPED = "ProtocolError: rank 0 declared steps=2 and made 0"
+BEFORE_THE_FIRST_FORWARD = {
+    "declared, weighs late": (LATE, LATE, f"PeerError: rank 0 failed: {LATE}"),
+    "declared, loading": (DISK, f"PeerError: rank 0 failed: {DISK}", f"PeerError: rank 0 failed: {DISK}"),
+    "declared, stops": (STOPPED, STOPPED, STOPPED),
+}
+
+
+@pytest.mark.parametrize("fault", BEFORE_THE_FIRST_FORWARD)
+def test_who_was_to_tell_how_the_module_is_called_does_not_come_to_it(pool: Pool, fault: str) -> None:
+    for text, expected in zip(pool.run(outcome, fault), BEFORE_THE_FIRST_FORWARD[fault], strict=True):
+        assert text.startswith(expected)
 
 
 def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from typing_extensions import Self, override
 
@@ -320,8 +320,11 @@ def check_arguments(until: Any, dummy: Any, lookahead: Any) -> None:
 
 
 def _length_of(loader: Iterable[Any]) -> int:
-    if not isinstance(loader, Sized):
+    try:
+        return len(cast("Sized", loader))
+    except TypeError as error:
+        if "has no len()" not in str(error):  # a DataLoader asks what it reads, which may have none
+            raise
         raise TypeError(
             f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out"
-        )
-    return len(loader)
+        ) from error

@@ -109,6 +109,7 @@ class Join:
         self._kwargs = kwargs
         self._weight: float | None = None
         self._iteration: Iteration | None = None
+        self._looped = (0, 0)  # the steps of the loops before that one
         self._entered = self._is_open = self._is_last_alone = False
         self._report: JoinReport | None = None
 
@@ -249,10 +250,16 @@ class Join:
         if self._iteration is not None and self._iteration.running:
             self._iteration.give_way()
         declared = self._steps == "loader"
-        self._iteration = Iteration(
-            self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw
-        )
-        return self._iteration.handed_out()
+        iteration = Iteration(self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw)
+        self._looped, self._iteration = self._steps_of_loops, iteration
+        return iteration.handed_out()
+
+    @property
+    def _steps_of_loops(self) -> tuple[int, int]:
+        """How many steps of loops over :meth:`iterate` this rank has begun with a batch, and with a dummy."""
+        (before, dummies_before), now = self._looped, self._iteration
+        batches, dummies = (0, 0) if now is None else now.steps
+        return before + batches, dummies_before + dummies
 
     def _iterate_alone(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches, one of which is read ahead, so that the last one is known."""
@@ -381,10 +388,13 @@ class Join:
     def _gather_report(self, even: bool, joined_at: float, ended_at: float) -> None:
         spent = self._channel.tally.since(self._tally)
         busiest = max(self._scope.announcing, key=lambda member: member.steps)
+        steps, shadowed = busiest.steps, max(member.shadowed for member in self._scope.announcing)
+        if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
+            steps, shadowed = self._steps_of_loops
         mine = RankReport(
             rank=self._collective.rank,
-            steps=busiest.steps,
-            shadowed=max(member.shadowed for member in self._scope.announcing),
+            steps=steps,
+            shadowed=shadowed,
             joined_at=joined_at,
             ended_at=ended_at,
             idle=spent.idle,

@@ -11,7 +11,8 @@ would have come. A *step* is one burst of every announcing member, in the order 
     leaving, all ranks: one all-reduce of who failed, and who made another number of steps than declared
 
 A rank that leaves early, because it raised or declared too much, shadows what it owes the others up to the last step,
-so nobody hangs; the others learn of it when they leave. One that declared too little finds out before its burst.
+so nobody hangs; the others learn of it when they leave, or in a burst for which it would have to tell them something.
+One that declared too little finds out before its burst.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class DeclaredChannel(Channel):
         self._steps = [steps]  # by rank, once agreed
         self._longest = steps
         self._wrong = ""  # how this rank's steps differ from what it declared
+        self._failed = ""  # else, what it has raised
         self._step_of_header = 0
         self._events = 0  # bursts run so far, by this rank and then by others, but for those that interject
 
@@ -152,7 +154,7 @@ class DeclaredChannel(Channel):
         except Exception as error:
             self.fail(error)
             raise
-        self._exchange_ends("")
+        self.exchange_ends()
         if not even:
             self.leader = self._steps.index(self._longest)
         return Outcome(even=even, last=self._mine == self._longest)
@@ -173,13 +175,20 @@ class DeclaredChannel(Channel):
 
     @override
     def _tell(self, error: BaseException) -> None:
+        self._failed = "" if self._wrong else f"{type(error).__name__}: {error}"
         self._shadow_rest()
-        self._exchange_ends("" if self._wrong else f"{type(error).__name__}: {error}")
+        self.exchange_ends()
 
-    def _exchange_ends(self, failed: str) -> None:
-        if not self.collective.reduce_boolean_decision(bool(failed or self._wrong), all=False):
+    def exchange_ends(self) -> None:
+        """All ranks are at the same place, the end or a burst that cannot go on: learn who leaves early, and why.
+
+        Raises:
+            ProtocolError: if a rank has made another number of steps than it declared.
+            PeerError: if a rank has raised something.
+        """
+        if not self.collective.reduce_boolean_decision(bool(self._failed or self._wrong), all=False):
             return
-        ends = self.collective.all_gather_object((failed, self._wrong))
+        ends = self.collective.all_gather_object((self._failed, self._wrong))
         mistakes = [f"rank {rank} {text}" for rank, (_, text) in enumerate(ends) if text]
         if mistakes:
             self.close_with(ProtocolError("; ".join(mistakes)))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from typing_extensions import Self, override
 
@@ -75,6 +75,7 @@ class Iteration(Iterator[Any]):
         self._template: Any = None  # what dummies are made of
         self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
+        self._dummies = 0  # in how many of these steps there was no batch
         self._longest, self._since = 0.0, 0.0  # seconds: the longest step, the beginning of this one
         self._gave_way = False
         self.running = False
@@ -88,6 +89,11 @@ class Iteration(Iterator[Any]):
     def pending(self) -> list[Any]:
         """The batches that were read ahead and not handed out, in their order."""
         return list(self._ahead.batches)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """How many steps this rank has begun with a batch, and how many with a dummy."""
+        return self._step - self._dummies, self._dummies
 
     @property
     def is_last_step(self) -> bool:
@@ -184,6 +190,7 @@ class Iteration(Iterator[Any]):
             self.joined_at = time.monotonic()
             if self._dummy == "empty":
                 self._template = emptied(self._template)
+        self._dummies += 1
         self.is_empty_dummy = self._dummy == "empty"
         dummy = duplicate(self._template)
         return self._dummy(dummy) if callable(self._dummy) else dummy
@@ -321,8 +328,11 @@ def check_arguments(until: Any, dummy: Any, lookahead: Any) -> None:
 
 
 def _length_of(loader: Iterable[Any]) -> int:
-    if not isinstance(loader, Sized):
+    try:
+        return len(cast("Sized", loader))
+    except TypeError as error:
+        if "has no len()" not in str(error):  # a DataLoader asks what it reads, which may have none
+            raise
         raise TypeError(
             f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out"
-        )
-    return len(loader)
+        ) from error

@@ -80,7 +80,7 @@ def _draw_idle(axis: Any, ranks: Sequence[RankReport]) -> None:
 
 def _draw_step_times(axis: Any, ranks: Sequence[RankReport]) -> None:
     if len(ranks) <= _MANY:
-        lines = {f"rank {row.rank}": row.step_times for row in ranks if row.steps}
+        lines = {f"rank {row.rank}": row.step_times for row in ranks if any(row.step_times)}
     else:
         lines = {"all ranks": [sum(counts) for counts in zip(*(row.step_times for row in ranks), strict=True)]}
     for name, counts in lines.items():
@@ -94,3 +94,5 @@ def _draw_step_times(axis: Any, ranks: Sequence[RankReport]) -> None:
         last = max(filled) // PER_DECADE + 1
         axis.set_xlim(EDGES[min(filled) // PER_DECADE * PER_DECADE], EDGES[last * PER_DECADE])
         axis.legend(fontsize="small")
+    elif any(row.steps for row in ranks):
+        axis.text(0.5, 0.5, "not measured: nothing\nwas announced", ha="center", transform=axis.transAxes)

@@ -19,15 +19,16 @@ class RankReport:
 
     Attributes:
         rank: the rank in the group.
-        steps: bursts that this rank announced, of the joinable that announced most.
-        shadowed: bursts of other ranks that it shadowed, likewise.
+        steps: bursts that this rank announced, of the joinable that announced most. In a block whose loops over
+            ``Join.iterate`` announced none, such as an evaluation: the batches that it had there.
+        shadowed: bursts of other ranks that it shadowed, likewise; or the dummies that it had.
         joined_at: seconds from entering the block to running out of inputs.
         ended_at: seconds from entering the block until all ranks had run out.
         idle: seconds of waiting for headers as a joined rank.
         headers: how many headers it sent.
         header_bytes: their size in bytes.
         step_times: how many of ``steps`` took how long, from one to the next (the first: from entering), counted in the
-            bins of :data:`join.step_times.EDGES`.
+            bins of :data:`join.step_times.EDGES`; only those that were announced are timed.
     """
 
     rank: int

@@ -70,10 +70,12 @@ class Call:
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (self.args, self.kwargs))
         return Call(args, kwargs, self.require_grad, self.autocast).prepared
 
-    def told(self, collective: Collective, source: int) -> Call:
-        """Rank ``source``'s call on every rank."""
-        mine = (self.args, self.kwargs, self.require_grad, self.autocast)
-        return Call(*broadcast_tree(collective, mine, source)).prepared
+    @staticmethod
+    def told(mine: Call | None, collective: Collective, source: int) -> Call | None:
+        """Rank ``source``'s call, or that it has none, on every rank."""
+        parts = None if mine is None else (mine.args, mine.kwargs, mine.require_grad, mine.autocast)
+        told = broadcast_tree(collective, parts, source)
+        return None if told is None else Call(*told).prepared
 
     @property
     def prepared(self) -> Call:
@@ -121,25 +123,29 @@ class Rehearsal:
         """The block is left: hold no batch."""
         self._assumed = None
 
-    def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+    def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> bool:
         """Let all ranks have the call of rank ``source``.
 
         Args:
             collective: the group.
             source: a rank that is about to call the module.
             mine: what this rank is about to call it with, if it is.
+
+        Returns:
+            Whether there is one; on all ranks. If it has failed before, ``source`` only takes part.
         """
         if self.example is not None:
             args, kwargs = self.example() if callable(self.example) else (self.example, dict[str, Any]())
             self.call = Call.of(args, kwargs, self._device)
-            return
-        args, kwargs = mine or ((), {})
+            return True
         try:
-            self.call = Call.of(args, kwargs, self._device).without_rows.told(collective, source)
+            call = None if mine is None else Call.of(*mine, self._device).without_rows
+            self.call = Call.told(call, collective, source)
         except RuntimeError as error:  # of pickling, on all ranks
             raise JoinError(
                 f"a rank without data cannot be told what to call the module with: {error}. {_HINT}"
             ) from error
+        return self.call is not None
 
     def run(self, module: torch.nn.Module) -> Any:
         """Run ``module`` as agreed and return its output."""

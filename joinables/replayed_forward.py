@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from join import Join, JoinError
+from join.declared import DeclaredChannel
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.hooks import ModuleHook
@@ -118,7 +119,9 @@ class ReplayedForward(ReplayedBurst):
         if is_other:
             of.replaying = True
             try:
-                of.rehearsal.agree(self._collective, self._channel.lead(), mine)
+                if not of.rehearsal.agree(self._collective, self._channel.lead(), mine):
+                    assert isinstance(self._channel, DeclaredChannel)  # else who leads is known to be active
+                    self._channel.exchange_ends()
                 of.rehearsal.attempt(self._reduction.inner, self._collective.rank)
             except Exception:
                 of.rehearsal.call = None

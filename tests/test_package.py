@@ -127,6 +127,14 @@ def test_private_torch_names_live_in_one_module() -> None:
             assert not any(name.startswith("torch") and "._" in name for name in imports_of(path)), path
 
 
+def test_tests_and_tutorials_say_what_they_shard_over() -> None:
+    # Their models are on the CPU, and without a mesh fully_shard takes a GPU that the machine has.
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "tutorials").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "fully_shard":
+                assert any(keyword.arg == "mesh" for keyword in node.keywords), f"{path}:{node.lineno}"
+
+
 @pytest.mark.parametrize("statement", ["import join", "import joinables", "import joinables.trainer"])
 def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
     weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]

@@ -158,13 +158,13 @@ def full_state(optimizer: Any) -> Any:
     return state or optimizer.state_dict()
 
 
-def mesh_of(case: Case, replicas: int = 1) -> Any:
-    """All ranks, with their devices."""
+def mesh_of(device: str = "cpu", replicas: int = 1) -> Any:
+    """All ranks, with their devices; without a mesh, ``fully_shard`` takes a GPU that the machine has."""
     from torch.distributed.device_mesh import init_device_mesh
 
     ranks = dist.get_world_size()
     shape = (ranks,) if replicas == 1 else (replicas, ranks // replicas)
-    return init_device_mesh(case.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def shard(case: Sharded) -> Any:
@@ -172,7 +172,7 @@ def shard(case: Sharded) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     model = placed(case)
-    mesh = mesh_of(case, case.replicas)
+    mesh = mesh_of(case.device, case.replicas)
     for kind in case.units:
         for part in reversed(list(model.modules())):
             if isinstance(part, kind):

@@ -11,6 +11,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
@@ -31,8 +32,9 @@ def make_model() -> torch.nn.Sequential:
 def train(rank: int) -> list[torch.Tensor]:
     """Train one epoch and return the whole parameters."""
     model = make_model()
-    fully_shard(model[0])
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (3,))  # where the model is; by default it would be a GPU, if there is one
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # it has this rank's shards
     clip = SharedCall(lambda: clip_grad_norm_(model.parameters(), MAX_NORM))
     with Join([model, clip, optimizer], divide_by_initial_world_size=False) as join:

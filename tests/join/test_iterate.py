@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, run_threads
@@ -419,6 +420,40 @@ def test_wrong_lengths(there: int, text: str) -> None:
         return outcome(collective, lambda step, place: "", loader, steps="loader")
 
     assert run_threads(3, run) == [f"ProtocolError: rank 1 {text}"] * 3
+
+
+class Stream(IterableDataset[Any]):
+    """Says nothing of its length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return batches(0, 3)
+
+
+@pytest.mark.parametrize("others_have_one", [False, True])
+def test_a_data_loader_without_a_length(others_have_one: bool) -> None:
+    def run(collective: ThreadCollective) -> str:
+        loader: Any = [torch.ones(1)] if others_have_one and collective.rank else DataLoader(Stream())
+        return outcome(collective, lambda step, place: "", loader, steps="loader")
+
+    told = "TypeError: steps='loader' needs a loader with a length, and DataLoader has none; leave steps out"
+    others = f"PeerError: rank 0 failed: {told}" if others_have_one else told
+    assert run_threads(3, run) == [told, others, others]
+
+
+class Broken(Sized):
+    """Cannot say how many batches it has, for this reason."""
+
+    def __len__(self) -> int:
+        assert self.error is not None
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [TypeError("'<' not supported between instances"), OSError("disk")])
+def test_a_length_that_is_an_error(error: Exception) -> None:
+    def run(collective: ThreadCollective) -> str:
+        return outcome(collective, lambda step, place: "", Broken(3, 3, error), steps="loader")
+
+    assert run_threads(2, run) == [f"{type(error).__name__}: {error}"] * 2
 
 
 def test_no_dummy_can_be_made_where_lengths_are_declared() -> None:

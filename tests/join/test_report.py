@@ -55,6 +55,36 @@ def test_the_times_of_the_busiest_joinable_are_told() -> None:
         assert [(row.steps, sum(row.step_times)) for row in report.ranks] == [(3, 3)] * 2
 
 
+def looping(collective: ThreadCollective, announcing: bool) -> JoinReport:
+    """Two loops, the second of which all ranks break out of."""
+    counter = Counter(collective)
+    with Join([counter]) as join:
+        for last in (9, 1):
+            for step, _ in enumerate(join.iterate(range(STEPS[collective.rank]))):
+                if announcing and last == 9:
+                    counter()
+                if step == last:
+                    break
+    return join.report
+
+
+@pytest.mark.parametrize(("announcing", "steps", "shadowed"), [(False, [4, 7, 0], [3, 0, 7]), (True, STEPS, [3, 0, 5])])
+def test_a_loop_that_announces_nothing_counts_its_batches(
+    announcing: bool, steps: list[int], shadowed: list[int]
+) -> None:
+    for report in run_threads(3, lambda collective: looping(collective, announcing)):
+        assert [row.steps for row in report.ranks] == steps
+        assert [row.shadowed for row in report.ranks] == shadowed
+        assert [sum(row.step_times) for row in report.ranks] == (steps if announcing else [0] * 3)
+
+
+def test_batches_are_not_timed() -> None:
+    timeline, _, times = run_threads(3, lambda collective: looping(collective, False))[0].plot().axes
+    assert [text.get_text() for text in timeline.texts] == ["4", "7", "", "3", "", "7"]
+    assert "nothing\nwas announced" in times.texts[0].get_text()
+    assert not times.patches
+
+
 @pytest.mark.parametrize(("took", "place"), [(0.0, 0), (1e-6, 0), (1.01e-4, 0), (0.0101, 16), (99.0, BINS - 1)])
 def test_a_time_falls_into_its_bin(took: float, place: int) -> None:
     times = StepTimes()

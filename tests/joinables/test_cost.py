@@ -19,6 +19,7 @@ from join.collectives import TorchCollective
 from joinables import Metric
 from tests.models import batch, build
 from tests.pool import Pool
+from tests.training import mesh_of
 
 STEPS = 4
 TOTAL = STEPS + 4  # two before them, and two after
@@ -27,8 +28,9 @@ TOTAL = STEPS + 4  # two before them, and two after
 def fully_sharded(model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(model[0])
-    return fully_shard(model)
+    mesh = mesh_of()
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:

@@ -23,6 +23,7 @@ from joinables import SharedCall
 from tests.joinables.test_failures import group_works
 from tests.models import MLP, TARGETS, Norm, batch, build
 from tests.pool import Pool
+from tests.training import mesh_of
 
 RANKS = 3
 
@@ -67,10 +68,10 @@ class Sharded(Body):
     def __init__(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        net = MLP()
-        fully_shard(net[0])
-        fully_shard(net[2])
-        self.model: Any = fully_shard(net)
+        net, mesh = MLP(), mesh_of()
+        fully_shard(net[0], mesh=mesh)
+        fully_shard(net[2], mesh=mesh)
+        self.model: Any = fully_shard(net, mesh=mesh)
         self.optimizer = torch.optim.Adam(net.parameters())
         self.clip = SharedCall(lambda: nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
         self.listed = [self.model, self.clip, self.optimizer]

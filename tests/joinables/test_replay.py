@@ -108,11 +108,11 @@ def in_half(rank: int, joining: bool) -> dict[str, torch.Tensor]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model = build("mlp")
+    model, mesh = build("mlp"), mesh_of()
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mp_policy=policy)
-    model = fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model = fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch, counts in enumerate(Case.counts):
         with Join([model, optimizer], enable=joining):
@@ -230,7 +230,7 @@ def train_with(norm: Callable[..., torch.nn.Module], rank: int, case: Case) -> d
     if case.hook == "sharded":
         from torch.distributed.fsdp import fully_shard
 
-        mesh = mesh_of(case)
+        mesh = mesh_of(case.device)
         fully_shard(net[0], mesh=mesh)
         model = fully_shard(net, mesh=mesh)
     elif "plain" not in case.hook:
@@ -391,9 +391,10 @@ def outcome(rank: int, fault: str) -> str:
 
     kind = {"refuses": Refuses, "example": Refuses, "hides": Hides}.get(fault, torch.nn.Sequential)
     model: Any = kind(*build("mlp"))
-    fully_shard(model[0])
-    fully_shard(model[4])
-    model = fully_shard(model)
+    mesh = mesh_of()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[4], mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     listed = Replay(model, example=(torch.ones(1, 4),)) if fault == "example" else model
     text = "fine"
@@ -407,7 +408,11 @@ def outcome(rank: int, fault: str) -> str:
                         model(batch(rank, 0, step)[0])
                 if fault.startswith("weight") and (rank == 1 or "all" in fault):
                     join.weight = 0
-                if fault == "loading" and (rank, step) == (1, 1):
+                if fault == "declared, weighs late":
+                    join.weight = 1
+                if fault == "declared, stops" and rank == 0:
+                    break
+                if (fault, rank, step) in (("loading", 1, 1), ("declared, loading", 0, 0)):
                     raise OSError("disk")
                 optimizer.zero_grad()
                 output = model(batch(rank, 0, step)[0])
@@ -460,6 +465,22 @@ def test_what_cannot_be_declared(pool: Pool, fault: str) -> None:
     assert third.startswith("PeerError: rank 0 failed: ValueError: with steps=, each forward of")
 
 
+LATE = "JoinError: with steps=, all ranks must know on entering that weights are in use"
+DISK = "OSError: disk"
+STOPPED = "ProtocolError: rank 0 declared steps=2 and made 0"
+BEFORE_THE_FIRST_FORWARD = {
+    "declared, weighs late": (LATE, LATE, f"PeerError: rank 0 failed: {LATE}"),
+    "declared, loading": (DISK, f"PeerError: rank 0 failed: {DISK}", f"PeerError: rank 0 failed: {DISK}"),
+    "declared, stops": (STOPPED, STOPPED, STOPPED),
+}
+
+
+@pytest.mark.parametrize("fault", BEFORE_THE_FIRST_FORWARD)
+def test_who_was_to_tell_how_the_module_is_called_does_not_come_to_it(pool: Pool, fault: str) -> None:
+    for text, expected in zip(pool.run(outcome, fault), BEFORE_THE_FIRST_FORWARD[fault], strict=True):
+        assert text.startswith(expected)
+
+
 def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(outcome, "refuses")):
         assert f"rank {rank} cannot run FSDPRefuses on an empty batch" in text
@@ -471,7 +492,7 @@ def locked(rank: int) -> str:
     """In lockstep nothing is replayed: the module may refuse empty batches. One rank raises between two bursts."""
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = fully_shard(Refuses(*build("mlp")))
+    model: Any = fully_shard(Refuses(*build("mlp")), mesh=mesh_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with Join([model, optimizer]) as join:
@@ -505,7 +526,7 @@ def train_two_loops(rank: int, in_one_block: bool) -> dict[str, torch.Tensor]:
 
     torch.manual_seed(0)
     layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
-    model: Any = fully_shard(torch.nn.Sequential(*layers))
+    model: Any = fully_shard(torch.nn.Sequential(*layers), mesh=mesh_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     counts = (1, 3), (3, 1)
     for epochs in [(0, 1)] if in_one_block else [(0,), (1,)]:
@@ -528,7 +549,8 @@ def test_two_loops_in_lockstep_in_one_block(pool: Pool) -> None:
 def with_samples(rank: int) -> str:
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SyncBatchNorm(8)))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SyncBatchNorm(8))
+    model: Any = fully_shard(net, mesh=mesh_of())
     with (
         pytest.raises(ValueError, match="dummy='last'") as caught,
         Join([model, torch.optim.SGD(model.parameters())]) as join,
@@ -563,8 +585,9 @@ def train_chain(rank: int, encoder_is: str) -> dict[str, torch.Tensor]:
     layers = list(build("mlp").children())
     parts = torch.nn.ModuleList([torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(*layers[2:])])
     encoder: Any = parts[0]
-    encoder = fully_shard(encoder) if encoder_is == "sharded" else DistributedDataParallel(encoder)
-    decoder: Any = fully_shard(parts[1])
+    mesh = mesh_of()
+    encoder = fully_shard(encoder, mesh=mesh) if encoder_is == "sharded" else DistributedDataParallel(encoder)
+    decoder: Any = fully_shard(parts[1], mesh=mesh)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (encoder, decoder)]
     for epoch, counts in enumerate(Case.counts):
         with Join([encoder, decoder, *optimizers], divide_by_initial_world_size=False, timeout=30):

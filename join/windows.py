@@ -7,6 +7,7 @@ never meets what the loop's body sends. The order is told in ``join.iteration``.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 
 import torch
@@ -69,10 +70,9 @@ class Windows:
             return
         self.counts, self.mine, self.steps = counts, counts[self._rank], self._steps_of(counts)
         self._stretches = [
-            (end, sum(1 << rank for rank, count in enumerate(counts) if count >= end))
-            for end in sorted(set(counts))
-            if end > 0
+            (end, sum(1 << rank for rank, count in enumerate(counts) if count >= end)) for end in sorted(set(counts))
         ]
+        self._stretches.append((sys.maxsize, 0))
 
     def _steps_of(self, counts: list[int]) -> int:
         return min(counts) if self._until_first else max(counts)

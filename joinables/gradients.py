@@ -341,13 +341,16 @@ class GradientSync(DDPBurst):
         self._in_backward = True
         if self._unsynced or self._had_data or self._weights.window:
             self._forget_zeroed()
-        if self._may_hold_result:
+        weighted = self._join.weight is not None
+        # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
+        reduces = self._armed or synchronised
+        makes_no_difference = reduces and self._channel.in_lockstep and not weighted  # where all ranks give theirs
+        if self._may_hold_result and not makes_no_difference:
             self._see_zeroed(values=True)
-        if self._join.weight is not None:
+        if weighted:
             self._weights.begin_backward(holds_result=self._sets_result_aside())
         self._begin_use()
-        # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
-        if self._armed or synchronised:
+        if reduces:
             self._begin_reduction()
         else:
             self._unsynced |= not self._channel.shadowing

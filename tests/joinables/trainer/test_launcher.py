@@ -270,6 +270,7 @@ def several(first: str, second: str) -> None:
     errors = {
         "peer": PeerError("rank 2 failed"),
         "gloo": RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+        "line": RuntimeError("the process of rank 2 has ended, or has left the group"),
         "dist": dist.DistNetworkError("no answer"),
         "own": ValueError("own fault"),
     }
@@ -280,7 +281,7 @@ def several(first: str, second: str) -> None:
         raise errors[second]
 
 
-@pytest.mark.parametrize("first", ["peer", "gloo", "dist"])
+@pytest.mark.parametrize("first", ["peer", "gloo", "line", "dist"])
 def test_cause_before_its_consequences(first: str) -> None:
     with pytest.raises(ValueError, match="own fault") as caught:
         local(3).launch(several, first, "own")

@@ -147,6 +147,7 @@ class Trainer:
         self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit
         self._run: Run | None = None
         self._loop: FitLoop | None = None
+        self._notes: Path | None = None  # where the process that started this one finds what it is told on the way
 
     def _check_strategy(self, sync_batchnorm: bool, num_nodes: int) -> None:
         strategy = self.strategy
@@ -181,7 +182,8 @@ class Trainer:
 
         A second call with the same module goes on where the first ended, once one of these was raised; one with another
         module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes are
-        started for it; what is trained in this process keeps the weights that it had come to.
+        started for it; what is trained in this process keeps the weights that it had come to. Either way, each
+        ``ModelCheckpoint`` knows the files that it has written, so that a fit can go on from one of them.
 
         Args:
             module: what to train; it has the trained weights afterwards.
@@ -267,18 +269,13 @@ class Trainer:
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
             for name, loader in zip(names, loaders, strict=True):
                 self._warn_of_copies(name, loader)
-            pid, result, drawn = cast(
-                "tuple[int, Result, dict[str, Any]]",
-                self.strategy.launch(
-                    self.world_size,
-                    self._accelerator,
-                    _work,
-                    self,
-                    module,
-                    dict(zip(names, loaders, strict=True)),
-                    *job,
-                ),
-            )
+            given = dict(zip(names, loaders, strict=True))
+            try:
+                launched = self.strategy.launch(self.world_size, self._accelerator, _work, self, module, given, *job)
+            except BaseException:
+                self._read_notes(Path(folder))
+                raise
+            pid, result, drawn = cast("tuple[int, Result, dict[str, Any]]", launched)
             home = Path(folder) / "to"
             buffers: dict[str, torch.Tensor] = {}
             if home.exists():
@@ -312,6 +309,13 @@ class Trainer:
             f" there. If that differs by rank, {way_out}",
             stacklevel=5,  # of whoever called fit, validate, test or predict, which are wrapped
         )
+
+    def _read_notes(self, folder: Path) -> None:
+        """Take over what callbacks have noted in other processes, in a run that failed."""
+        for index, callback in enumerate(self.callbacks):
+            path = folder / f"noted-{index}"
+            if path.exists():
+                callback.load_state_dict(read_checkpoint(path))
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
         """Take over what happened in other processes."""
@@ -446,6 +450,12 @@ class Trainer:
             write_checkpoint(state, path)
         return state is not None
 
+    def note(self, callback: Callback) -> None:
+        """Let the process that started the run have the state of one of its callbacks, even if the run then fails."""
+        if self._notes is not None:
+            path = self._notes / f"noted-{self.callbacks.index(callback)}"
+            write_checkpoint(callback.state_dict(), path, durable=False)
+
     def _state_after_fit(self) -> dict[str, Any] | None:
         """What the next fit would go on from, with the module's weights as they are; ``None`` but on rank 0."""
         module = None if self._state_of is None else self._state_of()
@@ -475,6 +485,7 @@ class Trainer:
         """One rank's part of a run; what is launched."""
         run = FitRun(self, module) if stage == "fit" else Run(self, module, stage)
         self._run, module._trainer = run, self  # pyright: ignore[reportPrivateUsage]
+        self._notes = None if os.getpid() == home else Path(folder)
         state: dict[str, Any] | None = None
         metrics: dict[str, float] = {}
         predictions: tuple[Any, ...] | None = None

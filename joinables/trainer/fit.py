@@ -6,6 +6,7 @@ Order of what communicates, on every rank::
     an epoch   what is known of the ranks' data (one object all-gather)
                the block: see joinables.ddp; a rank that is out of data shadows the others.
                With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
+               With uneven="error" and unknown lengths, once ranks run out: who has? (one object all-gather)
                the epoch's metrics; validation's metrics
                checkpoints of an epoch's end: see joinables.trainer.snapshot
 
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import torch
 
+from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
@@ -197,11 +199,25 @@ class FitLoop:
             transform_gradients=self._prepare_gradients,
         )
         limit = plan.shortest if uneven == "stop" else None
-        with block:
-            finished = self._train_batches(limit, vote=vote)
-            run.samples = 0  # what this rank logs while it shadows others weighs nothing
+        finished: bool | None = None
+        try:
+            with block:
+                finished = self._train_batches(limit, vote=vote)
+                run.samples = 0  # what this rank logs while it shadows others weighs nothing
+        except EarlyTerminationError as error:
+            raise self._tell_who_ran_out(finished is not None) from error
         self._trainer.join_report = self._strategy.report
         return finished
+
+    def _tell_who_ran_out(self, mine: bool) -> EarlyTerminationError:
+        """What all ranks raise, which all have come to the same step; ``mine`` says whether this rank ran out."""
+        run = self._run
+        counts: list[int | None] = run.collective.all_gather_object(run.batches_read if mine else None)
+        told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
+        return EarlyTerminationError(
+            f"uneven='error' and the ranks have different numbers of batches: there are no more on {told}; make them"
+            " even, or use uneven='join'"
+        )
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         run = self._run

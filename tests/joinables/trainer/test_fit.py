@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from join import PeerError, ProtocolError
+from join import EarlyTerminationError, PeerError, ProtocolError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -355,6 +355,22 @@ def refuses_uneven(rank: int) -> None:
 
 def test_error_if_uneven(pool: Pool) -> None:
     pool.run(refuses_uneven, ranks=2)
+
+
+def streams_that_must_be_even(rank: int, counts: tuple[int, ...]) -> str:
+    with pytest.raises(EarlyTerminationError) as caught:
+        stream(rank, "error", counts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"), [((2, 0, 4), "rank 1 after 0 batches;"), ((4, 3, 3), "rank 1 after 3 batches, rank 2 after 3")]
+)
+def test_who_has_run_out_where_nobody_may(pool: Pool, counts: tuple[int, ...], told: str) -> None:
+    first, *others = pool.run(streams_that_must_be_even, counts, ranks=3)
+    assert f"there are no more on {told}" in first
+    assert others == [first, first]
+    assert {steps for _, steps, _ in pool.run(stream, "error", (2, 2, 2), ranks=3)} == {4}
 
 
 class Gan(TrainModule):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import tempfile
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from joinables.trainer.data import Plan, copied_sampler
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
+from joinables.trainer.folders import temporary_folder
 from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.metric_files import MetricFiles
@@ -260,12 +260,12 @@ class Trainer:
             self._check_module(module, stage)
             _check_loader("loader", loaders[0], 1)
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="joinables-"))
+            folder = stack.enter_context(temporary_folder())
             if stage == "fit" and self._state is not None and ckpt_path is None:
-                write_checkpoint(self._state, Path(folder) / "from", durable=False)
-                ckpt_path = Path(folder) / "from"
+                write_checkpoint(self._state, folder / "from", durable=False)
+                ckpt_path = folder / "from"
             here = os.getpid()
-            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here, rng.capture()
+            job = stage, None if ckpt_path is None else str(ckpt_path), str(folder), here, rng.capture()
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
             for name, loader in zip(names, loaders, strict=True):
                 self._warn_of_copies(name, loader)
@@ -273,10 +273,10 @@ class Trainer:
             try:
                 launched = self.strategy.launch(self.world_size, self._accelerator, _work, self, module, given, *job)
             except BaseException:
-                self._read_notes(Path(folder))
+                self._read_notes(folder)
                 raise
             pid, result, drawn = cast("tuple[int, Result, dict[str, Any]]", launched)
-            home = Path(folder) / "to"
+            home = folder / "to"
             buffers: dict[str, torch.Tensor] = {}
             if home.exists():
                 came = read_checkpoint(home, trusted=True)

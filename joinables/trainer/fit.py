@@ -30,7 +30,7 @@ from joinables.trainer.callback import Callback
 from joinables.trainer.data import Plan, distribute, set_epoch
 from joinables.trainer.evaluate import evaluate, local_loader
 from joinables.trainer.members import Meeting, Ticker
-from joinables.trainer.optimizers import parse_optimizers
+from joinables.trainer.optimizers import check_closure, parse_optimizers
 from joinables.trainer.run import FitRun
 from joinables.trainer.sharding import retarget
 
@@ -71,6 +71,8 @@ class FitLoop:
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
                 " do with one; set automatic_optimization = False and step them in training_step"
             )
+        for optimizer in optimizers:
+            check_closure(optimizer, automatic, run.collective.world_size)
         if run.rank == 0:
             for optimizer in optimizers:
                 _warn_of_foreign_parameters(optimizer, module)

@@ -574,6 +574,100 @@ def keeps(rank: int, folder: str) -> tuple[str, str]:
     return keeper.best_model_path, keeper.last_model_path
 
 
+class Unfreezes(Classifier):
+    """Gives the optimizer another group in the second epoch; if it ``remembers``, also where a later fit goes on."""
+
+    def __init__(self, remembers: bool) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(False)
+        self.remembers = remembers
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.body[3].parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.remembers and checkpoint["epochs"] > 1:
+            self.unfreeze()
+
+    def unfreeze(self) -> None:
+        self.body[0].requires_grad_(True)
+        self.optimizers().add_param_group({"params": list(self.body[0].parameters())})
+
+
+def adds_groups(rank: int, shard: bool) -> Any:
+    states: list[Any] = []
+    for epochs in ((2, 3), (3,)):
+        module, run = Unfreezes(remembers=True), trainer(strategy={"shard_optimizers": shard})
+        for run.max_epochs in epochs:
+            run.fit(module, loader(30))
+        states.append(flat_state(module.state_dict()))
+    module, run = Unfreezes(remembers=False), trainer(strategy={"shard_optimizers": shard}, max_epochs=2)
+    run.fit(module, loader(30))
+    run.max_epochs = 3
+    with pytest.raises(
+        ValueError, match=r"the (SGD|Zero.*) in .* has groups of \[2, 2\] .* of \[2\]; .* in on_load_checkpoint"
+    ):
+        run.fit(module, loader(30))
+    return states
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "zero"])
+def test_groups_that_a_hook_adds(pool: Pool, shard: bool) -> None:
+    for parts, whole in pool.run(adds_groups, shard, ranks=2):
+        assert_same(parts, whole)
+
+
+class WithLBFGS(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+class StepsLBFGS(WithLBFGS):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.shared_step(batch, "train")
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+def refuses_lbfgs(rank: int, kind: type[WithLBFGS], shard: bool) -> None:
+    with pytest.raises(ValueError, match=r"LBFGS .* another number on each rank; train with devices=1"):
+        trainer(strategy={"shard_optimizers": shard}).fit(kind(), loader(24))
+
+
+def test_an_optimizer_that_needs_a_closure(pool: Pool) -> None:
+    with pytest.raises(ValueError, match=r"LBFGS needs a closure .* set automatic_optimization = False"):
+        trainer().fit(WithLBFGS(), loader(24))
+    pool.run(refuses_lbfgs, WithLBFGS, True, ranks=2)
+    pool.run(refuses_lbfgs, StepsLBFGS, False, ranks=2)
+    module, reference = StepsLBFGS(), Classifier()
+    run = trainer()
+    run.fit(module, loader(24))
+    assert run.global_step == 4
+    optimizer = torch.optim.LBFGS(reference.parameters(), lr=0.1)
+    for x, y in loader(24):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(reference(x), y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same(flat_state(module.state_dict()), flat_state(reference.state_dict()), TOLERANCE)
+
+
 def test_callbacks_of_a_rank_that_ran_out(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(keeps, str(tmp_path), ranks=2)
     assert first == second

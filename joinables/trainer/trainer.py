@@ -58,7 +58,7 @@ class Trainer:
         num_nodes: nodes; more than one needs a launcher, such as torchrun.
         accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"auto"`` for GPUs if there are any.
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
-            process and ``"ddp"`` for several.
+            process and ``"ddp"`` for several. ``"single"`` under torchrun, SLURM or MPI lets each process train alone.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
         max_epochs: when to stop, counted over all fits; by default after one epoch, or, with ``max_steps``, only then.
         max_steps: when to stop at the latest, in optimizer steps; ``None`` for no such limit.
@@ -102,6 +102,8 @@ class Trainer:
         self._accelerator = _accelerator(accelerator)
         _check_count("num_nodes", num_nodes)
         self.world_size = _world_size(devices, num_nodes, self._accelerator)
+        if strategy == "auto" and self.world_size == 1:
+            _check_alone(devices)
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
@@ -635,6 +637,16 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs")
     return devices * num_nodes
+
+
+def _check_alone(devices: Any) -> None:
+    """Raise a ``ValueError`` if other processes were started, which would all train the same and write the same."""
+    environment = detect_environment()
+    if not environment.creates_processes and (there := environment.place().world_size) > 1:
+        raise ValueError(
+            f"devices={devices}, and {environment.name} started {there} processes, each of which would train alone;"
+            " leave devices out to train on all of them, or pass strategy='single' if that is meant"
+        )
 
 
 def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:

@@ -588,6 +588,13 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
     assert not trainer.is_global_zero
+    with pytest.raises(ValueError, match="devices=1, and torchrun started 3 processes, each of which would"):
+        Trainer(accelerator="cpu", devices=1)
+    assert Trainer(accelerator="cpu", devices=1, strategy="single").world_size == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(int(name != "RANK")))
+    assert Trainer(accelerator="cpu", devices=1).world_size == 1
 
 
 def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ from joinables.trainer.optimizers import check_closure, parse_optimizers
 from joinables.trainer.run import FitRun
 from joinables.trainer.sharding import retarget
 
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
 
 class FitLoop:
     """Trains a module on one rank.
@@ -95,7 +97,7 @@ class FitLoop:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
         run, trainer = self._run, self._trainer
         run.random_to_resume = rng.glance()
-        self._module.train()
+        self._set_modes()
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
@@ -115,6 +117,27 @@ class FitLoop:
             hook.remove()
         self._loader = self._val_loader = None
         self._module.zero_grad(set_to_none=True)
+
+    def _set_modes(self) -> None:
+        """Have a module that is in eval mode as a whole train; where only parts are, each keeps its mode."""
+        module = self._module
+        if not module.training:
+            module.train()
+            return
+        # Whoever puts BatchNorm, or what is not trained, into eval mode means it. A pretrained model comes in it.
+        found = [
+            name
+            for name, part in cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
+            if not part.training and not isinstance(part, _BATCH_NORMS)
+            if any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+        ]
+        if found and self._run.rank == 0:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            warnings.warn(
+                f"{type(module).__name__} has parts in eval mode that are trained, and stay in it:"
+                f" {', '.join(found[:5])}{more}. Unless that is meant, call train() on them in __init__",
+                stacklevel=2,
+            )
 
     def _warn_of_no_step(self) -> None:
         if self._run.rank == 0:

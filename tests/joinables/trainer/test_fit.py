@@ -574,6 +574,45 @@ def keeps(rank: int, folder: str) -> tuple[str, str]:
     return keeper.best_model_path, keeper.last_model_path
 
 
+class Modes(Classifier):
+    """Counts how often which part was in training mode in a training step."""
+
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 3))
+        for name, part in self.named_modules():
+            if name in frozen.split():
+                part.eval()
+        self.seen: set[str] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.add(" ".join(name or "all" for name, part in self.named_modules() if not part.training))
+        return super().training_step(batch, batch_idx)
+
+
+def modes(rank: int, frozen: str) -> Any:
+    module = Modes(frozen)
+    run = trainer(max_epochs=1)
+    for run.max_epochs in (1, 2):
+        run.fit(module, loader(50), loader(12))
+    return module.seen, int(module.body[1].num_batches_tracked), [part.training for part in module.modules()]
+
+
+def test_frozen_parts_stay_frozen(pool: Pool) -> None:
+    for seen, batches, after in pool.run(modes, "body.1 body.2", ranks=2):
+        assert (seen, batches) == ({"body.1 body.2"}, 0)
+        assert after == [True, True, True, False, False, True]
+    for module, count in ((Modes(""), 9), (Modes("").eval(), 9)):
+        before = [part.training for part in module.modules()]
+        trainer().fit(module, loader(50), loader(12))
+        assert (module.seen, int(module.body[1].num_batches_tracked)) == ({""}, count)
+        assert [part.training for part in module.modules()] == before
+    module = Modes("body")  # as a pretrained model comes
+    with pytest.warns(UserWarning, match=r"Modes has parts in eval mode .* stay in it: body\.0, body\.3\."):
+        trainer().fit(module, loader(50), loader(12))
+    assert module.seen == {"body body.0 body.1 body.2 body.3"}
+
+
 class Unfreezes(Classifier):
     """Gives the optimizer another group in the second epoch; if it ``remembers``, also where a later fit goes on."""
 

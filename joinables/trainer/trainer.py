@@ -317,7 +317,7 @@ class Trainer:
         for index, callback in enumerate(self.callbacks):
             path = folder / f"noted-{index}"
             if path.exists():
-                callback.load_state_dict(read_checkpoint(path))
+                callback.load_state_dict(read_checkpoint(path, trusted=True))
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
         """Take over what happened in other processes."""

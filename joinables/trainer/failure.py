@@ -21,7 +21,11 @@ OWN, ABORTED, OTHERS = 0, 1, 2
 """Whose fault a failure is: the rank's own; perhaps another's, as of a library that aborts without peers; another's."""
 
 _OTHERS_FAULT = (PeerError, JoinTimeoutError, dist.DistError)
-_GLOO_ERRORS = ("gloo", "connection closed", "connection reset", "connection refused", "broken pipe", "socket")
+# What gloo says where a peer is gone, and what the shared memory of join.collectives does.
+_LOST_PEER = (
+    *("gloo", "connection closed", "connection reset", "connection refused", "broken pipe", "socket"),
+    "has left the group",
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ def raise_cause(failures: Sequence[Failure]) -> NoReturn:
 def _blame(error: BaseException) -> int:
     if isinstance(error, _OTHERS_FAULT):
         return OTHERS
-    # gloo has no class of its own for them.
-    lost_peer = type(error) is RuntimeError and any(word in str(error).lower() for word in _GLOO_ERRORS)
+    # There is no class of its own for them.
+    lost_peer = type(error) is RuntimeError and any(word in str(error).lower() for word in _LOST_PEER)
     return OTHERS if lost_peer else OWN
 
 

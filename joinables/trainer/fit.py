@@ -6,6 +6,7 @@ Order of what communicates, on every rank::
     an epoch   what is known of the ranks' data (one object all-gather)
                the block: see joinables.ddp; a rank that is out of data shadows the others.
                With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
+               With uneven="error" and unknown lengths, once ranks run out: who has? (one object all-gather)
                the epoch's metrics; validation's metrics
                checkpoints of an epoch's end: see joinables.trainer.snapshot
 
@@ -22,15 +23,18 @@ from typing import Any, cast
 
 import torch
 
+from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
 from joinables.trainer.data import Plan, distribute, set_epoch
 from joinables.trainer.evaluate import evaluate, local_loader
 from joinables.trainer.members import Meeting, Ticker
-from joinables.trainer.optimizers import parse_optimizers
+from joinables.trainer.optimizers import check_closure, parse_optimizers
 from joinables.trainer.run import FitRun
 from joinables.trainer.sharding import retarget
+
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
 class FitLoop:
@@ -69,6 +73,8 @@ class FitLoop:
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
                 " do with one; set automatic_optimization = False and step them in training_step"
             )
+        for optimizer in optimizers:
+            check_closure(optimizer, automatic, run.collective.world_size)
         if run.rank == 0:
             for optimizer in optimizers:
                 _warn_of_foreign_parameters(optimizer, module)
@@ -91,7 +97,7 @@ class FitLoop:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
         run, trainer = self._run, self._trainer
         run.random_to_resume = rng.glance()
-        self._module.train()
+        self._set_modes()
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
@@ -111,6 +117,27 @@ class FitLoop:
             hook.remove()
         self._loader = self._val_loader = None
         self._module.zero_grad(set_to_none=True)
+
+    def _set_modes(self) -> None:
+        """Have a module that is in eval mode as a whole train; where only parts are, each keeps its mode."""
+        module = self._module
+        if not module.training:
+            module.train()
+            return
+        # Whoever puts BatchNorm, or what is not trained, into eval mode means it. A pretrained model comes in it.
+        found = [
+            name
+            for name, part in cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
+            if not part.training and not isinstance(part, _BATCH_NORMS)
+            if any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+        ]
+        if found and self._run.rank == 0:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            warnings.warn(
+                f"{type(module).__name__} has parts in eval mode that are trained, and stay in it:"
+                f" {', '.join(found[:5])}{more}. Unless that is meant, call train() on them in __init__",
+                stacklevel=2,
+            )
 
     def _warn_of_no_step(self) -> None:
         if self._run.rank == 0:
@@ -197,11 +224,25 @@ class FitLoop:
             transform_gradients=self._prepare_gradients,
         )
         limit = plan.shortest if uneven == "stop" else None
-        with block:
-            finished = self._train_batches(limit, vote=vote)
-            run.samples = 0  # what this rank logs while it shadows others weighs nothing
+        finished: bool | None = None
+        try:
+            with block:
+                finished = self._train_batches(limit, vote=vote)
+                run.samples = 0  # what this rank logs while it shadows others weighs nothing
+        except EarlyTerminationError as error:
+            raise self._tell_who_ran_out(finished is not None) from error
         self._trainer.join_report = self._strategy.report
         return finished
+
+    def _tell_who_ran_out(self, mine: bool) -> EarlyTerminationError:
+        """What all ranks raise, which all have come to the same step; ``mine`` says whether this rank ran out."""
+        run = self._run
+        counts: list[int | None] = run.collective.all_gather_object(run.batches_read if mine else None)
+        told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
+        return EarlyTerminationError(
+            f"uneven='error' and the ranks have different numbers of batches: there are no more on {told}; make them"
+            " even, or use uneven='join'"
+        )
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         run = self._run

@@ -26,14 +26,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker, spawn
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -42,6 +40,7 @@ import torch.distributed as dist
 from joinables.trainer.environment import Environment, detect_environment
 from joinables.trainer.errors import LaunchError, WorkerDied
 from joinables.trainer.failure import ABORTED, OWN, Failure, raise_cause
+from joinables.trainer.folders import temporary_folder
 from joinables.trainer.payload import Call, Payload
 from joinables.trainer.worker import Job, Queue, as_rank, work
 
@@ -127,8 +126,8 @@ class Launcher:
             raise LaunchError(
                 "start_method='fork' would copy this process's group into the workers; destroy it first, or use 'spawn'"
             )
-        with tempfile.TemporaryDirectory(prefix="joinables-") as folder:
-            payload = Payload(Path(folder))
+        with temporary_folder() as folder:
+            payload = Payload(folder)
             if not forks:
                 _check_main()
                 payload.write_call(fn, args)

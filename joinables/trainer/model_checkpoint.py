@@ -25,7 +25,8 @@ class ModelCheckpoint(Callback):
 
     All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
     old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced; what another
-    keeper of this fit keeps there is left alone, and the new file is called ``NAME-v1``.
+    keeper of this fit keeps there is left alone, and the new file is called ``NAME-v1``. The paths are known also after
+    a fit that raised, or whose processes died.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -100,6 +101,12 @@ class ModelCheckpoint(Callback):
         return False, score if self._mode == "min" else -score
 
     @override
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step < self._saved_step:
+            # A fit that failed has come further, and this one does not go on from there: its files are another fit's.
+            self._kept, self._saved_step, self.last_model_path = {}, -1, ""
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -124,7 +131,8 @@ class ModelCheckpoint(Callback):
         elif self._last:
             self._saved_step = trainer.global_step
             self.last_model_path = str(self._folder_of(trainer) / "last.ckpt")
-            trainer.save_checkpoint(self.last_model_path)
+            if trainer.save_checkpoint(self.last_model_path):
+                trainer.note(self)
 
     def _folder_of(self, trainer: Trainer) -> Path:
         return self._folder or trainer.default_root_dir / "checkpoints"
@@ -157,6 +165,8 @@ class ModelCheckpoint(Callback):
             writes = trainer.save_checkpoint(path)
         if self._last:
             writes = trainer.save_checkpoint(self.last_model_path) or writes
+        if writes:
+            trainer.note(self)  # the new files are there, and so are the old ones
         for each in discarded:
             # Only here is it known that the new file is there.
             if writes and each not in {path, *others}:

@@ -24,6 +24,9 @@ class TrainModule(ModuleHooks, torch.nn.Module):
     Override ``training_step`` and ``configure_optimizers`` to fit, and ``validation_step``, ``test_step`` or
     ``predict_step`` for the other runs. There are hooks between the steps, those of :class:`ModuleHooks`.
 
+    Parts that are in eval mode when a fit begins stay so, as frozen BatchNorm layers; a module that is so as a whole is
+    trained in training mode.
+
     With ``automatic_optimization = False`` the step itself calls ``manual_backward`` and steps what ``optimizers()``
     returns.
     """

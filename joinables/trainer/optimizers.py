@@ -1,7 +1,8 @@
-"""What ``configure_optimizers`` may return, in one form: :func:`parse_optimizers`."""
+"""What ``configure_optimizers`` may return, in one form: :func:`parse_optimizers`; and what it may not."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -74,6 +75,41 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
     if not optimizers:
         raise TypeError(f"configure_optimizers returned {configured!r}, which has no optimizer")
     return optimizers, schedulers
+
+
+def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int) -> None:
+    """See whether an optimizer that evaluates the loss itself can do so.
+
+    Raises:
+        ValueError: under automatic optimization, whose steps have no closure; for LBFGS on several ranks.
+    """
+    name = type(optimizer).__name__
+    if ranks > 1 and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"{name} evaluates its closure as often as the loss tells it to, another number on each rank; train with"
+            " devices=1 and automatic_optimization = False, or take another optimizer"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if automatic and closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{name} needs a closure in its step; set automatic_optimization = False and call"
+            " self.optimizers().step(closure) in training_step, with a closure that calls self.manual_backward(loss)"
+        )
+
+
+def check_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """See whether an optimizer has the parameter groups of its state.
+
+    Raises:
+        ValueError: if it has others.
+    """
+    mine, theirs = ([len(group["params"]) for group in each["param_groups"]] for each in (vars(optimizer), saved))
+    if mine != theirs:
+        raise ValueError(
+            f"the {type(optimizer).__name__} in the state to resume from has groups of {theirs} parameters, and that of"
+            f" configure_optimizers of {mine}; make the same there. Those that a hook adds in a fit, add again in"
+            " on_load_checkpoint(checkpoint), where checkpoint['epochs'] says how far it was"
+        )
 
 
 def _check_keys(where: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from joinables.trainer import rng
+from joinables.trainer.optimizers import check_groups
 from joinables.trainer.sharding import optimizer_state
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     """Put ``state``, which is the same on all ranks, into a fit that has its optimizers but has not begun.
 
     Raises:
-        ValueError: if it was taken from other optimizers or schedulers, or in the middle of an epoch by another number
-            of ranks.
+        ValueError: if it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an
+            epoch by another number of ranks.
     """
     for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[what]) != len(mine):
@@ -148,6 +149,7 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     if "module" in state:
         run.module.load_state_dict(state["module"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        check_groups(optimizer, saved)
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
         scheduler.scheduler.load_state_dict(saved)

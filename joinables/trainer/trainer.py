@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import tempfile
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from joinables.trainer.data import Plan, copied_sampler
 from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
+from joinables.trainer.folders import temporary_folder
 from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.metric_files import MetricFiles
@@ -58,7 +58,7 @@ class Trainer:
         num_nodes: nodes; more than one needs a launcher, such as torchrun.
         accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"auto"`` for GPUs if there are any.
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
-            process and ``"ddp"`` for several.
+            process and ``"ddp"`` for several. ``"single"`` under torchrun, SLURM or MPI lets each process train alone.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
         max_epochs: when to stop, counted over all fits; by default after one epoch, or, with ``max_steps``, only then.
         max_steps: when to stop at the latest, in optimizer steps; ``None`` for no such limit.
@@ -102,6 +102,8 @@ class Trainer:
         self._accelerator = _accelerator(accelerator)
         _check_count("num_nodes", num_nodes)
         self.world_size = _world_size(devices, num_nodes, self._accelerator)
+        if strategy == "auto" and self.world_size == 1:
+            _check_alone(devices)
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
@@ -147,6 +149,7 @@ class Trainer:
         self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit
         self._run: Run | None = None
         self._loop: FitLoop | None = None
+        self._notes: Path | None = None  # where the process that started this one finds what it is told on the way
 
     def _check_strategy(self, sync_batchnorm: bool, num_nodes: int) -> None:
         strategy = self.strategy
@@ -181,7 +184,8 @@ class Trainer:
 
         A second call with the same module goes on where the first ended, once one of these was raised; one with another
         module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes are
-        started for it; what is trained in this process keeps the weights that it had come to.
+        started for it; what is trained in this process keeps the weights that it had come to. Either way, each
+        ``ModelCheckpoint`` knows the files that it has written, so that a fit can go on from one of them.
 
         Args:
             module: what to train; it has the trained weights afterwards.
@@ -258,28 +262,23 @@ class Trainer:
             self._check_module(module, stage)
             _check_loader("loader", loaders[0], 1)
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="joinables-"))
+            folder = stack.enter_context(temporary_folder())
             if stage == "fit" and self._state is not None and ckpt_path is None:
-                write_checkpoint(self._state, Path(folder) / "from", durable=False)
-                ckpt_path = Path(folder) / "from"
+                write_checkpoint(self._state, folder / "from", durable=False)
+                ckpt_path = folder / "from"
             here = os.getpid()
-            job = stage, None if ckpt_path is None else str(ckpt_path), folder, here, rng.capture()
+            job = stage, None if ckpt_path is None else str(ckpt_path), str(folder), here, rng.capture()
             names = ("train_loader", "val_loader") if stage == "fit" else ("loader",)
             for name, loader in zip(names, loaders, strict=True):
                 self._warn_of_copies(name, loader)
-            pid, result, drawn = cast(
-                "tuple[int, Result, dict[str, Any]]",
-                self.strategy.launch(
-                    self.world_size,
-                    self._accelerator,
-                    _work,
-                    self,
-                    module,
-                    dict(zip(names, loaders, strict=True)),
-                    *job,
-                ),
-            )
-            home = Path(folder) / "to"
+            given = dict(zip(names, loaders, strict=True))
+            try:
+                launched = self.strategy.launch(self.world_size, self._accelerator, _work, self, module, given, *job)
+            except BaseException:
+                self._read_notes(folder)
+                raise
+            pid, result, drawn = cast("tuple[int, Result, dict[str, Any]]", launched)
+            home = folder / "to"
             buffers: dict[str, torch.Tensor] = {}
             if home.exists():
                 came = read_checkpoint(home, trusted=True)
@@ -312,6 +311,13 @@ class Trainer:
             f" there. If that differs by rank, {way_out}",
             stacklevel=5,  # of whoever called fit, validate, test or predict, which are wrapped
         )
+
+    def _read_notes(self, folder: Path) -> None:
+        """Take over what callbacks have noted in other processes, in a run that failed."""
+        for index, callback in enumerate(self.callbacks):
+            path = folder / f"noted-{index}"
+            if path.exists():
+                callback.load_state_dict(read_checkpoint(path, trusted=True))
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
         """Take over what happened in other processes."""
@@ -446,6 +452,12 @@ class Trainer:
             write_checkpoint(state, path)
         return state is not None
 
+    def note(self, callback: Callback) -> None:
+        """Let the process that started the run have the state of one of its callbacks, even if the run then fails."""
+        if self._notes is not None:
+            path = self._notes / f"noted-{self.callbacks.index(callback)}"
+            write_checkpoint(callback.state_dict(), path, durable=False)
+
     def _state_after_fit(self) -> dict[str, Any] | None:
         """What the next fit would go on from, with the module's weights as they are; ``None`` but on rank 0."""
         module = None if self._state_of is None else self._state_of()
@@ -475,6 +487,7 @@ class Trainer:
         """One rank's part of a run; what is launched."""
         run = FitRun(self, module) if stage == "fit" else Run(self, module, stage)
         self._run, module._trainer = run, self  # pyright: ignore[reportPrivateUsage]
+        self._notes = None if os.getpid() == home else Path(folder)
         state: dict[str, Any] | None = None
         metrics: dict[str, float] = {}
         predictions: tuple[Any, ...] | None = None
@@ -624,6 +637,16 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs")
     return devices * num_nodes
+
+
+def _check_alone(devices: Any) -> None:
+    """Raise a ``ValueError`` if other processes were started, which would all train the same and write the same."""
+    environment = detect_environment()
+    if not environment.creates_processes and (there := environment.place().world_size) > 1:
+        raise ValueError(
+            f"devices={devices}, and {environment.name} started {there} processes, each of which would train alone;"
+            " leave devices out to train on all of them, or pass strategy='single' if that is meant"
+        )
 
 
 def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:

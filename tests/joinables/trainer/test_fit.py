@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from join import PeerError, ProtocolError
+from join import EarlyTerminationError, PeerError, ProtocolError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -357,6 +357,22 @@ def test_error_if_uneven(pool: Pool) -> None:
     pool.run(refuses_uneven, ranks=2)
 
 
+def streams_that_must_be_even(rank: int, counts: tuple[int, ...]) -> str:
+    with pytest.raises(EarlyTerminationError) as caught:
+        stream(rank, "error", counts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"), [((2, 0, 4), "rank 1 after 0 batches;"), ((4, 3, 3), "rank 1 after 3 batches, rank 2 after 3")]
+)
+def test_who_has_run_out_where_nobody_may(pool: Pool, counts: tuple[int, ...], told: str) -> None:
+    first, *others = pool.run(streams_that_must_be_even, counts, ranks=3)
+    assert f"there are no more on {told}" in first
+    assert others == [first, first]
+    assert {steps for _, steps, _ in pool.run(stream, "error", (2, 2, 2), ranks=3)} == {4}
+
+
 class Gan(TrainModule):
     """Manual optimization: two updates of the critic for one of the generator."""
 
@@ -556,6 +572,139 @@ def keeps(rank: int, folder: str) -> tuple[str, str]:
     run = trainer(callbacks=keeper)
     run.fit(Classifier(), torch.utils.data.DataLoader(Stream((1, 4)), batch_size=None))
     return keeper.best_model_path, keeper.last_model_path
+
+
+class Modes(Classifier):
+    """Counts how often which part was in training mode in a training step."""
+
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 3))
+        for name, part in self.named_modules():
+            if name in frozen.split():
+                part.eval()
+        self.seen: set[str] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.add(" ".join(name or "all" for name, part in self.named_modules() if not part.training))
+        return super().training_step(batch, batch_idx)
+
+
+def modes(rank: int, frozen: str) -> Any:
+    module = Modes(frozen)
+    run = trainer(max_epochs=1)
+    for run.max_epochs in (1, 2):
+        run.fit(module, loader(50), loader(12))
+    return module.seen, int(module.body[1].num_batches_tracked), [part.training for part in module.modules()]
+
+
+def test_frozen_parts_stay_frozen(pool: Pool) -> None:
+    for seen, batches, after in pool.run(modes, "body.1 body.2", ranks=2):
+        assert (seen, batches) == ({"body.1 body.2"}, 0)
+        assert after == [True, True, True, False, False, True]
+    for module, count in ((Modes(""), 9), (Modes("").eval(), 9)):
+        before = [part.training for part in module.modules()]
+        trainer().fit(module, loader(50), loader(12))
+        assert (module.seen, int(module.body[1].num_batches_tracked)) == ({""}, count)
+        assert [part.training for part in module.modules()] == before
+    module = Modes("body")  # as a pretrained model comes
+    with pytest.warns(UserWarning, match=r"Modes has parts in eval mode .* stay in it: body\.0, body\.3\."):
+        trainer().fit(module, loader(50), loader(12))
+    assert module.seen == {"body body.0 body.1 body.2 body.3"}
+
+
+class Unfreezes(Classifier):
+    """Gives the optimizer another group in the second epoch; if it ``remembers``, also where a later fit goes on."""
+
+    def __init__(self, remembers: bool) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(False)
+        self.remembers = remembers
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.body[3].parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.remembers and checkpoint["epochs"] > 1:
+            self.unfreeze()
+
+    def unfreeze(self) -> None:
+        self.body[0].requires_grad_(True)
+        self.optimizers().add_param_group({"params": list(self.body[0].parameters())})
+
+
+def adds_groups(rank: int, shard: bool) -> Any:
+    states: list[Any] = []
+    for epochs in ((2, 3), (3,)):
+        module, run = Unfreezes(remembers=True), trainer(strategy={"shard_optimizers": shard})
+        for run.max_epochs in epochs:
+            run.fit(module, loader(30))
+        states.append(flat_state(module.state_dict()))
+    module, run = Unfreezes(remembers=False), trainer(strategy={"shard_optimizers": shard}, max_epochs=2)
+    run.fit(module, loader(30))
+    run.max_epochs = 3
+    with pytest.raises(
+        ValueError, match=r"the (SGD|Zero.*) in .* has groups of \[2, 2\] .* of \[2\]; .* in on_load_checkpoint"
+    ):
+        run.fit(module, loader(30))
+    return states
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "zero"])
+def test_groups_that_a_hook_adds(pool: Pool, shard: bool) -> None:
+    for parts, whole in pool.run(adds_groups, shard, ranks=2):
+        assert_same(parts, whole)
+
+
+class WithLBFGS(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+class StepsLBFGS(WithLBFGS):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.shared_step(batch, "train")
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+def refuses_lbfgs(rank: int, kind: type[WithLBFGS], shard: bool) -> None:
+    with pytest.raises(ValueError, match=r"LBFGS .* another number on each rank; train with devices=1"):
+        trainer(strategy={"shard_optimizers": shard}).fit(kind(), loader(24))
+
+
+def test_an_optimizer_that_needs_a_closure(pool: Pool) -> None:
+    with pytest.raises(ValueError, match=r"LBFGS needs a closure .* set automatic_optimization = False"):
+        trainer().fit(WithLBFGS(), loader(24))
+    pool.run(refuses_lbfgs, WithLBFGS, True, ranks=2)
+    pool.run(refuses_lbfgs, StepsLBFGS, False, ranks=2)
+    module, reference = StepsLBFGS(), Classifier()
+    run = trainer()
+    run.fit(module, loader(24))
+    assert run.global_step == 4
+    optimizer = torch.optim.LBFGS(reference.parameters(), lr=0.1)
+    for x, y in loader(24):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(reference(x), y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same(flat_state(module.state_dict()), flat_state(reference.state_dict()), TOLERANCE)
 
 
 def test_callbacks_of_a_rank_that_ran_out(pool: Pool, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import pickle
 import pty
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,12 +195,13 @@ class Failing(Callback):
         self.how = how
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
             if self.how == "exit":
                 os._exit(3)
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyError(f"{self.how} on rank 1")
+            if self.how:
+                raise KeyError(f"{self.how} on rank 1")
 
 
 def fails(how: str) -> None:
@@ -225,6 +227,26 @@ def test_a_worker_that_exits() -> None:
 def test_a_worker_that_is_killed() -> None:
     with pytest.raises(WorkerDied, match="rank 1 was killed by SIGKILL"):
         fails("kill")
+
+
+def test_files_of_a_fit_that_failed(tmp_path: Path) -> None:
+    """They are known, and a fit goes on from there; one that begins anew writes the same again."""
+    keeper = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=-1, every_n_train_steps=1)
+    failing = Failing("kill")
+    trainer, module = Trainer(devices=2, seed=0, callbacks=[failing, keeper]), Classifier(dropout=0.2)
+    with pytest.raises(WorkerDied):
+        trainer.fit(module, loader(30, 4))
+    assert Path(keeper.last_model_path) == tmp_path / "files" / "last.ckpt"
+    last = shutil.copy(keeper.last_model_path, tmp_path)
+    assert read_checkpoint(last)["global_step"] == 2
+    assert Path(keeper.best_model_path).is_file()
+    failing.how = ""
+    trainer.fit(module, loader(30, 4))
+    written = {"last.ckpt", *(f"epoch=0-step={step}.ckpt" for step in range(1, 5))}
+    assert {each.name for each in (tmp_path / "files").iterdir()} == written
+    resumed = Classifier(dropout=0.2)
+    Trainer(devices=2, seed=0).fit(resumed, loader(30, 4), ckpt_path=last)
+    assert_same(flat_state(resumed.state_dict()), flat_state(module.state_dict()))
 
 
 INTERRUPTED = """
@@ -566,6 +588,13 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
     assert not trainer.is_global_zero
+    with pytest.raises(ValueError, match="devices=1, and torchrun started 3 processes, each of which would"):
+        Trainer(accelerator="cpu", devices=1)
+    assert Trainer(accelerator="cpu", devices=1, strategy="single").world_size == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(int(name != "RANK")))
+    assert Trainer(accelerator="cpu", devices=1).world_size == 1
 
 
 def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

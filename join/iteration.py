@@ -172,15 +172,13 @@ class Iteration(Iterator[Any]):
                     raise ProtocolError(f"rank {self._collective.rank} {self._wrong}")
                 return self._make_dummy()
         batch = self._ahead.batches.popleft()
-        if self._may_be_last:  # dummies are made of it, as it was before the body
+        if self._length is None:
+            may_be_last = self._ahead.ended and not self._ahead.batches
+        else:
+            may_be_last = self._template is None or self._step == self._length
+        if may_be_last:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
         return batch
-
-    @property
-    def _may_be_last(self) -> bool:
-        if self._length is None:
-            return not self._ahead.has_more
-        return self._template is None or self._step == self._length
 
     def _too_few(self, count: int) -> str:
         return f"has a loader of len {self._length} that ended after {count} batches"
@@ -218,7 +216,11 @@ class Iteration(Iterator[Any]):
         if self._length is not None:
             windows.begin([0] * len(windows.counts))  # there is none
             return
-        self._begin_window(windows, windows.read(f"came to step {self._step + 1} of join.iterate"))
+        counts = windows.read(f"came to step {self._step + 1} of join.iterate")
+        if counts is windows.counts:  # as most often
+            windows.begin(counts)
+        else:
+            self._begin_window(windows, counts)
         if windows.steps:
             self._tell_next_window(windows)
 

@@ -284,9 +284,11 @@ class Channel:
 
     def fulfil(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run what is announced and owed, and, if ``complete``, the followers that go with it."""
-        owed = [burst for _, burst in self._bursts if burst.owes and burst is not but]
-        for burst in owed:
-            burst.fulfil()
+        owed = False
+        for _, burst in self._bursts:
+            if burst.owes and burst is not but:
+                burst.fulfil()
+                owed = True
         if owed and complete:
             self.complete_followers()
 

@@ -16,29 +16,25 @@ class ReadAhead:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._source: Iterator[Any] = iter(loader)
-        self._ended = False
+        self.ended = False
+        """Whether the loader has no more, beyond those."""
         self.batches: deque[Any] = deque()
         """In their order."""
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
 
-    @property
-    def has_more(self) -> bool:
-        """Whether another batch is there, or may be."""
-        return bool(self.batches) or not self._ended
-
     def close(self) -> None:
         """Let go of the loader, whose workers can end; what was read stays."""
-        self._ended, self._source = True, iter(())
+        self.ended, self._source = True, iter(())
 
     def read(self, wanted: int) -> int:
         """Read up to ``wanted`` more batches; how many there were."""
         before = len(self.batches)
-        while len(self.batches) < before + wanted and not self._ended:
+        while len(self.batches) < before + wanted and not self.ended:
             try:
                 self.batches.append(next(self._source))
             except StopIteration:
-                self._ended = True
+                self.ended = True
             except BaseException as error:  # also Ctrl-C: here most of it comes, and the others have to be told
-                self._ended, self.error = True, error
+                self.ended, self.error = True, error
         return len(self.batches) - before

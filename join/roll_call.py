@@ -30,6 +30,8 @@ class RollCall:
         self._words = self._places[-1][0] + 1
         self.nbytes = 8 * self._words
         """Size of one call in bytes."""
+        self._last: list[int] = []  # words that were read, and what they say: they repeat
+        self._answers: list[int] = []
 
     def call(self, mine: int, seconds: float | None = None) -> Work:
         """Start a call, to which this rank answers ``mine``; the one before must have been read.
@@ -47,8 +49,11 @@ class RollCall:
     def answers(self) -> list[int]:
         """What each rank answered, by rank, after the call is done."""
         words = self._sum.words()
-        mask = (1 << self._bits) - 1
-        return [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
+        if words != self._last:
+            mask = (1 << self._bits) - 1
+            self._answers = [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
+            self._last = words
+        return self._answers
 
 
 class Answers:

@@ -66,7 +66,7 @@ class Windows:
     def begin(self, counts: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
         self.at = self._stretch = 0
-        if counts == self.counts:
+        if counts is self.counts:
             return
         self.counts, self.mine, self.steps = counts, counts[self._rank], self._steps_of(counts)
         self._stretches = [
@@ -112,7 +112,7 @@ class Windows:
             self._channel.tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self._roll_call.answers()
-        if self.answers.some_end(replies):
+        if replies is not self.counts and self.answers.some_end(replies):  # the very same have been looked at
             with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
                 self.farewell.part("stopped")
             self.check(replies)

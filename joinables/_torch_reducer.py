@@ -58,9 +58,8 @@ def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
-def is_compiling() -> bool:
-    """Whether functions that are called now are compiled. Stands in for a disabled function that costs nothing."""
-    return get_eval_frame_callback() is not None
+compiler_under_way: Callable[[], object] = get_eval_frame_callback
+"""What compiles the functions that are called now, or None. Stands in for a disabled function that costs nothing."""
 
 
 def not_compiled(function: F) -> F:

@@ -274,9 +274,11 @@ class GradientSync(DDPBurst):
             self._in_backward = False  # a backward that raised did not come to its end
             if self._ddp.find_unused_parameters:
                 self._watch_use()
-            if self._join.weight is not None:
+            weighted = self._join.weight is not None
+            if weighted:
                 self._weights.watch()
             if self._ddp.require_backward_grad_sync and not self.owes:
+                self._weighted = weighted and not self._channel.shadowing
                 self._announce_forward()
         if self._channel.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
@@ -297,7 +299,6 @@ class GradientSync(DDPBurst):
         worth_it |= self._channel.declared and self._buffers is not None
         worth_it |= self._channel.in_lockstep  # nothing is sent there, and a rank may skip its backward
         early = worth_it and self._channel.may_announce_early(self)
-        self._weighted = self._weights.in_use
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from joinables._torch_reducer import is_compiling, not_compiled
+from joinables._torch_reducer import compiler_under_way, not_compiled
 
 
 class ModuleHook:
@@ -23,7 +23,7 @@ class ModuleHook:
     @not_compiled
     def __call__(self, *args: Any) -> Any:
         """Do it."""
-        return _uncompiled(self._call, *args) if is_compiling() else self._call(*args)
+        return self._call(*args) if compiler_under_way() is None else _uncompiled(self._call, *args)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ModuleHook, (_do_nothing,)

@@ -117,6 +117,7 @@ class SharedMemoryLine(Line):
 
     def __init__(self, segment: Segment, otherwise: Callable[[], Line]) -> None:
         self._segment, self._otherwise = segment, otherwise
+        self._notes = segment.note(segment.rank, 0)
 
     @override
     def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
@@ -129,8 +130,7 @@ class SharedMemoryLine(Line):
 
     @override
     def note(self, number: int, value: int) -> None:
-        segment = self._segment
-        segment.store(segment.note(segment.rank, number), [value], number)
+        self._segment.store(self._notes + 2 * (number % _NOTES), [value], number)
 
     @override
     def noted(self, rank: int, number: int) -> int | None:

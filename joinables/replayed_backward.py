@@ -6,6 +6,7 @@ The order of collectives is told in ``joinables.replay``.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import MutableMapping, Sequence
 from typing import Any, ClassVar, cast
@@ -43,7 +44,7 @@ class ReplayedBackward(ReplayedBurst):
         self._divide_by_initial_world_size = True
         self._weights = Weights(self._reduction.seen)
         self._current: Graph | None = None  # of the forward that is under way
-        self._in_backward = False
+        self._in_backward = self._has_replayed = False
         self._entered: Graph | None = None  # the forward that the backward which is under way has come to
         self._through: list[Pass] = []  # the forwards that the backward goes through
         self._several = False
@@ -298,6 +299,9 @@ class ReplayedBackward(ReplayedBurst):
 
     @override
     def main_hook(self) -> None:
+        if not self._has_replayed:
+            self._has_replayed = True
+            self._warn_of_shards_that_stay()
         cleared, zeroed, _, _, reduces, complete, several = self._channel.flags(self)
         announced = self._channel.announced(self)
         self._through = []
@@ -322,6 +326,18 @@ class ReplayedBackward(ReplayedBurst):
         finally:
             self._of.replaying = self._weights.silent = False
             self._through = []
+
+    def _warn_of_shards_that_stay(self) -> None:
+        shards = {id(parameter) for parameter in self._reduction.parameters if is_dtensor(parameter)}
+        listed = [member.joinable.join_target for scope in self._channel.scopes for member in scope.members]
+        groups = [group for each in listed if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+        if shards.isdisjoint(id(parameter) for group in groups for parameter in group["params"]) and shards:
+            warnings.warn(
+                f"rank {self._collective.rank} is out of data and takes part in the backward of"
+                f" {type(self._of.module).__name__}, but no optimizer of its parameters is in the list: if others step"
+                " one, the shards of this rank stay as they are. List the optimizer, too",
+                stacklevel=2,
+            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -128,6 +129,26 @@ def test_mixed_precision(pool: Pool) -> None:
     by_hand = pool.run(in_half, False)
     for state, expected in zip(pool.run(in_half, True), by_hand, strict=True):
         assert_same(state, expected)
+
+
+def without_optimizer(rank: int, listed: bool) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(build("mlp"), mesh=mesh_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught, Join([model, *([optimizer] if listed else [])]):
+        warnings.simplefilter("always")
+        for step in range(2 * (1 - rank)):
+            forward(model, Case(), rank, 0, step).backward()
+            optimizer.step()
+    return " ".join(str(each.message) for each in caught)
+
+
+def test_shards_that_nobody_steps_are_told(pool: Pool) -> None:
+    active, joined = pool.run(without_optimizer, False, ranks=2)
+    assert not active
+    assert joined.count("rank 1 is out of data") == 1 and "List the optimizer" in joined
+    assert pool.run(without_optimizer, True, ranks=2) == ["", ""]
 
 
 LOOPS = {

@@ -24,7 +24,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives import Collective, Work
-from join.collectives.work import Done
+from join.collectives.work import DONE
 from join.errors import JoinError, PeerError, ProtocolError
 from join.joinable import Burst
 from join.members import Member, Scope
@@ -100,7 +100,7 @@ class DeclaredChannel(Channel):
         if not member.interjects:
             self._check_turn(member, announcing)
         self._compute(announcing)
-        return Done()
+        return DONE
 
     def _check_turn(self, member: Member, announcing: int) -> None:
         place = self._events % len(self._cycle)

@@ -123,7 +123,8 @@ class Farewell:
             accounts, looks = self._accounts(all_of_them=looks % _LOOKS > 0), looks + 1
             furthest = max(accounts, default=None)
             if furthest is not None and furthest.begun > self._channel.begun:
-                note, _ = self._channel.unpacked(self._channel.next_note() or furthest.last)
+                seen = self._channel.next_note()
+                note, _ = self._channel.unpacked(furthest.last if seen is None else seen)
                 self._begin(note, role)
             elif len(accounts) == len(self._keys) and all(
                 each.role != "shadows" and each.begun == self._channel.begun for each in accounts

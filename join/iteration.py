@@ -111,7 +111,7 @@ class Iteration(Iterator[Any]):
             yield from self
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
-                self._channel.before_anything_else(lambda: self.leave(None))  # not here, where nothing can be raised
+                self._channel.leave_first(lambda: self.leave(None))  # not here, where nothing can be raised
             raise
 
     @override
@@ -301,7 +301,7 @@ class Iteration(Iterator[Any]):
         """
         assert self._windows is not None
         self.running = False
-        self._channel.before_anything_else(None)
+        self._channel.leave_first(None)
         try:
             EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
         finally:
@@ -310,7 +310,7 @@ class Iteration(Iterator[Any]):
     def _over(self) -> None:
         self.running, self._template = False, None
         self._ahead.close()
-        self._channel.before_anything_else(None)
+        self._channel.leave_first(None)
 
 
 def check_arguments(until: Any, dummy: Any, lookahead: Any) -> None:

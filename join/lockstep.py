@@ -25,7 +25,7 @@ from functools import cached_property
 from typing_extensions import override
 
 from join.collectives import Work
-from join.collectives.work import Done
+from join.collectives.work import DONE
 from join.errors import JoinError, PeerError, ProtocolError
 from join.header import ACTIVE, LEADER
 from join.joinable import Joinable
@@ -43,7 +43,6 @@ MEETING = -1
 
 _BITS = 16  # for an index, and for flags
 _STEPS = 1 << 29  # that notes tell apart
-_DONE = Done()
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class LockstepChannel(Channel):
     def _begin_step(self, active: int) -> None:
         self._sequence: list[Note] = []  # the bursts of this step so far
         self.active_ranks = active
-        self.shadowing = not active >> self._rank & 1
+        self._see_whether_shadowing()
         self.steps += 1
 
     def end(self) -> None:
@@ -192,14 +191,18 @@ class LockstepChannel(Channel):
         if self._unsettled:
             self.settle()
 
-    def before_anything_else(self, leave: Callable[[], None] | None) -> None:
-        """What is to be done before the next announcement, because this rank has broken out of the loop.
+    def leave_first(self, leave: Callable[[], None] | None) -> None:
+        """This rank has broken out of the loop, and is in its last batch no more; the loop is left in due form later.
 
         Args:
-            leave: what; ``None`` if nothing is, or it is being done.
+            leave: leaves it, before anything else is announced; ``None`` where that begins, or there is nothing left.
         """
         self._leave_loop = leave
-        self.shadowing = leave is None and self.in_lockstep and not self.active_ranks >> self._rank & 1
+        self._see_whether_shadowing()
+
+    def _see_whether_shadowing(self) -> None:
+        has_broken_out = self._leave_loop is not None
+        self.shadowing = self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
 
     # -- bursts -------------------------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class LockstepChannel(Channel):
             member.count_step()
         self._compute(index)
         self._outstanding = list(member.followers)
-        return _DONE
+        return DONE
 
     @override
     def follow(self, joinable: Joinable) -> None:

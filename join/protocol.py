@@ -442,7 +442,7 @@ class Channel:
                 counts[at + 1 + place] = active if told else 0
             header = self._assumed[key] = Header(counts, self._code.offsets)
         self._header = self._last_of[id(member.joinable)] = header
-        self._unsettled, self._leads = not leader_alive, leader_alive  # of all that one settles, the leader is left
+        self._unsettled, self._leads = not leader_alive, leader_alive  # nothing to settle but a leader that is gone
 
     def _exchange(self, fields: Sequence[int]) -> Header:
         started = time.monotonic()

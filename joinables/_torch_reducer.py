@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.decorators import skip
+from torch._C._dynamo import eval_frame
+from torch._dynamo import decorators
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
@@ -44,6 +44,8 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
     ),
     DistributedDataParallel: ("_assign_modules_buffers", "_sync_module_buffers", "_check_sync_bufs_post_fwd"),
     _engine: ("queue_callback",),
+    eval_frame: ("get_eval_frame_callback",),
+    decorators: ("skip",),
 }
 for _owner, _names in _NEEDED.items():
     for _name in _names:
@@ -58,13 +60,13 @@ def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
-compiler_under_way: Callable[[], object] = get_eval_frame_callback
+compiler_under_way: Callable[[], object] = eval_frame.get_eval_frame_callback
 """What compiles the functions that are called now, or None. Stands in for a disabled function that costs nothing."""
 
 
 def not_compiled(function: F) -> F:
     """Leave a function uncompiled, but not what it calls. Stands in for a disabled function that costs nothing."""
-    return cast("F", skip(function))
+    return cast("F", decorators.skip(function))
 
 
 # -- autograd -------------------------------------------------------------------------------------------------------

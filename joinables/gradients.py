@@ -101,7 +101,6 @@ class GradientSync(DDPBurst):
         ddp = self._ddp
         self._may_hold_result = _may_hold_result.get(ddp, True)
         self._param_sync = ddp.require_forward_param_sync
-        self._counts_use = bool(ddp.find_unused_parameters and not ddp.static_graph)  # in lockstep
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
         self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
 
@@ -158,7 +157,7 @@ class GradientSync(DDPBurst):
         """
         self.owes = False
         if self._channel.in_lockstep:
-            self._weighted = self._weights.agree()
+            self._agree()
         has_data = not self._join.shadowing or self._unsynced
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._armed = False
@@ -211,7 +210,7 @@ class GradientSync(DDPBurst):
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if self._channel.in_lockstep:
-            self._weighted = self._weights.agree()
+            self._agree()
         if self._channel.shadows_for_nobody:  # it must change nothing here
             self._miss_reduction()
         else:
@@ -234,8 +233,7 @@ class GradientSync(DDPBurst):
             self._keep_only_held()
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         self._unsynced = False
-        self._weights.put_back(self._used_anywhere)
-        self._weights.forget()
+        self._weights.end_reduction(self._used_anywhere)
         self._scale()
         self._end_use()
 
@@ -286,8 +284,13 @@ class GradientSync(DDPBurst):
     def _watch_use(self) -> None:
         if self._has_no_gradient and not self._armed:
             reducer.forget_use(self._ddp)
-        if self._counts_use and self._channel.in_lockstep:
+        if self._channel.in_lockstep and self._counts_use:
             self._usage.watch()
+
+    @property
+    def _counts_use(self) -> bool:
+        """In lockstep."""
+        return bool(self._ddp.find_unused_parameters and not self._ddp.static_graph)
 
     def _announce_forward(self) -> None:
         if self._may_hold_result:
@@ -371,7 +374,7 @@ class GradientSync(DDPBurst):
             self._channel.announce(self)
             self.owes = True  # still owed to the others, if this rank raises now
         if self._channel.in_lockstep:
-            self._weighted = self._weights.agree()
+            self._agree()
         else:
             self._check_weights()
         if self._weights.aside:
@@ -396,26 +399,30 @@ class GradientSync(DDPBurst):
     def _end_reduction(self) -> None:
         self._in_backward = self._armed = self._unsynced = False
         self._may_hold_result = True
-        if self._weights.aside:
-            self._weights.put_back(self._used_anywhere)
-        self._weights.window = 0.0
+        if self._weights.window or self._weights.aside:
+            self._weights.end_reduction(self._used_anywhere)
         self._scale()
         self._end_use()
         if self._rebuild.pending:
             self._rebuild.run()
 
+    def _agree(self) -> None:
+        """In lockstep, a reduction begins."""
+        self._weighted, accumulated = self._weights.agree(self._unsynced)
+        self._had_data |= accumulated
+
     def _begin_use(self) -> None:
         """A backward begins: in lockstep, note who has data, and, if it is the first of a reduction, the gradients."""
         if not self._channel.in_lockstep:
             return
-        if self._counts_use and not self._had_data:
+        if not self._had_data and self._counts_use:
             self._usage.begin_window()
         self._had_data |= self._channel.active_ranks
         self._had_dummies |= self._channel.active_ranks != self._all_ranks
 
     def _end_use(self) -> None:
         """A reduction is over: in lockstep, what only dummies used is put back."""
-        if self._counts_use and self._channel.in_lockstep:
+        if self._channel.in_lockstep and self._counts_use:
             self._usage.end_reduction(with_dummies=self._had_dummies)
         self._had_data, self._had_dummies = 0, False
 

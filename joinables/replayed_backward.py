@@ -201,7 +201,7 @@ class ReplayedBackward(ReplayedBurst):
         self._weighted = self._weights.in_use
         self._channel.announce(self)
         self._channel.read()
-        if self._weights.current is not None:
+        if self._join.weight is not None:
             self._weights.begin_backward(holds_result=False)
         self._begin(complete=self._reduction.reduces[1])
         reducer.after_reduction(self._end_backward)
@@ -234,8 +234,8 @@ class ReplayedBackward(ReplayedBurst):
             )
         self._complete, self._total = complete, None
         if self._channel.in_lockstep:
-            self._weighted = self._weights.agree()
-            self._had_data |= self._channel.active_ranks
+            self._weighted, accumulated = self._weights.agree(self._unsynced)
+            self._had_data |= self._channel.active_ranks | accumulated
             self._contributors = float(self._had_data.bit_count())
         elif 0 < weighted < announced:
             raise ValueError("join.weight is set on some ranks and not on all others; set it on all ranks or on none")

@@ -160,4 +160,4 @@ class ReplayedForward(ReplayedBurst):
         finally:
             of.replaying = False
         if grad:
-            self.passes.append(Pass(list(tensors_with_grad(outputs))))
+            self.passes.append(Pass(tensors_with_grad(outputs)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,41 +51,48 @@ class Weights:
         """Whether this rank has set a weight."""
         return self._join.weight is not None and not self._channel.shadowing
 
-    @property
-    def current(self) -> float | None:
-        """The weight of this rank's batch: 0 for a dummy; ``None`` if weights are not in use."""
-        return self._join.weight
+    def agree(self, has_accumulated: bool) -> tuple[bool, int]:
+        """In lockstep, as a reduction begins: what not all ranks can know by themselves. Once a loop, it is sent.
 
-    def agree(self) -> bool:
-        """In lockstep, once a loop: let all ranks know whether weights are in use; who has only dummies cannot.
+        Args:
+            has_accumulated: whether this rank brings gradients that are still to be reduced.
+
+        Returns:
+            Whether weights are in use; who has only dummies cannot know. And, in the first reduction of a loop, the
+            ranks that bring gradients, as a bit mask: those of a time before the loop.
 
         Raises:
-            ValueError: if they are on some ranks only, or no more.
+            ValueError: if weights are in use on some ranks only, or no more.
         """
+        accumulated = 0
         if self._agreed_in != self._channel.loop:
-            self._vote()
+            self._agreed_in = self._channel.loop
+            accumulated = self._vote(has_accumulated)
         if self._agreed != (self._join.weight is not None) and not self._channel.shadowing:
             raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
-        return self._agreed
+        return self._agreed, accumulated
 
-    def _vote(self) -> None:
-        self._agreed_in = self._channel.loop
-        votes = torch.tensor([self.in_use, not (self.in_use or self._channel.shadowing)], dtype=torch.int64)
-        self._join.collective.all_reduce(votes).wait()
-        if votes.all():
+    def _vote(self, has_accumulated: bool) -> int:
+        collective, in_use = self._join.collective, self.in_use
+        brings = [has_accumulated and rank == collective.rank for rank in range(collective.world_size)]
+        votes = torch.tensor([in_use, not (in_use or self._channel.shadowing), *brings], dtype=torch.int64)
+        collective.all_reduce(votes).wait()
+        using, not_using, *bringing = cast("list[int]", votes.tolist())
+        if using and not_using:
             raise ValueError(
-                f"join.weight is set on {votes[0]} ranks and not on {votes[1]}; set it on all ranks or on none"
+                f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none"
             )
-        self._agreed = bool(votes[0])
+        self._agreed = using > 0
+        return sum(1 << rank for rank, brings in enumerate(bringing) if brings)
 
     def watch(self, *, always: bool = False) -> None:
         """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
-        if (always or self.current is not None) and not self._handles:
+        if (always or self._join.weight is not None) and not self._handles:
             parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
             self._handles = [parameter.register_hook(partial(self._weigh, parameter)) for parameter in parameters]
 
     def _weigh(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        weight = 0.0 if self.silent else self.current
+        weight = 0.0 if self.silent else self._join.weight
         if weight is None or weight == 1.0:
             return None
         if gradient is None:
@@ -107,7 +114,7 @@ class Weights:
                     if parameter.grad is not None:
                         self.aside[index] = parameter.grad.clone()
                         parameter.grad.zero_()
-        self.window += self.current or 0.0
+        self.window += self._join.weight or 0.0
 
     def take_back(self, share: float) -> None:
         """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
@@ -119,8 +126,6 @@ class Weights:
 
     def put_back(self, used: Callable[[], Sequence[int]] | None = None) -> None:
         """Let gradients be again what was set aside: all, or those that ``used`` says nobody used, so none reduced."""
-        if not self.aside:
-            return
         is_used = used() if used else None
         with torch.no_grad():
             for index, result in self.aside.items():
@@ -128,6 +133,12 @@ class Weights:
                 if gradient is not None and not (is_used and is_used[index]):
                     gradient.copy_(result)
         self.aside.clear()
+
+    def end_reduction(self, used: Callable[[], Sequence[int]]) -> None:
+        """What was accumulated is reduced; ``used`` as for :meth:`put_back`."""
+        if self.aside:
+            self.put_back(used)
+        self.window = 0.0
 
     def forget(self) -> None:
         """What was accumulated is reduced, or was zeroed."""

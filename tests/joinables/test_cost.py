@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -151,7 +152,7 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
         assert extra == [COSTS[setup], REST.get(setup, {})]
 
 
-PACKAGES = tuple(str(Path(join.__file__).parent.with_name(name)) for name in ("join", "joinables"))
+PACKAGES = tuple(f"{Path(join.__file__).parent.with_name(name)}{os.sep}" for name in ("join", "joinables"))
 
 
 def calls_in_a_step(rank: int, setup: str) -> int:
@@ -168,13 +169,11 @@ def calls_in_a_step(rank: int, setup: str) -> int:
     with Join([ddp, optimizer], steps=TOTAL if setup == "declared" else None) as join:
         numbers = iter(join.iterate(range(TOTAL)) if setup == "lockstep" else range(TOTAL))
         for number in range(TOTAL):
-            if number == 4:
-                sys.setprofile(count)
+            sys.setprofile(count if number == 4 else None)
             next(numbers)
             optimizer.zero_grad()
             ((ddp(x) - y) ** 2).mean().backward()
             optimizer.step()
-            sys.setprofile(None)
         assert next(numbers, None) is None
     return calls
 

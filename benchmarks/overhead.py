@@ -197,9 +197,10 @@ class Measured:
     kinds: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def measure(case: str, steps: int, rounds: int) -> dict[str, Measured]:
-    """On each rank: time and count every way of training a model."""
-    build, names = CASES[case]
+def measure(case: str, ways: list[str], steps: int, rounds: int) -> dict[str, Measured]:
+    """On each rank: time and count these ways of training a model, as far as it can be trained so."""
+    build, possible = CASES[case]
+    names = [name for name in possible if name in ways]
     results = {name: Measured() for name in names}
     total = SETTLING_STEPS + rounds * (1 + steps) + COUNTED_STEPS
     with contextlib.ExitStack() as blocks:
@@ -318,12 +319,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="measured steps in a turn")
     parser.add_argument("--rounds", type=int, default=150, help="turns of each way")
     parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
+    parser.add_argument("--way", choices=list(WAYS), action="append", help="this way, beside plain DDP; likewise")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
     entries: list[dict[str, Any]] = []
     for case in options.only or list(CASES):
         limit = 60 + 2.0 * options.rounds
-        ranks = run_processes(WORLD_SIZE, measure, case, options.steps, options.rounds, limit=limit)
+        wanted = ["plain", *(options.way or WAYS)]
+        ranks = run_processes(WORLD_SIZE, measure, case, wanted, options.steps, options.rounds, limit=limit)
         ways = {name: over_ranks([rank[name] for rank in ranks]) for name in ranks[0]}
         entries += [summarise(case, name, measured, ways["plain"]) for name, measured in ways.items()]
     print(f"{WORLD_SIZE} gloo processes, {options.rounds} rounds of {options.steps} steps\n")

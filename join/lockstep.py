@@ -129,6 +129,7 @@ class LockstepChannel(Channel):
         self.loop += 1
         self._all_ranks = (1 << self._world_size) - 1
         self._in_last_burst = 0
+        self.active_ranks = 0
         self._begin_step(self._all_ranks)
         self.begun = self.steps = 0
         # Those of a step, as far as known: all, until one has shown it.
@@ -170,8 +171,9 @@ class LockstepChannel(Channel):
 
     def _begin_step(self, active: int) -> None:
         self._sequence: list[Note] = []  # the bursts of this step so far
-        self.active_ranks = active
-        self._see_whether_shadowing()
+        if active != self.active_ranks:
+            self.active_ranks, self._first_active = active, _lowest(active)
+            self._see_whether_shadowing()
         self.steps += 1
 
     def end(self) -> None:
@@ -256,7 +258,7 @@ class LockstepChannel(Channel):
         if not member.interjects:
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
-        leads = self.leader == _lowest(self.active_ranks)  # lower ones come back in a second loop
+        leads = self.leader == self._first_active  # lower ones come back in a second loop
         self._assume(index, self._world_size, flags, leader_alive=leads)
         self._sent_by, self._was_active = member, not self.shadowing
 
@@ -280,7 +282,7 @@ class LockstepChannel(Channel):
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
-        return _lowest(self.active_ranks)
+        return self._first_active
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

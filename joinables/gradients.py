@@ -321,12 +321,12 @@ class GradientSync(DDPBurst):
             self._buffers.forward_ended()
         synchronises = bool(self._ddp.require_backward_grad_sync)
         self._armed |= synchronises
-        outputs: Any = tensors_with_grad(output)
+        outputs = tensors_with_grad(output)
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
         hook = partial(self._gradient_enters, synchronises)
         for tensor in outputs:
-            handle = tensor.register_hook(hook)
+            handle = reducer.on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._handles.append(handle)
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
@@ -355,12 +355,12 @@ class GradientSync(DDPBurst):
             self._weights.begin_backward(holds_result=self._sets_result_aside())
         self._begin_use()
         if reduces:
-            self._begin_reduction()
+            self._begin_reduction(weighted)
         else:
             self._unsynced |= not self._channel.shadowing
             reducer.after_backward(self._end_backward)
 
-    def _begin_reduction(self) -> None:
+    def _begin_reduction(self, weighted: bool) -> None:
         if not self._armed:  # a second backward, of which DDP itself would not reduce the gradients
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
@@ -374,13 +374,16 @@ class GradientSync(DDPBurst):
             self._channel.announce(self)
             self.owes = True  # still owed to the others, if this rank raises now
         if self._channel.in_lockstep:
-            self._agree()
+            if self._weights.agreed_in != self._channel.loop or self._weights.agreed != weighted:
+                self._agree()
+            self._weighted = self._weights.agreed
         else:
             self._check_weights()
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
-        self.owes = False
-        self._count_contributors(self._weights.window if self._weighted else 1.0)
+        self.owes, self._contributors = False, None
+        if self._weighted or not self._divide_by_initial_world_size:
+            self._count_contributors(self._weights.window if self._weighted else 1.0)
         holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
         if holding and not self._channel.in_lockstep:
             if self._channel.declared:
@@ -401,8 +404,11 @@ class GradientSync(DDPBurst):
         self._may_hold_result = True
         if self._weights.window or self._weights.aside:
             self._weights.end_reduction(self._used_anywhere)
-        self._scale()
-        self._end_use()
+        if self._weighted or not self._divide_by_initial_world_size:
+            self._scale()
+        if self._ddp.find_unused_parameters:
+            self._end_use()
+        self._had_data, self._had_dummies = 0, False
         if self._rebuild.pending:
             self._rebuild.run()
 

@@ -26,8 +26,9 @@ class Weights:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
-        self._agreed = False  # in the loop in lockstep of that number, whether weights are in use
-        self._agreed_in = 0
+        self.agreed = False
+        """In lockstep: whether weights are in use, in the loop of the number ``agreed_in``."""
+        self.agreed_in = 0
         self.aside: dict[int, torch.Tensor] = {}
         """The last reduction's results that were set aside, by position among the parameters."""
         self.window = 0.0
@@ -65,12 +66,12 @@ class Weights:
             ValueError: if weights are in use on some ranks only, or no more.
         """
         accumulated = 0
-        if self._agreed_in != self._channel.loop:
-            self._agreed_in = self._channel.loop
+        if self.agreed_in != self._channel.loop:
+            self.agreed_in = self._channel.loop
             accumulated = self._vote(has_accumulated)
-        if self._agreed != (self._join.weight is not None) and not self._channel.shadowing:
+        if self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
             raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
-        return self._agreed, accumulated
+        return self.agreed, accumulated
 
     def _vote(self, has_accumulated: bool) -> int:
         collective, in_use = self._join.collective, self.in_use
@@ -82,7 +83,7 @@ class Weights:
             raise ValueError(
                 f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none"
             )
-        self._agreed = using > 0
+        self.agreed = using > 0
         return sum(1 << rank for rank, brings in enumerate(bringing) if brings)
 
     def watch(self, *, always: bool = False) -> None:

@@ -8,7 +8,9 @@ needs to know in each step how many ranks contribute, inside ours with ``steps=`
 All contexts are open all the time, and the ways take turns of a few steps, in an order that is drawn anew for each
 round, so that whatever else the machine does hits all of them alike. The first step of a turn is not measured. A way's
 ratio is its time over that of plain DDP in the same round; the table gives the median over ``--rounds`` rounds and, in
-brackets, where it lies with 95 % confidence. Plain DDP is there twice: what the second differs from the first is noise.
+brackets, where it lies with 95 % confidence. Where a model lies in memory makes some percent of difference, so the
+processes are started several times, and build their models in other orders. Plain DDP is there twice: what the second
+differs from the first is noise.
 
     step    wall time of a step, mean of the ranks: the only figure that shows waiting; noise on a shared machine
     CPU     processor time of a step, all threads of all ranks together: depends less on who else computes
@@ -197,10 +199,12 @@ class Measured:
     kinds: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def measure(case: str, ways: list[str], steps: int, rounds: int) -> dict[str, Measured]:
+def measure(case: str, ways: list[str], steps: int, rounds: int, launch: int) -> dict[str, Measured]:
     """On each rank: time and count these ways of training a model, as far as it can be trained so."""
     build, possible = CASES[case]
+    draw = random.Random(launch)  # the same on all ranks
     names = [name for name in possible if name in ways]
+    draw.shuffle(names)  # who is built first has other memory
     results = {name: Measured() for name in names}
     total = SETTLING_STEPS + rounds * (1 + steps) + COUNTED_STEPS
     with contextlib.ExitStack() as blocks:
@@ -208,8 +212,8 @@ def measure(case: str, ways: list[str], steps: int, rounds: int) -> dict[str, Me
         takes: dict[str, Callable[[int], None]] = {}
         for name in names:
             takes[name] = blocks.enter_context(opened(build, WAYS[name], total))
-        for turn in range(rounds):
-            for name in random.Random(turn).sample(names, len(names)):
+        for _ in range(rounds):
+            for name in draw.sample(names, len(names)):
                 takes[name](1)
                 cpu, wall = time.process_time(), time.perf_counter()
                 takes[name](steps)
@@ -259,11 +263,11 @@ def count_collectives(take: Callable[[int], None], measured: Measured) -> None:
 # -- reporting --------------------------------------------------------------------------------------------------------
 
 
-def over_ranks(ranks: list[Measured]) -> Measured:
-    """Wall time: the mean of the ranks; processor time: their sum; counts are those of rank 0."""
-    wall = [statistics.fmean(each) for each in zip(*[rank.wall for rank in ranks], strict=True)]
-    cpu = [sum(each) for each in zip(*[rank.cpu for rank in ranks], strict=True)]
-    return replace(ranks[0], wall=wall, cpu=cpu)
+def together(launches: list[list[Measured]]) -> Measured:
+    """What each rank measured in each launch. Wall time: the mean of the ranks; processor time: their sum."""
+    wall = [statistics.fmean(each) for ranks in launches for each in zip(*[rank.wall for rank in ranks], strict=True)]
+    cpu = [sum(each) for ranks in launches for each in zip(*[rank.cpu for rank in ranks], strict=True)]
+    return replace(launches[0][0], wall=wall, cpu=cpu)
 
 
 def ratios(values: list[float], base: list[float]) -> tuple[float, float, float]:
@@ -317,21 +321,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     # With the one that is not measured, five: each measured step begins a window of lookahead=4 as often as others.
     parser.add_argument("--steps", type=int, default=4, help="measured steps in a turn")
-    parser.add_argument("--rounds", type=int, default=150, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each way in a launch")
+    parser.add_argument("--launches", type=int, default=4, help="how often processes are started anew")
     parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
     parser.add_argument("--way", choices=list(WAYS), action="append", help="this way, beside plain DDP; likewise")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
     entries: list[dict[str, Any]] = []
     for case in options.only or list(CASES):
-        limit = 60 + 2.0 * options.rounds
         wanted = ["plain", *(options.way or WAYS)]
-        ranks = run_processes(WORLD_SIZE, measure, case, wanted, options.steps, options.rounds, limit=limit)
-        ways = {name: over_ranks([rank[name] for rank in ranks]) for name in ranks[0]}
+        numbers = options.steps, options.rounds
+        limit = 60 + 2.0 * options.rounds
+        launches = [
+            run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, limit=limit)
+            for launch in range(options.launches)
+        ]
+        ways = {
+            name: together([[rank[name] for rank in ranks] for ranks in launches])
+            for name in CASES[case][1]
+            if name in wanted
+        }
         entries += [summarise(case, name, measured, ways["plain"]) for name, measured in ways.items()]
-    print(f"{WORLD_SIZE} gloo processes, {options.rounds} rounds of {options.steps} steps\n")
+    total = options.launches * options.rounds
+    print(f"{WORLD_SIZE} gloo processes, {total} rounds of {options.steps} steps in {options.launches} launches\n")
     print(table(HEAD, [row(entry) for entry in entries]))
-    save(options.json, steps=options.steps, rounds=options.rounds, results=entries)
+    save(options.json, steps=options.steps, rounds=total, launches=options.launches, results=entries)
 
 
 if __name__ == "__main__":

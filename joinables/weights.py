@@ -3,6 +3,14 @@
 The weight is applied where a gradient reaches its parameter, not at the module's outputs: these may be computed from
 one another, and would be weighed twice. So a sum over ranks and micro-batches, divided by the sum of their weights, is
 the weighted mean. What is in ``grad`` already, the last reduction's result, is no part of it, and is set aside.
+
+In a loop in lockstep, no header tells of weights. There the first reduction begins with one more all-reduce::
+
+    rank with data                                 rank without data
+    --------------                                 -----------------
+    votes: uses weights, or does not               votes: neither
+           brings gradients of before the loop            the same
+    the reduction                                  the reduction
 """
 
 from __future__ import annotations

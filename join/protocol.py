@@ -238,11 +238,12 @@ class Channel:
         Raises:
             ProtocolError: if they did not.
             EarlyTerminationError: if a rank is exhausted under ``throw_on_early_termination``.
+            PeerError: if a rank has failed in the same step.
             JoinTimeoutError: if a rank does not announce within ``timeout``.
         """
         header = self.read()
         if header.stopping:
-            self.terminate_early(exhausted=False)
+            self._stop(header, exhausted=False)
         if header.diverged:
             self._end_diverged(header)
         return header
@@ -354,7 +355,7 @@ class Channel:
                     self.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh)
             if self.throws:
-                self.terminate_early(exhausted=True)
+                self._stop(header, exhausted=True)
             fresh = False
             try:
                 self._shadow(header)
@@ -475,6 +476,12 @@ class Channel:
 
     def _refuse(self) -> NoReturn:
         raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
+
+    def _stop(self, header: Header, *, exhausted: bool) -> NoReturn:
+        """A rank is exhausted under ``throw_on_early_termination``: all raise that, unless there is worse to tell."""
+        if header.failed:
+            self.close_with(PeerError(self._failures(header.failed)))
+        self.terminate_early(exhausted=exhausted)
 
     def terminate_early(self, *, exhausted: bool) -> NoReturn:
         """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""

@@ -177,6 +177,8 @@ class GradientSync(DDPBurst):
             takes_part: whether to take what they gave, if there are no gradients here.
         """
         kept = [parameter.grad for parameter in self._parameters]
+        had_data = self._had_data, self._had_dummies
+        has_result = False
         try:
             self._begin_use()
             self._drop_gradients()
@@ -187,10 +189,14 @@ class GradientSync(DDPBurst):
                 self._scale()
                 kept = [parameter.grad for parameter in self._parameters]
             self._end_use()
-            return has_result
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
+        if had_data[0] and not has_result:  # all have skipped it: what was accumulated is still to be reduced
+            self._had_data, self._had_dummies = had_data
+            if self._counts_use:
+                self._usage.begin_window()
+        return has_result
 
     def _has_result(self) -> bool:
         """Whether a reduction to which this rank gave nothing shows that others gave something."""

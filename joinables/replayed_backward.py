@@ -299,9 +299,6 @@ class ReplayedBackward(ReplayedBurst):
 
     @override
     def main_hook(self) -> None:
-        if not self._has_replayed:
-            self._has_replayed = True
-            self._warn_of_shards_that_stay()
         cleared, zeroed, _, _, reduces, complete, several = self._channel.flags(self)
         announced = self._channel.announced(self)
         self._through = []
@@ -326,6 +323,9 @@ class ReplayedBackward(ReplayedBurst):
         finally:
             self._of.replaying = self._weights.silent = False
             self._through = []
+        if not (self._has_replayed or self._channel.leaving):
+            self._has_replayed = True
+            self._warn_of_shards_that_stay()  # where a warning that is an error can be told the others
 
     def _warn_of_shards_that_stay(self) -> None:
         shards = {id(parameter) for parameter in self._reduction.parameters if is_dtensor(parameter)}

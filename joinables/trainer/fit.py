@@ -121,14 +121,16 @@ class FitLoop:
     def _set_modes(self) -> None:
         """Have a module that is in eval mode as a whole train; where only parts are, each keeps its mode."""
         module = self._module
-        if not module.training:
-            module.train()
-            return
+        parts = dict(cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules()))
+        frozen = {name: part for name, part in parts.items() if module.training and not part.training}
+        module.train()  # which the user may have overridden, to freeze parts there
+        for part in frozen.values():
+            part.training = False
         # Whoever puts BatchNorm, or what is not trained, into eval mode means it. A pretrained model comes in it.
         found = [
             name
-            for name, part in cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
-            if not part.training and not isinstance(part, _BATCH_NORMS)
+            for name, part in frozen.items()
+            if not isinstance(part, _BATCH_NORMS)
             if any(parameter.requires_grad for parameter in part.parameters(recurse=False))
         ]
         if found and self._run.rank == 0:

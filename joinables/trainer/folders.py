@@ -2,7 +2,7 @@
 
 Whoever makes one holds a lock in it as long as it lives; the system frees the lock, however that ends. Before another
 one is made, those of this user and this machine that are no longer locked are removed. A folder without such a lock is
-left alone, as where the file system has none.
+left alone, as where the file system has none, and so is one of before the machine was started.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int)
         ValueError: under automatic optimization, whose steps have no closure; for LBFGS on several ranks.
     """
     name = type(optimizer).__name__
-    if ranks > 1 and isinstance(optimizer, torch.optim.LBFGS):
+    several = any(group.get("max_iter", 1) > 1 for group in optimizer.param_groups)
+    if ranks > 1 and several and isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"{name} evaluates its closure as often as the loss tells it to, another number on each rank; train with"
             " devices=1 and automatic_optimization = False, or take another optimizer"
@@ -98,12 +99,16 @@ def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """See whether an optimizer has the parameter groups of its state.
+    """See whether an optimizer has the parameter groups of its state, if that is torch's.
 
     Raises:
         ValueError: if it has others.
     """
-    mine, theirs = ([len(group["params"]) for group in each["param_groups"]] for each in (vars(optimizer), saved))
+    if "param_groups" not in saved:
+        return
+    mine, theirs = (
+        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+    )
     if mine != theirs:
         raise ValueError(
             f"the {type(optimizer).__name__} in the state to resume from has groups of {theirs} parameters, and that of"

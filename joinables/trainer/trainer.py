@@ -316,8 +316,12 @@ class Trainer:
         """Take over what callbacks have noted in other processes, in a run that failed."""
         for index, callback in enumerate(self.callbacks):
             path = folder / f"noted-{index}"
-            if path.exists():
+            if not path.exists():
+                continue
+            try:
                 callback.load_state_dict(read_checkpoint(path, trusted=True))
+            except Exception as error:  # why the run failed is under way, and must not be replaced
+                logger.warning("cannot read what %s has noted: %s", type(callback).__name__, error)
 
     def _bring_home(self, result: Result, module: TrainModule) -> None:
         """Take over what happened in other processes."""

@@ -114,6 +114,22 @@ def test_throw_on_early_termination() -> None:
     assert run_threads(3, rank_main) == expected
 
 
+def test_a_failure_in_the_step_that_stops_is_told() -> None:
+    steps = [4, 1, 3]
+
+    def rank_main(collective: ThreadCollective) -> str:
+        counter = Counter(collective)
+        with pytest.raises((OSError, JoinError)) as caught, Join([counter], throw_on_early_termination=True):
+            for step in range(steps[collective.rank]):
+                if collective.rank == 0 and step == 1:
+                    raise OSError("disk")
+                counter()
+        return f"{caught.type.__name__}: {caught.value}"
+
+    told = "PeerError: rank 0 failed: OSError: disk"
+    assert run_threads(3, rank_main) == ["OSError: disk", told, told]
+
+
 def test_throw_with_even_inputs_does_not_throw() -> None:
     def rank_main(collective: ThreadCollective) -> int:
         counter = Counter(collective)

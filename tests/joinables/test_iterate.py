@@ -486,6 +486,27 @@ def test_what_was_accumulated_before_the_loop_contributes(pool: Pool, who: list[
     assert pool.run(accumulated_before, who, kind, ranks=RANKS) == [pytest.approx([mean, mean])] * RANKS
 
 
+def skipped_in_between(rank: int, kind: str) -> list[float]:
+    """The gradient after a window of accumulation in which rank 0 has three batches, rank 1 one, and one is skipped."""
+    net = nn.Linear(2, 1, bias=False)
+    ddp = DistributedDataParallel(net, find_unused_parameters=kind == "find_unused_parameters")
+    x = torch.full((1, 2), rank + 1.0)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step, each in enumerate(join.iterate([x] * (3, 1, 0)[rank])):
+            with ddp.no_sync() if step == 0 else nullcontext():
+                total = ddp(each).sum()
+                if step != 1:
+                    total.backward()
+    assert net.weight.grad is not None
+    return net.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "find_unused_parameters"])
+def test_a_backward_that_all_skip_forgets_nobody(pool: Pool, kind: str) -> None:
+    mean = (1 + 2 + 1) / 2
+    assert pool.run(skipped_in_between, kind, ranks=RANKS) == [pytest.approx([mean, mean])] * RANKS
+
+
 # -- loaders, and joinables of others ---------------------------------------------------------------------------------
 
 

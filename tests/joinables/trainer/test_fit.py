@@ -613,6 +613,19 @@ def test_frozen_parts_stay_frozen(pool: Pool) -> None:
     assert module.seen == {"body body.0 body.1 body.2 body.3"}
 
 
+class FreezesInTrain(Modes):
+    def train(self, mode: bool = True) -> FreezesInTrain:
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
+def test_what_train_itself_freezes_stays_frozen() -> None:
+    module = FreezesInTrain("body.2")
+    trainer().fit(module, loader(50), loader(12))
+    assert (module.seen, int(module.body[1].num_batches_tracked)) == ({"body.1 body.2"}, 0)
+
+
 class Unfreezes(Classifier):
     """Gives the optimizer another group in the second epoch; if it ``remembers``, also where a later fit goes on."""
 

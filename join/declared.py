@@ -26,7 +26,6 @@ from typing_extensions import override
 from join.collectives import Collective, Work
 from join.collectives.work import DONE
 from join.errors import JoinError, PeerError, ProtocolError
-from join.joinable import Burst
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
 
@@ -83,9 +82,9 @@ class DeclaredChannel(Channel):
     # -- what a header would have said --------------------------------------------------------------------------------
 
     @override
-    def may_announce_early(self, burst: Burst) -> bool:
+    def _can_be_early(self) -> bool:
         # What covers another burst is announced where that one comes.
-        return not self._comes_between or any(each.is_covered for _, each in self._bursts)
+        return super()._can_be_early() or any(each.is_covered for _, each in self._bursts)
 
     @override
     def someone_may_contribute_unseen(self) -> bool:
@@ -127,7 +126,7 @@ class DeclaredChannel(Channel):
             step = self._step_of_header = self._step
             self._events += 1
         active = sum(steps > step for steps in self._steps)
-        flags = member.declared_flags(self.weighted)
+        flags = () if member.burst is None else tuple(member.burst.declared_flags(self.weighted))
         self._assume(announcing, active, flags, leader_alive=self._steps[self.leader] > step)
 
     @override

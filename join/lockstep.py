@@ -144,8 +144,7 @@ class LockstepChannel(Channel):
 
     def _is_of_its_own(self, member: Member) -> bool:
         is_covered = member.burst is not None and member.burst.is_covered
-        by_another = any(self.may_announce_early(burst) for _, burst in self._bursts)
-        return not (member.interjects or (is_covered and by_another))
+        return not (member.interjects or (is_covered and self.early is not None))
 
     def meet(self, doing: str) -> None:
         """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
@@ -224,7 +223,7 @@ class LockstepChannel(Channel):
         if self.shadowing:
             member.shadowed += 1
         else:
-            member.count_step()
+            member.times.step(time.monotonic())
         self._compute(index)
         self._outstanding = list(member.followers)
         return DONE
@@ -250,7 +249,7 @@ class LockstepChannel(Channel):
         """
         member = self._members[index]
         if flags is None:
-            flags = member.declared_flags(weighted=False)
+            flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
         note = self._noted.get((index, flags))
         if note is None:
             note = self._noted[index, flags] = Note(index, flags)

@@ -6,7 +6,6 @@ follows the nearest announcing one before it: it acts once after each of its bur
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,9 +21,8 @@ class Member:
         joinable: the object.
         hook: its hook for this block.
         followers: the members that act after each of its bursts, if it announces; they have none themselves.
-        steps: how many bursts this rank announced.
         shadowed: how many it shadowed.
-        times: how long this rank's own took, each from the one before.
+        times: how long those took that this rank announced, each from the one before.
         burst: the joinable, if it announces by nature and not only because it comes first.
         interjects: whether its bursts come between another one and its followers.
     """
@@ -32,7 +30,6 @@ class Member:
     joinable: Joinable
     hook: JoinHook
     followers: list[Member] = field(default_factory=list["Member"])
-    steps: int = 0
     shadowed: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     burst: Burst | None = field(init=False)
@@ -42,14 +39,10 @@ class Member:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
         self.interjects = self.burst is not None and self.burst.interjects
 
-    def declared_flags(self, weighted: bool) -> tuple[bool, ...]:
-        """Those of its burst, as :meth:`join.joinable.Burst.declared_flags`; none if it has none."""
-        return () if self.burst is None else tuple(self.burst.declared_flags(weighted))
-
-    def count_step(self) -> None:
-        """This rank announces a burst."""
-        self.steps += 1
-        self.times.step(time.monotonic())
+    @property
+    def steps(self) -> int:
+        """How many bursts this rank announced."""
+        return self.times.total
 
 
 @dataclass(eq=False)

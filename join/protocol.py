@@ -95,6 +95,8 @@ class Channel:
     """Whether all ranks raise as soon as one has run out."""
     timeout: float | None = None
     """Seconds after which a rank that does not come is an error, if any."""
+    early: Burst | None = None
+    """The burst that may announce long before it runs, if any."""
 
     @property
     def shadows_for_nobody(self) -> bool:
@@ -156,22 +158,21 @@ class Channel:
         self._assumed: dict[tuple[int, int, bool, tuple[bool, ...]], Header] = {}  # they repeat
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
-        self._comes_between = any(burst.comes_between for _, burst in self._bursts)
         self._tracks_leader = any(burst.tracks_leader for _, burst in self._bursts)
         self._outstanding = []
         if self.scopes:
             self.throws, self.timeout = self.scopes[-1].throw, self.scopes[-1].timeout
         # Whether every header is awaited, so that no burst runs ahead of its own.
         self._awaits_all = self.throws or self.timeout is not None
+        self.early = None if self._ahead is None or not self._can_be_early() else self._ahead.burst
 
-    def may_announce_early(self, burst: Burst) -> bool:
-        """Whether ``burst`` may announce long before it runs.
+    def _can_be_early(self) -> bool:
+        """Not where another burst may come in between (``Burst.comes_between``). And not under ``timeout``.
 
-        Not where another burst may come in between (``Burst.comes_between``). And not under ``timeout``: there an
-        announcement means that the burst starts now, or a rank that sleeps between the two would not be missed.
+        There an announcement means that the burst starts now, or a rank that sleeps between the two would not be
+        missed.
         """
-        alone = self._ahead is not None and self._ahead.burst is burst and not self._comes_between
-        return alone and self.timeout is None
+        return self.timeout is None and not any(burst.comes_between for _, burst in self._bursts)
 
     def someone_may_contribute_unseen(self) -> bool:
         """Whether the last header may not have counted a rank that contributes to its burst."""
@@ -212,7 +213,7 @@ class Channel:
         self._sent_by = member
         if not member.interjects:
             self._outstanding = list(member.followers)
-        member.count_step()
+        member.times.step(time.monotonic())
         if self._awaits_all or (member is not self._ahead and confirm and self.has_several_bursts):
             self.confirm()
         return work

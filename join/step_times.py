@@ -24,6 +24,11 @@ class StepTimes:
         self.counts = [0] * BINS
         self._last = 0.0
 
+    @property
+    def total(self) -> int:
+        """How many steps were made."""
+        return sum(self.counts)
+
     def start(self, now: float) -> None:
         """The first step begins to take time; ``now`` is in seconds, of a monotonic clock."""
         self._last = now

@@ -111,7 +111,7 @@ class Windows:
         if self._channel.shadowing:
             self._channel.tally.idle += time.monotonic() - started
         self.under_way = None
-        replies = self.replies
+        replies = self._roll_call.answers()
         if replies is not self.counts and self.answers.some_end(replies):  # the very same have been looked at
             with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
                 self.farewell.part("stopped")

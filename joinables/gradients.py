@@ -99,6 +99,7 @@ class GradientSync(DDPBurst):
         self._usage.attach(join)
         self._static_graph.check()
         ddp = self._ddp
+        self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result = _may_hold_result.get(ddp, True)
         self._param_sync = ddp.require_forward_param_sync
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
@@ -139,7 +140,7 @@ class GradientSync(DDPBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (self._buffers is not None and self._channel.may_announce_early(self), False, True, weighted)
+        return (self._buffers is not None and self._channel.early is self, False, True, weighted)
 
     @property
     @override
@@ -293,11 +294,6 @@ class GradientSync(DDPBurst):
         if self._channel.in_lockstep and self._counts_use:
             self._usage.watch()
 
-    @property
-    def _counts_use(self) -> bool:
-        """In lockstep."""
-        return bool(self._ddp.find_unused_parameters and not self._ddp.static_graph)
-
     def _announce_forward(self) -> None:
         if self._may_hold_result:
             self._see_zeroed(values=False)
@@ -307,7 +303,7 @@ class GradientSync(DDPBurst):
         worth_it = not self._may_hold_result if initial else self._buffers is not None
         worth_it |= self._channel.declared and self._buffers is not None
         worth_it |= self._channel.in_lockstep  # nothing is sent there, and a rank may skip its backward
-        early = worth_it and self._channel.may_announce_early(self)
+        early = worth_it and self._channel.early is self
         self._with_buffers = early and self._buffers is not None
         if early:
             self._channel.announce(self)
@@ -427,7 +423,7 @@ class GradientSync(DDPBurst):
         """A backward begins: in lockstep, note who has data, and, if it is the first of a reduction, the gradients."""
         if not self._channel.in_lockstep:
             return
-        if not self._had_data and self._counts_use:
+        if self._counts_use and not self._had_data:
             self._usage.begin_window()
         self._had_data |= self._channel.active_ranks
         self._had_dummies |= self._channel.active_ranks != self._all_ranks

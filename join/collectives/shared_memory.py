@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from operator import add
 from pathlib import Path
 
 from typing_extensions import override
@@ -68,9 +67,35 @@ class Segment:
         """Bytes of a segment."""
         return world_size * _CELLS_OF_RANK * 8
 
-    def place(self, rank: int, count: int) -> int:
-        """The first cell of what a rank gives to a sum."""
-        return rank * _CELLS_OF_RANK + count % _PLACES * _CELLS
+    def give(self, words: Sequence[int]) -> int:
+        """Store this rank's numbers for the next sum; its count."""
+        count = self.count = self.count + 1
+        self.store(self.rank * _CELLS_OF_RANK + count % _PLACES * _CELLS, words, count)
+        return count
+
+    def add(self, totals: list[int], first: int, count: int) -> int:
+        """Add what other ranks have given to a sum, from rank ``first`` on, to ``totals``.
+
+        Returns:
+            The first rank that has not given its numbers yet; the world size if there is none.
+        """
+        cells, tag, place = self.cells, count & _LOW, count % _PLACES * _CELLS
+        for rank in range(first, self.world_size):
+            if rank == self.rank:
+                continue
+            words: list[int] = []
+            for cell in range(at := rank * _CELLS_OF_RANK + place, at + 2 * len(totals), 2):
+                low, high = cells[cell], cells[cell + 1]
+                if low & _LOW != tag or high & _LOW != tag:
+                    return rank
+                words.append(high - tag | low >> _BITS)
+            for index, word in enumerate(words):
+                totals[index] += word
+        return self.world_size
+
+    def ahead(self, rank: int, count: int) -> int:
+        """By how many sums a rank's numbers in the place of a sum are later than that, as far as can be told."""
+        return self.cells[rank * _CELLS_OF_RANK + count % _PLACES * _CELLS] - count & _LOW
 
     def note(self, rank: int, number: int) -> int:
         """The first cell of a rank's note."""
@@ -89,16 +114,10 @@ class Segment:
             cells[cell], cells[cell + 1] = (word & _LOW) << _BITS | tag, word >> _BITS << _BITS | tag
             cell += 2
 
-    def load(self, cell: int, length: int, count: int) -> list[int] | None:
-        """As many numbers as were stored; ``None`` if they are for something else, or are just being written."""
-        cells, tag = self.cells, count & _LOW
-        words: list[int] = []
-        for at in range(cell, cell + 2 * length, 2):
-            low, high = cells[at], cells[at + 1]
-            if low & _LOW != tag or high & _LOW != tag:
-                return None
-            words.append(high - tag | low >> _BITS)
-        return words
+    def load(self, cell: int, count: int) -> int | None:
+        """A number that was stored; ``None`` if it is for something else, or is just being written."""
+        low, high, tag = self.cells[cell], self.cells[cell + 1], count & _LOW
+        return None if low & _LOW != tag or high & _LOW != tag else high - tag | low >> _BITS
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of another rank is gone."""
@@ -123,10 +142,7 @@ class SharedMemoryLine(Line):
     def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
         if len(words) > _WORDS:
             return self._otherwise().sum(words, seconds)
-        segment = self._segment
-        segment.count += 1
-        segment.store(segment.place(segment.rank, segment.count), words, segment.count)
-        return _Sum(segment, len(words), segment.count)
+        return _Sum(self._segment, words)
 
     @override
     def note(self, number: int, value: int) -> None:
@@ -134,8 +150,7 @@ class SharedMemoryLine(Line):
 
     @override
     def noted(self, rank: int, number: int) -> int | None:
-        found = self._segment.load(self._segment.note(rank, number), 1, number)
-        return None if found is None else found[0]
+        return self._segment.load(self._segment.note(rank, number), number)
 
     @override
     def restart(self) -> None:
@@ -153,34 +168,29 @@ class SharedMemoryLine(Line):
 class _Sum:
     """One sum under way."""
 
-    def __init__(self, segment: Segment, length: int, count: int) -> None:
-        self._segment, self._count = segment, count
-        self._totals = [0] * length
+    def __init__(self, segment: Segment, words: Sequence[int]) -> None:
+        self._segment, self._count = segment, segment.give(words)
+        self._totals = list(words)
         self._next = 0  # the first rank whose numbers are not in the totals
         self._failure = ""
 
     def is_completed(self) -> bool:
         """Whether all ranks have given their numbers, or will not."""
-        segment, rank = self._segment, self._next
-        while rank < segment.world_size and not self._failure:
-            words = segment.load(segment.place(rank, self._count), len(self._totals), self._count)
-            if words is None:
-                self._look_for_failure(rank)
-                return bool(self._failure)
-            self._totals = list(map(add, self._totals, words))
-            rank = self._next = rank + 1
-        return True
+        segment = self._segment
+        if self._next < segment.world_size and not self._failure:
+            self._next = segment.add(self._totals, self._next, self._count)
+            if self._next < segment.world_size:
+                self._look_for_failure()
+        return self._next == segment.world_size or bool(self._failure)
 
     def words(self) -> list[int]:
         """The sums."""
         return self._totals
 
-    def _look_for_failure(self, rank: int) -> None:
+    def _look_for_failure(self) -> None:
         """A rank's numbers are not there: those of a later sum may be in their place."""
-        segment = self._segment
-        ahead = segment.cells[segment.place(rank, self._count)] - self._count & _LOW
-        if 0 < ahead < _LOW // 2:
-            self._failure = f"rank {rank} has gone on without this rank {segment.rank}"
+        if 0 < self._segment.ahead(self._next, self._count) < _LOW // 2:
+            self._failure = f"rank {self._next} has gone on without this rank {self._segment.rank}"
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Wait for all ranks.

@@ -385,7 +385,7 @@ class GradientSync(DDPBurst):
             self._weights.take_back(self._share_of_result)
         self.owes, self._contributors = False, None
         if self._weighted or not self._divide_by_initial_world_size:
-            self._count_contributors(self._weights.window if self._weighted else 1.0)
+            self._count_contributors(self._weights.window if self._weighted else self._contribution)
         holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
         if holding and not self._channel.in_lockstep:
             if self._channel.declared:
@@ -431,7 +431,7 @@ class GradientSync(DDPBurst):
     def _end_use(self) -> None:
         """A reduction is over: in lockstep, what only dummies used is put back."""
         if self._channel.in_lockstep and self._counts_use:
-            self._usage.end_reduction(with_dummies=self._had_dummies)
+            self._usage.end_reduction(with_dummies=self._had_dummies or self._weights.brought)
         self._had_data, self._had_dummies = 0, False
 
     # -- scaling ------------------------------------------------------------------------------------------------------
@@ -465,9 +465,16 @@ class GradientSync(DDPBurst):
             self._contributors = count, self._collective.all_reduce(count)
 
     @property
+    def _contribution(self) -> float:
+        """Whether this rank contributes to its own backward: not with dummies alone."""
+        return float(not self._channel.in_lockstep or self._had_data >> self._collective.rank & 1)
+
+    @property
     def _header_tells_contributors(self) -> bool:
         channel = self._channel
-        in_time = not self._with_buffers or channel.declared or channel.in_lockstep
+        if channel.in_lockstep:
+            return not self._weights.brought
+        in_time = not self._with_buffers or channel.declared
         return in_time and not channel.someone_may_contribute_unseen()
 
     def _scale(self) -> None:

@@ -56,9 +56,12 @@ class Usage:
             self._used[index] = 1
 
     def begin_window(self) -> None:
-        """The first backward since the last reduction, or since ``zero_grad``, begins."""
-        self._used.zero_()
+        """The first backward since the last reduction, or since ``zero_grad``, begins.
+
+        What has a gradient was used: in the block, before the loop, or by all ranks.
+        """
         self._absent = [parameter.grad is None for parameter in self._parameters]
+        self._used = torch.tensor([not absent for absent in self._absent], dtype=torch.int64)
 
     def end_reduction(self, *, with_dummies: bool) -> None:
         """A reduction is over.

@@ -37,6 +37,8 @@ class Weights:
         self.agreed = False
         """In lockstep: whether weights are in use, in the loop of the number ``agreed_in``."""
         self.agreed_in = 0
+        self.brought = False
+        """There: whether a rank brought gradients of a time before the loop. Only it can see them zeroed."""
         self.aside: dict[int, torch.Tensor] = {}
         """The last reduction's results that were set aside, by position among the parameters."""
         self.window = 0.0
@@ -91,7 +93,7 @@ class Weights:
             raise ValueError(
                 f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none"
             )
-        self.agreed = using > 0
+        self.agreed, self.brought = using > 0, any(bringing)
         return sum(1 << rank for rank, brings in enumerate(bringing) if brings)
 
     def watch(self, *, always: bool = False) -> None:

@@ -105,6 +105,9 @@ class ModelCheckpoint(Callback):
         if trainer.global_step < self._saved_step:
             # A fit that failed has come further, and this one does not go on from there: its files are another fit's.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
+        if self._kept:  # a fit between may have discarded some; one rank looks, since its disk has them
+            there = trainer.run.collective.broadcast_object([each for each in self._kept if Path(each).exists()], 0)
+            self._kept = {path: self._kept[path] for path in there}
 
     @override
     def on_train_batch_end(

@@ -446,8 +446,11 @@ def test_a_last_window_of_accumulation_that_is_not_full(pool: Pool, how: dict[st
         assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
 
 
-def accumulated_before(rank: int, who: list[int], kind: str) -> list[float]:
-    """The gradient after a loop in which rank 0 has a batch, before which the ranks ``who`` have accumulated."""
+def accumulated_before(rank: int, who: list[int], kind: str, skipped: int = 0) -> list[float]:
+    """The gradient after a loop in which rank 0 has a batch, before which the ranks ``who`` have accumulated.
+
+    Before that batch, all skip ``skipped`` backwards.
+    """
     net: Any = nn.Linear(2, 1, bias=False)
     x = torch.full((1, 2), rank + 1.0)
     if kind == "fully_shard":
@@ -468,8 +471,10 @@ def accumulated_before(rank: int, who: list[int], kind: str) -> list[float]:
                 model(x).sum().backward()
             if kind == "fully_shard":
                 model.set_requires_gradient_sync(True)
-        for each in join.iterate([x] if rank == 0 else []):
-            model(each).sum().backward()
+        for step, each in enumerate(join.iterate([x] * (skipped + 1) if rank == 0 else [])):
+            total = model(each).sum()
+            if step == skipped:
+                total.backward()
             gradient = net.weight.grad
     return (gradient.full_tensor() if kind == "fully_shard" else gradient).flatten().tolist()
 
@@ -484,6 +489,42 @@ def accumulated_before(rank: int, who: list[int], kind: str) -> list[float]:
 def test_what_was_accumulated_before_the_loop_contributes(pool: Pool, who: list[int], kind: str) -> None:
     mean = (1 + sum(rank + 1 for rank in who)) / len({0, *who})
     assert pool.run(accumulated_before, who, kind, ranks=RANKS) == [pytest.approx([mean, mean])] * RANKS
+
+
+@pytest.mark.parametrize("kind", ["DDP", "find_unused_parameters"])
+def test_what_was_accumulated_before_the_loop_contributes_after_backwards_that_all_skip(pool: Pool, kind: str) -> None:
+    mean = (1 + 2) / 2
+    assert pool.run(accumulated_before, [1], kind, 2, ranks=RANKS) == [pytest.approx([mean, mean])] * RANKS
+
+
+class Branches(nn.Module):
+    """Two parameters, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, right: bool) -> torch.Tensor:
+        return x * (self.right if right else self.left)
+
+
+def used_before(rank: int) -> list[float]:
+    net = Branches()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    x = torch.full((1,), rank + 1.0)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        if rank == 1:
+            with ddp.no_sync():
+                ddp(x, right=True).sum().backward()
+        for each in join.iterate([x] if rank == 0 else []):
+            ddp(each, right=False).sum().backward()
+        assert net.left.grad is not None
+        assert net.right.grad is not None
+        return [net.left.grad.item(), net.right.grad.item()]
+
+
+def test_what_was_used_before_the_loop_alone_has_a_gradient_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(used_before, ranks=RANKS) == [pytest.approx([1 / 2, 2 / 2])] * RANKS
 
 
 def skipped_in_between(rank: int, kind: str) -> list[float]:

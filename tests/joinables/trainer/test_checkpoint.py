@@ -188,6 +188,23 @@ def test_a_fit_that_ends_early_keeps_what_it_has(tmp_path: Path) -> None:
     assert names(tmp_path / "rare") == {"epoch=2-step=6.ckpt"}
 
 
+def test_a_fit_that_goes_on_from_before_what_another_discarded(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = (0.5, 0.3)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", self.scores[self.current_epoch])
+
+    def best(max_epochs: int, ckpt_path: Path | None = None) -> Path:
+        keeper = ModelCheckpoint(tmp_path, monitor="score")
+        fit = Trainer(max_epochs=max_epochs, callbacks=keeper).fit
+        return Path(fit(Scripted(), loader(12), loader(12), ckpt_path=ckpt_path).best_model_path)
+
+    first = best(1).rename(tmp_path / "first")  # a better one discards it
+    Scripted.scores = (0.5, 0.7)
+    assert best(2, first).name == "epoch=1-step=4.ckpt"
+
+
 def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
     """There is none in the first epoch, and any that comes later is better."""
     keeper = ModelCheckpoint(tmp_path, monitor="train_loss", every_n_train_steps=3)

@@ -12,7 +12,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,19 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from join import JoinReport
 from joinables.modes import keeping_modes
 from joinables.trainer import rng, snapshot
+from joinables.trainer.arguments import (
+    check_alone,
+    check_count,
+    check_loader,
+    checked_accelerator,
+    checked_callbacks,
+    world_size_for,
+)
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
@@ -33,13 +41,11 @@ from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
 from joinables.trainer.folders import temporary_folder
-from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
+from joinables.trainer.hooks import check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
-from joinables.trainer.metric_files import MetricFiles
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
 from joinables.trainer.precision import Precision
-from joinables.trainer.progress import ProgressBar
 from joinables.trainer.result import Result
 from joinables.trainer.run import FitRun, Run
 from joinables.trainer.strategy import DDPStrategy, Strategy, strategy_of
@@ -99,21 +105,21 @@ class Trainer:
         default_root_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._accelerator = _accelerator(accelerator)
-        _check_count("num_nodes", num_nodes)
-        self.world_size = _world_size(devices, num_nodes, self._accelerator)
+        self._accelerator = checked_accelerator(accelerator)
+        check_count("num_nodes", num_nodes)
+        self.world_size = world_size_for(devices, num_nodes, self._accelerator)
         if strategy == "auto" and self.world_size == 1:
-            _check_alone(devices)
+            check_alone(devices)
         name = ("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy
         self.strategy = strategy_of(name)
         self.precision = precision
         if max_epochs is not None:
-            _check_count("max_epochs", max_epochs, least=0)
+            check_count("max_epochs", max_epochs, least=0)
         elif max_steps is None:
             max_epochs = 1
         if max_steps is not None:
-            _check_count("max_steps", max_steps, least=0)
-        _check_count("accumulate_grad_batches", accumulate_grad_batches)
+            check_count("max_steps", max_steps, least=0)
+        check_count("accumulate_grad_batches", accumulate_grad_batches)
         self.max_epochs, self.max_steps = max_epochs, max_steps
         self.accumulate_grad_batches = accumulate_grad_batches
         if isinstance(gradient_clip_val, str):
@@ -125,10 +131,10 @@ class Trainer:
             raise ValueError(f"uneven={uneven!r} is none of 'join', 'stop', 'error'")
         self.uneven: Uneven = uneven
         if seed is not None:
-            _check_count("seed", seed, least=0)
+            check_count("seed", seed, least=0)
         self.seed = seed
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.callbacks = _callbacks(callbacks, enable_progress_bar)
+        self.callbacks = checked_callbacks(callbacks, enable_progress_bar)
         self._check_strategy(sync_batchnorm, num_nodes)
         if sync_batchnorm:
             self.strategy = cast("DDPStrategy", self.strategy).with_sync_batchnorm()
@@ -197,7 +203,7 @@ class Trainer:
         if self.max_epochs is None and self.max_steps is None:
             raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them")
         to_come = 1 if self.max_epochs is None else self.max_epochs - self.epochs
-        _check_loader("train_loader", train_loader, to_come)
+        check_loader("train_loader", train_loader, to_come)
         sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
         if sets_steps and not module.automatic_optimization:
             raise ValueError(
@@ -213,7 +219,7 @@ class Trainer:
             )
         if val_loader is not None:
             self._check_module(module, "validate")
-            _check_loader("val_loader", val_loader, to_come)
+            check_loader("val_loader", val_loader, to_come)
         if ckpt_path is not None:
             # A missing or broken file is told here, before anything changes, and not by a worker.
             snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))
@@ -260,7 +266,7 @@ class Trainer:
     def _launch(self, stage: str, module: TrainModule, loaders: tuple[Any, ...], ckpt_path: Any) -> Result:
         if stage != "fit":
             self._check_module(module, stage)
-            _check_loader("loader", loaders[0], 1)
+            check_loader("loader", loaders[0], 1)
         with ExitStack() as stack:
             folder = stack.enter_context(temporary_folder())
             if stage == "fit" and self._state is not None and ckpt_path is None:
@@ -583,91 +589,3 @@ def _work(
 def _own(value: Any) -> Any:
     """A copy whose tensors do not lie in a file that goes away."""
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, value)
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _check_count(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be a whole number")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
-
-
-def _accelerator(accelerator: Any) -> str:
-    if accelerator not in ("auto", "cpu", "cuda", "gpu"):
-        raise ValueError(f"accelerator={accelerator!r} is none of 'auto', 'cpu', 'cuda', 'gpu'")
-    if accelerator == "gpu":
-        accelerator = "cuda"
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator == "cuda" and not torch.cuda.is_available():
-        raise ValueError("accelerator='cuda' and torch finds no GPU; use 'cpu'")
-    return accelerator
-
-
-def _check_loader(name: str, loader: Any, epochs: int) -> None:
-    kind = cast("type[object]", type(loader)).__name__
-    if _is_several(loader):
-        raise TypeError(
-            f"{name} is a {kind} of loaders, and one at a time is gone through; join their data sets in a"
-            " torch.utils.data.ConcatDataset, or make several calls"
-        )
-    if isinstance(loader, Dataset):
-        raise TypeError(f"{name} is a {kind}; wrap it: DataLoader(dataset, batch_size=...)")
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"{name} is a {kind}; give a DataLoader, or what can be iterated for batches")
-    if isinstance(loader, Iterator) and epochs > 1:
-        raise TypeError(
-            f"{name} is a {kind}, which is over after one epoch, and there are {epochs} to come; give"
-            " what can be iterated again"
-        )
-
-
-def _is_several(loader: Any) -> bool:
-    """Whether this holds loaders and is none itself."""
-    if isinstance(loader, (list, tuple)):
-        return any(isinstance(each, DataLoader) for each in cast("Sequence[Any]", loader))
-    return isinstance(loader, Mapping)
-
-
-def _world_size(devices: Any, num_nodes: int, accelerator: str) -> int:
-    there = torch.cuda.device_count() if accelerator == "cuda" else None
-    if devices == "auto":
-        environment = detect_environment()
-        return (there or 1) * num_nodes if environment.creates_processes else environment.place().world_size
-    _check_count("devices", devices)
-    if there is not None and devices > there:
-        raise ValueError(f"devices={devices} and torch finds {there} GPUs")
-    return devices * num_nodes
-
-
-def _check_alone(devices: Any) -> None:
-    """Raise a ``ValueError`` if other processes were started, which would all train the same and write the same."""
-    environment = detect_environment()
-    if not environment.creates_processes and (there := environment.place().world_size) > 1:
-        raise ValueError(
-            f"devices={devices}, and {environment.name} started {there} processes, each of which would train alone;"
-            " leave devices out to train on all of them, or pass strategy='single' if that is meant"
-        )
-
-
-def _callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
-    if callbacks is None:
-        listed: list[Any] = []
-    else:
-        listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    for each in listed:
-        if not isinstance(each, Callback):
-            raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
-        check_callback_hooks(each)
-    if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
-        listed.append(ProgressBar())
-    # Files hold what the others logged, and a checkpoint what they did.
-    listed.sort(key=lambda each: isinstance(each, (MetricFiles, ModelCheckpoint)))
-    keys = [each.state_key for each in listed]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"callbacks has several {', '.join(twice)}; give each a state_key of its own")
-    return listed

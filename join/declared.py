@@ -26,6 +26,7 @@ from typing_extensions import override
 from join.collectives import Collective, Work
 from join.collectives.work import DONE
 from join.errors import JoinError, PeerError, ProtocolError
+from join.header import Header
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
 
@@ -69,6 +70,7 @@ class DeclaredChannel(Channel):
     @override
     def _arrange(self) -> None:
         super()._arrange()
+        self._headers: dict[tuple[int, int, tuple[bool, ...], bool], Header] = {}  # they repeat
         self._cycle = [
             index
             for index, member in enumerate(self._members)
@@ -127,7 +129,11 @@ class DeclaredChannel(Channel):
             self._events += 1
         active = sum(steps > step for steps in self._steps)
         flags = () if member.burst is None else tuple(member.burst.declared_flags(self.weighted))
-        self._assume(announcing, active, flags, leader_alive=self._steps[self.leader] > step)
+        key = announcing, active, flags, self._steps[self.leader] > step
+        header = self._headers.get(key)
+        if header is None:
+            header = self._headers[key] = self._assumed(announcing, active, flags, leader_alive=key[-1])
+        self._assume(member, header)
 
     @override
     def elect(self, candidate: bool) -> int:

@@ -1,4 +1,4 @@
-"""The one message of the protocol: a few counters in as few 64-bit words as they fit in, summed over all ranks.
+"""The one message of the protocol: a few counters in one whole number, summed over all ranks.
 
 Every rank, active or joined, contributes 0 or 1 to every counter; the sums are all that anyone needs to know. The
 number of counters depends on the bursts in the list and not on the number of ranks::
@@ -10,8 +10,8 @@ the ranks that leave with an exception, ``STOPPING`` the exhausted ones under ``
 the ranks for which this is the first header after their last input. A burst's ``announced`` counts the ranks that
 announce it: anything but 0 or ``ACTIVE`` means that the ranks have diverged.
 
-A counter has as many bits as the world size, so sums never run over: a DDP module takes one word up to 63 ranks. That
-matters: on gloo, the cost of a small all-reduce grows with its elements.
+A counter has as many bits as the world size, so sums never run over: those of a DDP module are 63 bits at most up to 31
+ranks. That matters: on gloo, the cost of a small all-reduce grows with its elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from functools import cached_property
 
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
-_WORD_BITS = 63  # the sign stays free
 
 
 @dataclass(frozen=True)
@@ -98,28 +97,23 @@ class HeaderCode:
             self.offsets.append(fields)
             fields += 1 + flag_count
         self.fields = fields
-        self._bits = world_size.bit_length()
-        per_word = _WORD_BITS // self._bits
-        self._places = [divmod(field, per_word) for field in range(fields)]
-        self._units = [1 << (self._bits * place) for _, place in self._places]
-        self._words = self._places[-1][0] + 1
-        self._unpacked: dict[tuple[int, ...], Header] = {}
-        self.nbytes = 8 * self._words
-        """Size of one header in bytes."""
+        self._size = world_size.bit_length()
+        self.bits = fields * self._size
+        """Size of a header in bits."""
+        self._unpacked: dict[int, Header] = {}
 
-    def pack(self, fields: Sequence[int]) -> list[int]:
-        """This rank's contribution: the fields that it sets to 1, as words."""
-        words = [0] * self._words
+    def pack(self, fields: Sequence[int]) -> int:
+        """This rank's contribution: the fields that it sets to 1."""
+        number = 0
         for field in fields:
-            words[self._places[field][0]] += self._units[field]
-        return words
+            number |= 1 << self._size * field
+        return number
 
-    def unpack(self, words: Sequence[int]) -> Header:
-        """Read the sums of all ranks' words."""
-        key = tuple(words)
-        header = self._unpacked.get(key)
+    def unpack(self, total: int) -> Header:
+        """Read the sum of what all ranks contributed."""
+        header = self._unpacked.get(total)
         if header is None:
-            mask = (1 << self._bits) - 1
-            counts = [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
-            header = self._unpacked[key] = Header(counts, self.offsets)
+            mask = (1 << self._size) - 1
+            counts = [total >> self._size * field & mask for field in range(self.fields)]
+            header = self._unpacked[total] = Header(counts, self.offsets)
         return header

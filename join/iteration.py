@@ -143,7 +143,9 @@ class Iteration(Iterator[Any]):
     def _begin_step(self, windows: Windows) -> bool:
         """Begin a step; whether there is none."""
         now = time.monotonic()
-        self._longest = max(self._longest, now - self._since) if self._step else 0.0
+        if self._step:
+            self._longest = max(self._longest, now - self._since)
+        self._since = now
         if windows.at == windows.steps:
             self._next_window(windows)
         if not windows.steps:
@@ -157,7 +159,6 @@ class Iteration(Iterator[Any]):
             self._channel.meet(f"came to step {self._step} of join.iterate")
         self._has_data = windows.at < windows.mine
         self._channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
-        self._since = time.monotonic()
         return False
 
     def _batch(self) -> Any:

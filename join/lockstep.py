@@ -27,7 +27,7 @@ from typing_extensions import override
 from join.collectives import Work
 from join.collectives.work import DONE
 from join.errors import JoinError, PeerError, ProtocolError
-from join.header import ACTIVE, LEADER
+from join.header import ACTIVE, LEADER, Header
 from join.joinable import Joinable
 from join.members import Member
 from join.protocol import Channel, Outcome
@@ -90,6 +90,11 @@ class LockstepChannel(Channel):
     _leave_loop: Callable[[], None] | None = None
 
     @override
+    def _arrange(self) -> None:
+        super()._arrange()
+        self._computed: dict[tuple[int, tuple[bool, ...], bool], tuple[Note, Header]] = {}  # they repeat
+
+    @override
     def somebody_has_left(self) -> bool:
         return self.in_lockstep and self.has_been_left()
 
@@ -125,7 +130,6 @@ class LockstepChannel(Channel):
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
         self._notes = self.collective.line(1)
-        self._noted: dict[tuple[int, tuple[bool, ...]], Note] = {}  # they repeat
         self.loop += 1
         self._all_ranks = (1 << self._world_size) - 1
         self._in_last_burst = 0
@@ -152,7 +156,7 @@ class LockstepChannel(Channel):
             self._note(Note(MEETING, ()))
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
-            self.wait(self._meeting.sum([0]), doing)
+            self.wait(self._meeting.sum(0, 1), doing)
 
     def step(self, active: int) -> None:
         """A step begins; the one before has ended.
@@ -250,15 +254,17 @@ class LockstepChannel(Channel):
         member = self._members[index]
         if flags is None:
             flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
-        note = self._noted.get((index, flags))
-        if note is None:
-            note = self._noted[index, flags] = Note(index, flags)
+        key = index, flags, self.leader == self._first_active  # lower ranks come back in a second loop
+        known = self._computed.get(key)
+        if known is None:
+            header = self._assumed(index, self._world_size, flags, leader_alive=key[-1])
+            known = self._computed[key] = Note(index, flags), header
+        note, header = known
         self._note(note)
         if not member.interjects:
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
-        leads = self.leader == self._first_active  # lower ones come back in a second loop
-        self._assume(index, self._world_size, flags, leader_alive=leads)
+        self._assume(member, header)
         self._sent_by, self._was_active = member, not self.shadowing
 
     def _note(self, note: Note) -> None:

@@ -56,6 +56,11 @@ class Tally:
     nbytes: int = 0
     idle: float = 0.0
 
+    def count(self, header: Sum) -> None:
+        """A header was sent."""
+        self.headers += 1
+        self.nbytes += header.nbytes
+
     def since(self, earlier: Tally) -> Tally:
         """What came on top of an earlier state."""
         return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
@@ -155,7 +160,6 @@ class Channel:
         self._bursts = [(index, member.burst) for index, member in enumerate(self._members) if member.burst is not None]
         flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self._members]
         self._code = HeaderCode(flag_counts, self._world_size)
-        self._assumed: dict[tuple[int, int, bool, tuple[bool, ...]], Header] = {}  # they repeat
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
         self._ahead = running_ahead[0] if len(running_ahead) == 1 else None
         self._tracks_leader = any(burst.tracks_leader for _, burst in self._bursts)
@@ -259,7 +263,7 @@ class Channel:
                 sender = self._sent_by
                 doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
                 self.wait(self._work, f"{doing} (header {self.tally.headers})")
-            self._header = self._code.unpack(self._work.words())
+            self._header = self._code.unpack(self._work.total())
             for index in self._header.announcements:
                 self._last_of[id(self._members[index].joinable)] = self._header
         return self._header
@@ -415,18 +419,16 @@ class Channel:
             if burst.flag_count:
                 first = self._code.offsets[index] + 1
                 fields += [first + i for i, flag in enumerate(burst.flags(index == announcing)) if flag]
-        words = self._code.pack(fields)
         self._was_active = announcing is not None
         self._header, self._unsettled, self._leads = None, True, False
         now = time.monotonic()
         self._away, self._last_sent = now - self._last_sent, now
-        self.tally.headers += 1
-        self.tally.nbytes += self._code.nbytes
-        self._work = self._line.sum(words)
+        self._work = self._line.sum(self._code.pack(fields), self._code.bits)
+        self.tally.count(self._work)
         return self._work
 
-    def _assume(self, index: int, active: int, flags: tuple[bool, ...], *, leader_alive: bool) -> None:
-        """Take for the last header what it would have said, where none is sent.
+    def _assumed(self, index: int, active: int, flags: tuple[bool, ...], *, leader_alive: bool) -> Header:
+        """What a header would have said, where none is sent.
 
         Args:
             index: the member that ``active`` ranks would have announced.
@@ -434,17 +436,18 @@ class Channel:
             flags: what all of these would have said of its burst.
             leader_alive: whether the leader is among them.
         """
-        member, at = self._members[index], self._code.offsets[index]
-        key = (index, active, leader_alive, flags)
-        header = self._assumed.get(key)
-        if header is None:
-            counts = [0] * self._code.fields
-            counts[ACTIVE], counts[LEADER], counts[at] = active, int(leader_alive), active
-            for place, told in enumerate(flags):
-                counts[at + 1 + place] = active if told else 0
-            header = self._assumed[key] = Header(counts, self._code.offsets)
+        at = self._code.offsets[index]
+        counts = [0] * self._code.fields
+        counts[ACTIVE], counts[LEADER], counts[at] = active, int(leader_alive), active
+        for place, told in enumerate(flags):
+            counts[at + 1 + place] = active if told else 0
+        return Header(counts, self._code.offsets)
+
+    def _assume(self, member: Member, header: Header) -> None:
+        """Take ``header`` for the last one, which announced ``member``."""
         self._header = self._last_of[id(member.joinable)] = header
-        self._unsettled, self._leads = not leader_alive, leader_alive  # nothing to settle but a leader that is gone
+        self._leads = header.leader_alive
+        self._unsettled = not self._leads  # nothing to settle but a leader that is gone
 
     def _exchange(self, fields: Sequence[int]) -> Header:
         started = time.monotonic()

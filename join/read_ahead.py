@@ -29,12 +29,15 @@ class ReadAhead:
 
     def read(self, wanted: int) -> int:
         """Read up to ``wanted`` more batches; how many there were."""
-        before = len(self.batches)
-        while len(self.batches) < before + wanted and not self.ended:
+        for count in range(wanted):
+            if self.ended:
+                return count
             try:
                 self.batches.append(next(self._source))
             except StopIteration:
                 self.ended = True
+                return count
             except BaseException as error:  # also Ctrl-C: here most of it comes, and the others have to be told
                 self.ended, self.error = True, error
-        return len(self.batches) - before
+                return count
+        return wanted

@@ -1,16 +1,14 @@
 """One small number of every rank, known to all ranks: :class:`RollCall`.
 
-One sum of as few words as the numbers fit in: each rank fills its own bits and nobody else's, so the sum is a
-concatenation. For 31 ranks and numbers up to 3 that is one word.
+One sum, of which each rank fills bits of its own, so that it is a concatenation: of 62 bits for 31 ranks and numbers up
+to 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from join.collectives import Collective, Line, Work
-
-_WORD_BITS = 62  # the sign stays free
+from join.collectives import Collective, Line, Sum
 
 
 class RollCall:
@@ -23,36 +21,28 @@ class RollCall:
     """
 
     def __init__(self, collective: Collective, line: Line, largest: int) -> None:
-        self._rank, self._line = collective.rank, line
-        self._bits = largest.bit_length()
-        per_word = _WORD_BITS // self._bits
-        self._places = [divmod(rank, per_word) for rank in range(collective.world_size)]
-        self._words = self._places[-1][0] + 1
-        self.nbytes = 8 * self._words
-        """Size of one call in bytes."""
-        self._last: list[int] = []  # words that were read, and what they say: they repeat
+        self._line, self._size, self._world_size = line, largest.bit_length(), collective.world_size
+        self._shift, self._bits = collective.rank * self._size, collective.world_size * self._size
+        self._last = -1  # what was read, and what it says: that repeats
         self._answers: list[int] = []
 
-    def call(self, mine: int, seconds: float | None = None) -> Work:
+    def call(self, mine: int, seconds: float | None = None) -> Sum:
         """Start a call, to which this rank answers ``mine``; the one before must have been read.
 
         Args:
             mine: the answer.
             seconds: after how long the call is given up, if this rank does not wait for ever.
         """
-        words = [0] * self._words
-        word, place = self._places[self._rank]
-        words[word] = mine << (self._bits * place)
-        self._sum = self._line.sum(words, seconds)
+        self._sum = self._line.sum(mine << self._shift, self._bits, seconds)
         return self._sum
 
     def answers(self) -> list[int]:
         """What each rank answered, by rank, after the call is done."""
-        words = self._sum.words()
-        if words != self._last:
-            mask = (1 << self._bits) - 1
-            self._answers = [(words[word] >> (self._bits * place)) & mask for word, place in self._places]
-            self._last = words
+        total = self._sum.total()
+        if total != self._last:
+            mask = (1 << self._size) - 1
+            self._answers = [total >> self._size * rank & mask for rank in range(self._world_size)]
+            self._last = total
         return self._answers
 
 

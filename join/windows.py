@@ -88,9 +88,8 @@ class Windows:
 
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.roll_call.RollCall.call`."""
-        self.under_way = self._roll_call.call(answer, seconds)
-        self._channel.tally.headers += 1
-        self._channel.tally.nbytes += self._roll_call.nbytes
+        self.under_way = call = self._roll_call.call(answer, seconds)
+        self._channel.tally.count(call)
 
     def read(self, doing: str) -> list[int]:
         """Wait for the roll call under way.

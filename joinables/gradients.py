@@ -158,6 +158,7 @@ class GradientSync(DDPBurst):
         """
         self.owes = False
         if self._channel.in_lockstep:
+            self._see_zeroed(values=False)
             self._agree()
         has_data = not self._join.shadowing or self._unsynced
         missed = self._miss_reduction(takes_part=not has_data) and has_data
@@ -295,23 +296,24 @@ class GradientSync(DDPBurst):
             self._usage.watch()
 
     def _announce_forward(self) -> None:
-        if self._may_hold_result:
-            self._see_zeroed(values=False)
-        # A forward cannot know whether the last result will be there (zero_grad may follow), nor count contributors for
-        # nothing. With buffers it needs a header anyway.
-        initial = self._divide_by_initial_world_size
-        worth_it = not self._may_hold_result if initial else self._buffers is not None
-        worth_it |= self._channel.declared and self._buffers is not None
-        worth_it |= self._channel.in_lockstep  # nothing is sent there, and a rank may skip its backward
-        early = worth_it and self._channel.early is self
-        self._with_buffers = early and self._buffers is not None
+        channel, buffers = self._channel, self._buffers
+        early = channel.early is self
+        if not channel.in_lockstep:  # nothing is sent there, and a rank may skip its backward
+            if self._may_hold_result:
+                self._see_zeroed(values=False)
+            # A forward cannot know whether the last result will be there (zero_grad may follow), nor count contributors
+            # for nothing. With buffers it needs a header anyway.
+            initial = self._divide_by_initial_world_size
+            worth_it = not self._may_hold_result if initial else buffers is not None
+            early &= worth_it or (channel.declared and buffers is not None)
+        self._with_buffers = early and buffers is not None
         if early:
-            self._channel.announce(self)
+            channel.announce(self)
             self.owes = True
-        elif self._buffers is not None:
-            self._channel.announce(self._buffers)
-        if self._buffers is not None:
-            self._buffers.announced()
+        elif buffers is not None:
+            channel.announce(buffers)
+        if buffers is not None:
+            buffers.announced()
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
         if self._channel.shadowing:  # a dummy leaves no trace

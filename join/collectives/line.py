@@ -1,9 +1,8 @@
-"""Lines, on which ranks sum a few whole numbers, as headers do: :class:`Line`, and :class:`GroupLine` over a group."""
+"""Lines, on which ranks sum a whole number, as headers do: :class:`Line`, and :class:`GroupLine` over a group."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
@@ -15,12 +14,17 @@ from join.collectives.work import Work
 if TYPE_CHECKING:
     from join.collectives.base import Collective
 
+_WORD_BITS = 63  # the sign stays free
+
 
 class Sum(Work, Protocol):
     """A sum under way."""
 
-    def words(self) -> list[int]:
-        """The sums, once they are there."""
+    nbytes: int
+    """What a rank gives to it, in bytes."""
+
+    def total(self) -> int:
+        """The sum, once it is there."""
         ...
 
 
@@ -31,11 +35,12 @@ class Line(ABC):
     """Whether ranks can read each other's notes."""
 
     @abstractmethod
-    def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
-        """Start summing words of 63 bits over all ranks.
+    def sum(self, number: int, bits: int, seconds: float | None = None) -> Sum:
+        """Start summing a number over all ranks.
 
         Args:
-            words: as many on all ranks; neither they nor their sums are negative.
+            number: this rank's; neither it nor the sum is negative.
+            bits: how many the number has at most, and the sum, too; the same on all ranks.
             seconds: after how long a rank that leaves gives it up, so that it does not keep its process from ending;
                 ``None`` if it does not.
         """
@@ -70,22 +75,26 @@ class GroupLine(Line):
         self._collective = collective
 
     @override
-    def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
-        tensor = torch.tensor(words)
+    def sum(self, number: int, bits: int, seconds: float | None = None) -> Sum:
+        # Of several words, all but the last need room for what is to be carried.
+        size = _WORD_BITS if bits <= _WORD_BITS else _WORD_BITS - self._collective.world_size.bit_length()
+        mask = (1 << size) - 1
+        words = torch.tensor([number >> shift & mask for shift in range(0, bits, size)])
         if seconds is None:
-            return _GroupSum(self._collective.all_reduce(tensor), tensor)
-        return _GroupSum(self._collective.all_reduce_for(tensor, seconds), tensor)
+            return _GroupSum(self._collective.all_reduce(words), words, size)
+        return _GroupSum(self._collective.all_reduce_for(words, seconds), words, size)
 
 
 class _GroupSum:
-    """An all-reduce, and the tensor that it is of."""
+    """An all-reduce of words of some bits each."""
 
-    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
+        self._work, self._words, self._size = work, words, size
         self.is_completed = work.is_completed
+        self.nbytes = words.nbytes
 
     def wait(self, *timeout: timedelta) -> bool:
         return self._work.wait(*timeout)
 
-    def words(self) -> list[int]:
-        return cast("list[int]", self._tensor.tolist())
+    def total(self) -> int:
+        return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._words.tolist())))

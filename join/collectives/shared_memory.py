@@ -4,9 +4,9 @@ A small all-reduce over sockets costs a rank system calls and switches between t
 stores to memory, and a few loads when the sum is read. Nobody is woken up: a rank that has to wait looks again and
 again, at intervals that grow with the time it has waited.
 
-A rank has four places for its numbers and uses them in turn, so it may write the next ones while others still read the
-last. A number takes two cells of 64 bits; each holds 32 bits of it and the count of the sum that it is for, and is
-written at once, so nothing relies on the order in which others see cells change.
+A rank has four places for its numbers and uses them in turn, so it may write the next one while others still read the
+last. A number takes as many cells of 64 bits as it needs; each holds 32 bits of it and the count of the sum that it is
+for, and is written at once, so nothing relies on the order in which others see cells change.
 
 Every rank holds a lock on a byte of the file for as long as its process lives; whoever waits for long tries the locks
 of those that it waits for. The file has lost its name by the time the line is used, so nothing is left of it.
@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,11 +33,10 @@ SWITCH = "JOIN_SHARED_MEMORY"
 
 _FOLDER = Path("/dev/shm")  # it must be memory: on a disk, every change would be written to it sooner or later
 _PLACES = 4
-_WORDS = 32  # the most of one sum; a longer one goes over the group
-_NOTES = 32  # that are kept of a rank; they are behind its places
-_CELLS = 2 * _WORDS  # of a place
+_CELLS = 64  # of a place; a longer number goes over the group
+_NOTES = 32  # that are kept of a rank, of two cells each; they are behind its places
 _CELLS_OF_RANK = _PLACES * _CELLS + 2 * _NOTES
-_BITS = 32  # of a cell tell what it is for
+_BITS = 32  # of a cell are the number's; the others tell what it is for
 _LOW = (1 << _BITS) - 1
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
 _WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
@@ -67,55 +66,55 @@ class Segment:
         """Bytes of a segment."""
         return world_size * _CELLS_OF_RANK * 8
 
-    def give(self, words: Sequence[int]) -> int:
-        """Store this rank's numbers for the next sum; its count."""
+    def give(self, number: int, width: int) -> int:
+        """Store this rank's number for the next sum, in so many cells; the count of the sum."""
         count = self.count = self.count + 1
-        self.store(self.rank * _CELLS_OF_RANK + count % _PLACES * _CELLS, words, count)
+        self.store(self.rank * _CELLS_OF_RANK + count % _PLACES * _CELLS, number, width, count)
         return count
 
-    def add(self, totals: list[int], first: int, count: int) -> int:
-        """Add what other ranks have given to a sum, from rank ``first`` on, to ``totals``.
+    def add(self, total: int, first: int, width: int, count: int) -> tuple[int, int]:
+        """Add what the other ranks have given to a sum, from rank ``first`` on, as far as it is there.
 
         Returns:
-            The first rank that has not given its numbers yet; the world size if there is none.
+            The total, and the first rank whose number is not in it; the world size if there is none.
         """
         cells, tag, place = self.cells, count & _LOW, count % _PLACES * _CELLS
         for rank in range(first, self.world_size):
             if rank == self.rank:
                 continue
-            words: list[int] = []
-            for cell in range(at := rank * _CELLS_OF_RANK + place, at + 2 * len(totals), 2):
-                low, high = cells[cell], cells[cell + 1]
-                if low & _LOW != tag or high & _LOW != tag:
-                    return rank
-                words.append(high - tag | low >> _BITS)
-            for index, word in enumerate(words):
-                totals[index] += word
-        return self.world_size
+            number, begin = 0, rank * _CELLS_OF_RANK + place
+            for at in range(begin + width - 1, begin - 1, -1):
+                cell = cells[at]
+                if cell & _LOW != tag:
+                    return total, rank
+                number = number << _BITS | cell >> _BITS
+            total += number
+        return total, self.world_size
 
     def ahead(self, rank: int, count: int) -> int:
-        """By how many sums a rank's numbers in the place of a sum are later than that, as far as can be told."""
+        """By how many sums a rank's number in the place of a sum is later than that, as far as can be told."""
         return self.cells[rank * _CELLS_OF_RANK + count % _PLACES * _CELLS] - count & _LOW
 
     def note(self, rank: int, number: int) -> int:
         """The first cell of a rank's note."""
         return rank * _CELLS_OF_RANK + _PLACES * _CELLS + 2 * (number % _NOTES)
 
-    def store(self, cell: int, words: Sequence[int], count: int) -> None:
-        """Write numbers of 63 bits at most into two cells each, with 32 bits that tell what they are for.
+    def store(self, cell: int, number: int, width: int, count: int) -> None:
+        """Write a number into so many cells, with what it is for.
 
         Args:
             cell: the first.
-            words: the numbers.
-            count: what they are for.
+            number: the number.
+            width: how many cells.
+            count: what it is for.
         """
         cells, tag = self.cells, count & _LOW
-        for word in words:
-            cells[cell], cells[cell + 1] = (word & _LOW) << _BITS | tag, word >> _BITS << _BITS | tag
-            cell += 2
+        for at in range(cell, cell + width):
+            cells[at] = (number & _LOW) << _BITS | tag
+            number >>= _BITS
 
     def load(self, cell: int, count: int) -> int | None:
-        """A number that was stored; ``None`` if it is for something else, or is just being written."""
+        """A number of two cells that was stored; ``None`` if it is for something else, or is just being written."""
         low, high, tag = self.cells[cell], self.cells[cell + 1], count & _LOW
         return None if low & _LOW != tag or high & _LOW != tag else high - tag | low >> _BITS
 
@@ -129,7 +128,7 @@ class SharedMemoryLine(Line):
 
     Args:
         segment: the memory.
-        otherwise: makes the line for sums of too many words.
+        otherwise: makes the line for numbers that are too long.
     """
 
     keeps_notes = True
@@ -139,14 +138,13 @@ class SharedMemoryLine(Line):
         self._notes = segment.note(segment.rank, 0)
 
     @override
-    def sum(self, words: Sequence[int], seconds: float | None = None) -> Sum:
-        if len(words) > _WORDS:
-            return self._otherwise().sum(words, seconds)
-        return _Sum(self._segment, words)
+    def sum(self, number: int, bits: int, seconds: float | None = None) -> Sum:
+        width = -(-bits // _BITS)
+        return _Sum(self._segment, number, width) if width <= _CELLS else self._otherwise().sum(number, bits, seconds)
 
     @override
     def note(self, number: int, value: int) -> None:
-        self._segment.store(self._notes + 2 * (number % _NOTES), [value], number)
+        self._segment.store(self._notes + 2 * (number % _NOTES), value, 2, number)
 
     @override
     def noted(self, rank: int, number: int) -> int | None:
@@ -168,27 +166,28 @@ class SharedMemoryLine(Line):
 class _Sum:
     """One sum under way."""
 
-    def __init__(self, segment: Segment, words: Sequence[int]) -> None:
-        self._segment, self._count = segment, segment.give(words)
-        self._totals = list(words)
-        self._next = 0  # the first rank whose numbers are not in the totals
+    def __init__(self, segment: Segment, number: int, width: int) -> None:
+        self._segment, self._total, self._width = segment, number, width
+        self._count = segment.give(number, width)
+        self._next = 0  # the first rank whose number is not in the total
         self._failure = ""
+        self.nbytes = 8 * width
 
     def is_completed(self) -> bool:
         """Whether all ranks have given their numbers, or will not."""
         segment = self._segment
         if self._next < segment.world_size and not self._failure:
-            self._next = segment.add(self._totals, self._next, self._count)
+            self._total, self._next = segment.add(self._total, self._next, self._width, self._count)
             if self._next < segment.world_size:
                 self._look_for_failure()
         return self._next == segment.world_size or bool(self._failure)
 
-    def words(self) -> list[int]:
-        """The sums."""
-        return self._totals
+    def total(self) -> int:
+        """The sum."""
+        return self._total
 
     def _look_for_failure(self) -> None:
-        """A rank's numbers are not there: those of a later sum may be in their place."""
+        """A rank's number is not there: that of a later sum may be in its place."""
         if 0 < self._segment.ahead(self._next, self._count) < _LOW // 2:
             self._failure = f"rank {self._next} has gone on without this rank {self._segment.rank}"
 
@@ -212,7 +211,7 @@ class _Sum:
                 raise RuntimeError(f"timed out after {limit:g} s: rank {self._next} did not come")
             if waited - looked > _LOOK_SECONDS:
                 looked = waited
-                # It may have given its numbers as its last act.
+                # It may have given its number as its last act.
                 if self._segment.has_ended(self._next) and not self.is_completed():
                     self._failure = f"the process of rank {self._next} has ended, or has left the group"
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))

@@ -30,33 +30,36 @@ LARGEST = (1 << 62) - 1
 def sums_in_order(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
     for step in range(20):
-        work = line.sum([rank, 1, step << 40])
+        work = line.sum(rank << 20 | step, 30)
         work.wait()
-        assert work.words() == [sum(range(size)), size, size * step << 40]
+        assert work.total() == (sum(range(size)) << 20) + size * step
 
 
 def sums_of_any_length(collective: Collective, line: Line) -> None:
+    """Also where there is something to carry at every place."""
     rank, size = collective.rank, collective.world_size
-    for length in (1, 2, 31, 32, 33, 100):
-        work = line.sum([place + rank for place in range(length)])
+    for bits in (1, 31, 32, 33, 62, 63, 64, 65, 500, 2047, 2048, 2049, 5000):
+        largest = ((1 << bits) - 1) // size
+        work = line.sum(largest - (rank if bits > 20 else 0), bits)
         work.wait()
-        assert work.words() == [size * place + sum(range(size)) for place in range(length)]
+        assert work.total() == size * largest - (sum(range(size)) if bits > 20 else 0)
+        assert work.nbytes * 8 >= bits
 
 
 def sums_of_large_numbers(collective: Collective, line: Line) -> None:
     """Each rank fills bits of its own, as roll calls do."""
     rank, size = collective.rank, collective.world_size
-    bits = 62 // size
-    work = line.sum([(1 << bits) - 1 << bits * rank])
-    work.wait()
-    assert work.words() == [(1 << bits * size) - 1]
+    for bits in (1, 3, 40):
+        work = line.sum((1 << bits) - 1 << bits * rank, bits * size)
+        work.wait()
+        assert work.total() == (1 << bits * size) - 1
 
 
 def starts_without_waiting(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
     if rank == size - 1:
         collective.barrier()  # the others come to it with a sum under way
-    work = line.sum([1])
+    work = line.sum(1, 5)
     if rank < size - 1:
         assert not work.is_completed()
         with pytest.raises(RuntimeError, match="imed out"):
@@ -64,36 +67,36 @@ def starts_without_waiting(collective: Collective, line: Line) -> None:
         collective.barrier()
     work.wait()
     work.wait()
-    assert work.is_completed() and work.words() == [size]
+    assert work.is_completed() and work.total() == size
 
 
 def lines_do_not_mix(collective: Collective, line: Line) -> None:
     other = collective.line(2)
     if collective.rank == 0:
-        there, here = other.sum([10]), line.sum([1])
+        there, here = other.sum(10, 9), line.sum(1, 5)
     else:
-        here, there = line.sum([1]), other.sum([10])
+        here, there = line.sum(1, 5), other.sum(10, 9)
     here.wait()
     there.wait()
-    assert [here.words(), there.words()] == [[collective.world_size], [10 * collective.world_size]]
+    assert [here.total(), there.total()] == [collective.world_size, 10 * collective.world_size]
 
 
 def long_sums_do_not_mix_with_the_group(collective: Collective, line: Line) -> None:
     ones = torch.ones(1)
     if collective.rank == 0:
-        work, other = line.sum([1] * 40), collective.all_reduce(ones)
+        work, other = line.sum(1 << 2400, 2500), collective.all_reduce(ones)
     else:
-        other, work = collective.all_reduce(ones), line.sum([1] * 40)
+        other, work = collective.all_reduce(ones), line.sum(1 << 2400, 2500)
     work.wait()
     other.wait()
-    assert work.words() == [collective.world_size] * 40
+    assert work.total() == collective.world_size << 2400
     assert ones.item() == collective.world_size
 
 
 def given_up_after_a_while(collective: Collective, line: Line) -> None:
-    work = line.sum([2], 30.0)
+    work = line.sum(2, 9, 30.0)
     work.wait()
-    assert work.words() == [2 * collective.world_size]
+    assert work.total() == 2 * collective.world_size
     assert line.lost() == []
 
 
@@ -216,7 +219,7 @@ def killed(rank: int) -> str:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
-        line.sum([1]).wait()
+        line.sum(1, 5).wait()
     assert 1 in line.lost()  # the other one may have ended since
     return str(caught.value)
 
@@ -243,17 +246,17 @@ def late_and_gone(rank: int) -> None:
     segment: Any = line._segment  # type: ignore[attr-defined]
     assert not segment.has_ended(1 - rank)
     time.sleep(0.6 * rank)
-    work = line.sum([5])
+    work = line.sum(5, 9)
     work.wait()  # longer than a look at whether the other is alive
-    assert work.words() == [10]
+    assert work.total() == 10
     collective.barrier()
     if rank == 0:  # goes on alone, as after an error; it may do so a few times before others read the first
         for _ in range(6):
-            line.sum([1])
+            line.sum(1, 5)
     collective.barrier()
     if rank == 1:
         with pytest.raises(RuntimeError, match="rank 0 has gone on without this rank 1"):
-            line.sum([1]).wait()
+            line.sum(1, 5).wait()
 
 
 def test_ranks_that_are_late_or_went_on(pool: Pool) -> None:
@@ -265,7 +268,7 @@ def impatient(rank: int) -> None:
     line = collective_of(group).line()
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"timed out after 0.4 s: rank 1 did not come"):
-            line.sum([1]).wait()
+            line.sum(1, 5).wait()
     dist.barrier()
 
 

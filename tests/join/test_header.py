@@ -1,4 +1,4 @@
-"""Headers: what is packed comes out summed, for any number of ranks and bursts, in few words."""
+"""Headers: what is packed comes out summed, for any number of ranks and bursts, in few bits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ def test_sums_of_any_contributions(data: st.DataObject) -> None:
     code = HeaderCode(flag_counts, world_size)
     fields = 5 + sum(1 + count for count in flag_counts)
     sums = [data.draw(st.integers(0, world_size)) for _ in range(fields)]
-    total = [0] * (code.nbytes // 8)
-    for field, count in enumerate(sums):
-        total = [word + count * mine for word, mine in zip(total, code.pack([field]), strict=True)]
-    assert max(total) < 1 << 63
+    total = sum(count * code.pack([field]) for field, count in enumerate(sums))
+    assert total < 1 << code.bits
     header = code.unpack(total)
     assert list(header.counts) == sums
     assert (header.active, header.failed, header.fresh) == (sums[ACTIVE], sums[FAILED], sums[FRESH])
@@ -32,17 +30,14 @@ def test_sums_of_any_contributions(data: st.DataObject) -> None:
 
 
 def test_a_header_is_one_word_for_one_module_and_grows_with_the_logarithm_of_ranks() -> None:
-    ddp = [0, 0, 3]  # bucket rebuild, buffers, gradients
-    assert HeaderCode(ddp, 2).nbytes == 8
-    assert HeaderCode(ddp, 31).nbytes == 8
-    assert HeaderCode(ddp, 1023).nbytes == 16
-    assert HeaderCode([*ddp, 0], 100_000).nbytes == 32
+    ddp = [0, 0, 4]  # bucket rebuild, buffers, gradients
+    assert HeaderCode(ddp, 3).bits <= 32
+    assert HeaderCode(ddp, 31).bits <= 63
+    assert HeaderCode(ddp, 1023).bits == 120
 
 
-def test_several_fields_in_several_words() -> None:
+def test_several_fields() -> None:
     code = HeaderCode([3] * 10, 1000)
-    words = code.pack([ACTIVE, code.offsets[9], code.offsets[9] + 3])
-    assert len(words) > 1
-    header = code.unpack(words)
+    header = code.unpack(code.pack([ACTIVE, code.offsets[9], code.offsets[9] + 3]))
     assert header.announcements == {9: 1}
     assert list(header.flags(9)) == [0, 0, 1]

@@ -180,6 +180,13 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
         raise TypeError(f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint}")
 
 
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Raise a ``TypeError`` for an argument that is neither true nor false."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the known one that it resembles, if there is one."""
     meant = difflib.get_close_matches(name, list(known), n=1)

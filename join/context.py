@@ -14,6 +14,7 @@ The order of collectives inside the block is the business of ``join.protocol``; 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +25,7 @@ from typing_extensions import Self
 
 from join.arguments import (
     check_agreement,
+    check_flags,
     check_initialised,
     check_keywords,
     checked_steps,
@@ -104,6 +106,8 @@ class Join:
         self._joinables = expand(joinables)
         self._collective = common_collective(self._joinables)
         check_keywords(self._joinables, kwargs, own=("enable", "throw_on_early_termination", "steps", "timeout"))
+        divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
+        check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
         self._enable = enable
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
@@ -237,7 +241,7 @@ class Join:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
         self._check_not_over("iterate")
         if not self._enable:
-            check_arguments(until, dummy, lookahead)
+            check_arguments(loader, until, dummy, lookahead)
             return self._iterate_alone(loader)
         if not isinstance(self._channel, LockstepChannel):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
@@ -346,8 +350,17 @@ class Join:
                 self._channel.fail(error)
             else:
                 self._finish()
+                self._warn_of_no_loop()
         finally:
             self._leave()
+
+    def _warn_of_no_loop(self) -> None:
+        if self._steps == "loader" and self._iteration is None:
+            warnings.warn(
+                "steps='loader' is for loops over join.iterate, and there was none in the block, so headers were sent;"
+                " write for batch in join.iterate(loader), or give the number of steps",
+                stacklevel=3,
+            )
 
     def _open_channel(self) -> Channel:
         key = id(self._collective)

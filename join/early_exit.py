@@ -80,7 +80,7 @@ class EarlyExit:
         finally:
             with contextlib.suppress(Exception):  # of a store that is gone
                 self._windows.farewell.tell("left")  # also where this rank has given up
-            if error is not None:
+            if error is not None and self._channel.in_lockstep:
                 self._channel.closed = self._channel.closed or f"this rank raised {type(error).__name__}"
 
     @contextlib.contextmanager
@@ -108,9 +108,14 @@ class EarlyExit:
             limit = max(self._patience, _SEEN_GRACE_SECONDS) if sees_them else self._patience
         self._next = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
+            if sees_them and not self._come_within(self._patience):  # they may be in what this rank has left out
+                windows.farewell.follow(windows.under_way.is_completed, self._come_to, limit)
             if not self._come_within(self._patience + limit):
                 return self._give_up(error)
-            if windows.answers.some_end(windows.replies):
+            some_end = windows.answers.some_end(windows.replies)
+            if windows.is_last_call and not some_end:  # the loop is over for the others; the block tells them
+                return self._end()
+            if some_end:
                 self._shadow_rest(limit)  # the others read it when this window is over
                 self._part(limit)
                 if error is None:
@@ -131,9 +136,12 @@ class EarlyExit:
         if error is None:
             if any(reply != answer for reply in replies):
                 windows.check(replies)
-            self._channel.end()
-            self._channel.leaving = False
+            self._end()
         return None
+
+    def _end(self) -> None:
+        self._channel.end()
+        self._channel.leaving = False
 
     def _part(self, seconds: float) -> None:
         # Before this rank has told how far it is, no other ends but by itself; but a process takes its time to end.
@@ -167,7 +175,7 @@ class EarlyExit:
         """Shadow the steps of this window that were not begun."""
         windows = self._windows
         if self._channel.keeps_notes:
-            windows.farewell.follow(is_over, self._begin_step, limit)
+            windows.farewell.follow(is_over, self._come_to, limit)
             return
         steps = min(windows.counts) if self._channel.throws else windows.steps
         while windows.at < steps:
@@ -175,6 +183,12 @@ class EarlyExit:
             self._begin_step()
             if not windows.farewell.shadow(is_over):
                 return
+
+    def _come_to(self, step: int) -> None:
+        """The others are in this step: of what is to come, or one that this rank has ended without what they run."""
+        while self._channel.steps < step:
+            self._begin_step()
+        self._channel.set_active(self._windows.active_before(self._channel.steps - step))
 
     def _begin_step(self) -> None:
         windows = self._windows

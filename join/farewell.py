@@ -80,15 +80,16 @@ class Farewell:
             note = self._channel.expected
             if note is None:
                 return True
+            self.meet()
             self._begin(note, "shadows")
         return False
 
-    def follow(self, is_over: Callable[[], bool], begin_step: Callable[[], None], seconds: float) -> None:
+    def follow(self, is_over: Callable[[], bool], come_to: Callable[[int], None], seconds: float) -> None:
         """Shadow what others have noted; gives up when they have noted nothing more for some time.
 
         Args:
             is_over: whether nothing more comes of this window.
-            begin_step: called where the next step of the others begins.
+            come_to: called with the number of the step that the others are in.
             seconds: how long to wait for a note.
         """
         self.tell("shadows")
@@ -97,8 +98,7 @@ class Farewell:
             packed = self._channel.next_note()
             if packed is not None:
                 note, step = self._channel.unpacked(packed)
-                while self._channel.steps < step:
-                    begin_step()
+                come_to(step)
                 self._begin(note, "shadows")
                 since = time.monotonic()
             elif is_over() or (looks % _LOOKS == 0 and self._accounts(all_of_them=True)):  # so nobody goes on
@@ -108,7 +108,7 @@ class Farewell:
                 time.sleep(_FOLLOW_SECONDS)
 
     def meet(self) -> None:
-        """The others are to come to the meeting of the next step, if there are any."""
+        """The others are to come to the meeting of the next step or burst, if there are any."""
         if self._channel.meets:
             self._begin(Note(MEETING), "shadows")
 

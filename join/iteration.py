@@ -30,7 +30,7 @@ from join.arguments import check_same
 from join.dummies import duplicate, emptied
 from join.early_exit import EarlyExit
 from join.errors import JoinError, PeerError, ProtocolError
-from join.lockstep import ONE_AT_A_TIME, LockstepChannel
+from join.lockstep import ONE_AT_A_TIME, LeftOut, LockstepChannel
 from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
 from join.windows import Windows
@@ -66,7 +66,7 @@ class Iteration(Iterator[Any]):
         declared: bool,
         throw: bool,
     ) -> None:
-        check_arguments(until, dummy, lookahead)
+        check_arguments(loader, until, dummy, lookahead)
         self._channel, self._collective = channel, channel.collective
         self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
         self._length = _length_of(loader) if declared else None
@@ -128,6 +128,8 @@ class Iteration(Iterator[Any]):
             self._channel.end_step()  # what goes wrong here is known to this rank alone
         try:
             ended = self._begin_step(self._windows or self._begin())
+        except LeftOut as error:
+            raise ProtocolError(*error.args) from None  # as from the body
         except JoinError:
             self._over()  # the others learn of it here, too, or have told it
             if self._ahead.error is not None:  # what the others are told is this
@@ -277,6 +279,7 @@ class Iteration(Iterator[Any]):
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
             self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
         windows.call(windows.wrong(self._wrong) if self._wrong else 0)
+        windows.is_last_call = not self._wrong
         windows.read("came to the end of join.iterate")
         self._channel.end()
         self._over()
@@ -304,6 +307,8 @@ class Iteration(Iterator[Any]):
         self.running = False
         self._channel.leave_first(None)
         try:
+            if self._channel.closed:
+                return  # nothing can be told any more
             EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
         finally:
             self._over()
@@ -311,15 +316,17 @@ class Iteration(Iterator[Any]):
     def _over(self) -> None:
         self.running, self._template = False, None
         self._ahead.close()
-        self._channel.leave_first(None)
+        self._channel.loop_over()
 
 
-def check_arguments(until: Any, dummy: Any, lookahead: Any) -> None:
+def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None:
     """Refuse arguments of ``iterate`` that it cannot use.
 
     Raises:
         TypeError, ValueError: that name the argument, the value and the way out.
     """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list of batches or a generator")
     if until not in ("all", "first"):
         raise ValueError(f"until={until!r} must be 'all' or 'first': run until all ranks, or the first, have run out")
     if dummy not in ("empty", "last") and not callable(dummy):

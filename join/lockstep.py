@@ -18,13 +18,14 @@ told (``join.farewell``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from typing_extensions import override
 
-from join.collectives import Work
+from join.collectives import Line, Work
 from join.collectives.work import DONE
 from join.errors import JoinError, PeerError, ProtocolError
 from join.header import ACTIVE, LEADER, Header
@@ -69,6 +70,10 @@ class Note:
         return self.code | step % _STEPS << 2 * _BITS
 
 
+class LeftOut(ProtocolError):
+    """This rank, and it alone, knows that it did not run what others run; they learn of it as of any exception."""
+
+
 class LockstepChannel(Channel):
     """The protocol on one group, whose blocks may contain loops in lockstep."""
 
@@ -82,12 +87,13 @@ class LockstepChannel(Channel):
     steps = 0
     """How many steps of the loop it has begun."""
     meets = False
-    """Whether all ranks meet in each step."""
+    """Whether all ranks meet in each step, and before each burst."""
 
     has_been_left: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a rank has left the loop under way."""
 
     _leave_loop: Callable[[], None] | None = None
+    _lines: Sequence[Line] = ()
 
     @override
     def _arrange(self) -> None:
@@ -142,9 +148,11 @@ class LockstepChannel(Channel):
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
         self.meets = self.timeout is not None
         self._meeting = self.collective.line(2) if self.meets else None
-        for line in (self._notes, self._meeting):  # and all ranks meet once more before they use it
-            if line is not None:
-                line.restart()
+        self._met: Work | None = None  # the meeting that this rank has come to, and not all others
+        self._lines = [line for line in (self._notes, self._meeting) if line is not None]
+        for line in self._lines:  # and all ranks meet once more before they use it
+            line.restart()
+            line.watch(self._look_for_left_out)
 
     def _is_of_its_own(self, member: Member) -> bool:
         is_covered = member.burst is not None and member.burst.is_covered
@@ -153,10 +161,40 @@ class LockstepChannel(Channel):
     def meet(self, doing: str) -> None:
         """With a ``timeout``, wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
         if self._meeting is not None:
+            begun, last = self.begun, self.last
             self._note(Note(MEETING, ()))
             now = time.monotonic()
             self._away, self._last_sent = now - self._last_sent, now
-            self.wait(self._meeting.sum(0, 1), doing)
+            self._met = self._met or self._meeting.sum(0, 1)
+            try:
+                self.wait(self._met, doing)
+            except LeftOut:
+                self.begun, self.last = begun, last  # the others have begun something else, and come here later
+                raise
+            self._met = None
+
+    def _look_for_left_out(self) -> None:
+        """While this rank waits for the next window, or at a meeting: others may be in a burst that it has left out.
+
+        Raises:
+            LeftOut: which is known to this rank alone.
+        """
+        if self.leaving:
+            return
+        is_met = self.begun > 0 and self.unpacked(self.last)[0].burst == MEETING
+        numbers = (self.begun, self.begun + 1) if is_met else (self.begun + 1,)
+        for number, rank in product(numbers, range(self._world_size)):
+            packed = self._notes.noted(rank, number)
+            if rank == self._rank or packed is None:
+                continue
+            note, step = self.unpacked(packed)
+            if note.burst == MEETING and number == self.begun:
+                continue
+            name = "a burst" if note.burst == MEETING else self._members[note.burst].joinable.join_name
+            raise LeftOut(
+                f"rank {self._rank} left {name} out of step {step} of join.iterate, and rank {rank} did not. All ranks"
+                " must run the same body at every step, also with a dummy, or they wait for each other for ever"
+            )
 
     def step(self, active: int) -> None:
         """A step begins; the one before has ended.
@@ -175,9 +213,13 @@ class LockstepChannel(Channel):
     def _begin_step(self, active: int) -> None:
         self._sequence: list[Note] = []  # the bursts of this step so far
         if active != self.active_ranks:
-            self.active_ranks, self._first_active = active, _lowest(active)
-            self._see_whether_shadowing()
+            self.set_active(active)
         self.steps += 1
+
+    def set_active(self, active: int) -> None:
+        """These ranks have data in the step whose bursts come, as a bit mask."""
+        self.active_ranks, self._first_active = active, _lowest(active)
+        self._see_whether_shadowing()
 
     def end(self) -> None:
         """All ranks leave the loop together."""
@@ -205,6 +247,12 @@ class LockstepChannel(Channel):
         self._leave_loop = leave
         self._see_whether_shadowing()
 
+    def loop_over(self) -> None:
+        """The loop is over for this rank, however it ended."""
+        self.leave_first(None)
+        for line in self._lines:
+            line.watch(None)
+
     def _see_whether_shadowing(self) -> None:
         has_broken_out = self._leave_loop is not None
         self.shadowing = self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
@@ -228,6 +276,11 @@ class LockstepChannel(Channel):
             member.shadowed += 1
         else:
             member.times.step(time.monotonic())
+        if self.meets:
+            try:
+                self.meet(f"announced {joinable.join_name} in step {self.steps} of join.iterate")
+            except LeftOut as error:
+                raise ProtocolError(*error.args) from None
         self._compute(index)
         self._outstanding = list(member.followers)
         return DONE
@@ -300,7 +353,7 @@ class LockstepChannel(Channel):
         """What another rank has begun next, of what this one has not, if the ranks keep notes; a packed note."""
         for rank in range(self._world_size):
             number = self._notes.noted(rank, self.begun + 1)
-            if number is not None:
+            if number is not None and rank != self._rank:  # it may have taken its own back
                 return number
         return None
 

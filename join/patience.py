@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from datetime import timedelta
 
 from join.collectives import Collective, Work
-from join.errors import JoinTimeoutError
+from join.errors import JoinError, JoinTimeoutError
 
 _SLICE_SECONDS = 0.5  # how often a rank that waits looks whether another has given up
 _GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the others' accounts
@@ -18,15 +17,20 @@ def is_done_within(work: Work, seconds: float) -> bool:
 
     Raises:
         RuntimeError: if the collective itself fails.
+        JoinError: what a look at the others raises (``Line.watch``).
     """
     deadline = time.monotonic() + seconds
     while not work.is_completed():
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        with contextlib.suppress(RuntimeError):  # a timeout; or it has failed, and says so again below
+        try:
             # Not 0 ms, which backends take for their own timeout; and not for long: gloo's waiting is not interrupted.
             work.wait(timedelta(seconds=min(max(left, 0.01), _SLICE_SECONDS)))
+        except JoinError:  # of one who looked what others do
+            raise
+        except RuntimeError:  # a timeout; or it has failed, and says so again below
+            pass
     work.wait()
     return True
 
@@ -79,5 +83,7 @@ class Patience:
         missing = [rank for rank, there in enumerate(published) if not there]
         return (
             f"waited {self._timeout:g} s for ranks {missing}, which announced nothing. {'; '.join(here)}."
-            " The process group has a collective pending and cannot be used any more"
+            " They are late, or in a collective that this rank does not come to: list what it belongs to (a sharded"
+            " optimizer), wrap it (joinables.SharedCall), or loop over join.iterate. The process group has a collective"
+            " pending and cannot be used any more"
         )

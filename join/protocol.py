@@ -209,7 +209,8 @@ class Channel:
             missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
             self._break_off(
                 f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must notify"
-                " once after each of its bursts; one that keeps its own time derives from join.Burst"
+                " once after each of its bursts; one that keeps its own time comes first in the list, or derives from"
+                " join.Burst"
             )
         if self._unsettled:
             self.settle()

@@ -37,6 +37,7 @@ class Windows:
         self.key = f"{channel.key}/loop/{channel.loop}"
         self.counts: list[int] = []
         """How many batches each rank has in this window."""
+        self._counts_before: list[int] = []  # in the one before
         self.mine = 0
         """How many this rank has."""
         self.steps = 0
@@ -50,6 +51,8 @@ class Windows:
         channel.has_been_left = self.farewell.has_begun
         self.under_way: Work | None = None
         """The roll call that was started and not read."""
+        self.is_last_call = False
+        """Whether it is the last one, in which this rank has said that all is well."""
         if size is not None:
             self._hold_roll_calls(size)
 
@@ -66,6 +69,7 @@ class Windows:
     def begin(self, counts: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
         self.at = self._stretch = 0
+        self._counts_before = self.counts
         if counts is self.counts:
             return
         self.counts, self.mine, self.steps = counts, counts[self._rank], self._steps_of(counts)
@@ -83,6 +87,13 @@ class Windows:
         while self._stretches[self._stretch][0] < self.at:
             self._stretch += 1
         return self._stretches[self._stretch][1]
+
+    def active_before(self, steps: int) -> int:
+        """The ranks that had a batch so many steps before the last one that began, as a bit mask."""
+        counts, at = self.counts, self.at - steps
+        if at < 1 and self._counts_before:
+            counts, at = self._counts_before, at + self._steps_of(self._counts_before)
+        return sum(1 << rank for rank, count in enumerate(counts) if count >= at)
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 

@@ -383,15 +383,17 @@ class GradientSync(DDPBurst):
             self._weighted = self._weights.agreed
         else:
             self._check_weights()
+        # In lockstep a rank without data holds the result, too.
+        holding = not self._channel.in_lockstep and self._may_hold_result and self._divide_by_initial_world_size
+        holding &= not self._weighted
+        if holding and self._channel.declared:
+            raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
         self.owes, self._contributors = False, None
         if self._weighted or not self._divide_by_initial_world_size:
             self._count_contributors(self._weights.window if self._weighted else self._contribution)
-        holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
-        if holding and not self._channel.in_lockstep:
-            if self._channel.declared:
-                raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
+        if holding:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
         if self._ddp.static_graph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
@@ -56,6 +57,13 @@ class Line(ABC):
     def noted(self, rank: int, number: int) -> int | None:
         """A rank's note of that number; ``None`` if it has left none yet."""
         return None
+
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Have ``look`` called now and then while this rank waits for a sum, if ranks can read each other's notes.
+
+        Args:
+            look: may raise, and be called again in the next wait; ``None`` for nothing.
+        """
 
     def restart(self) -> None:
         """Take back this rank's notes, and what it gave to sums that others may not have come to; both count anew.

@@ -40,7 +40,7 @@ _BITS = 32  # of a cell are the number's; the others tell what it is for
 _LOW = (1 << _BITS) - 1
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
 _WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
-_LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive
+_LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive, and what they do
 
 
 class Segment:
@@ -57,6 +57,8 @@ class Segment:
         self.rank, self.world_size, self.patience = rank, world_size, patience
         self.count = 0
         """How many sums this rank has started."""
+        self.look: Callable[[], None] | None = None
+        """Called now and then by a rank that waits."""
         weakref.finalize(self, os.close, file)
         self._file = file
         self.cells = memoryview(mmap.mmap(file, self.size_for(world_size))).cast("Q")
@@ -151,6 +153,10 @@ class SharedMemoryLine(Line):
         return self._segment.load(self._segment.note(rank, number), number)
 
     @override
+    def watch(self, look: Callable[[], None] | None) -> None:
+        self._segment.look = look
+
+    @override
     def restart(self) -> None:
         segment = self._segment
         segment.count = 0
@@ -214,7 +220,16 @@ class _Sum:
                 # It may have given its number as its last act.
                 if self._segment.has_ended(self._next) and not self.is_completed():
                     self._failure = f"the process of rank {self._next} has ended, or has left the group"
+                elif self._segment.look is not None:
+                    self._look(self._segment.look)
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
+
+    def _look(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception:  # of what it saw: that may come behind this sum, if it is done by now
+            if not self.is_completed():
+                raise
 
 
 def connect(collective: Collective, patience: float) -> Segment | None:

@@ -36,13 +36,11 @@ def checked_accelerator(accelerator: Any) -> str:
     """
     if accelerator not in ("auto", "cpu", "cuda", "gpu"):
         raise ValueError(f"accelerator={accelerator!r} is none of 'auto', 'cpu', 'cuda', 'gpu'")
-    if accelerator == "gpu":
-        accelerator = "cuda"
     if accelerator == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator == "cuda" and not torch.cuda.is_available():
-        raise ValueError("accelerator='cuda' and torch finds no GPU; use 'cpu'")
-    return accelerator
+    if accelerator != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu'")
+    return "cpu" if accelerator == "cpu" else "cuda"
 
 
 def check_loader(name: str, loader: Any, epochs: int) -> None:
@@ -88,7 +86,13 @@ def world_size_for(devices: Any, num_nodes: int, accelerator: str) -> int:
     check_count("devices", devices)
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs")
-    return devices * num_nodes
+    environment, wanted = detect_environment(), devices * num_nodes
+    if wanted > 1 and not environment.creates_processes and (started := environment.place().world_size) != wanted:
+        raise ValueError(
+            f"devices={devices} and num_nodes={num_nodes}, but {environment.name} started {started} processes; leave"
+            " devices out to train on all of them"
+        )
+    return wanted
 
 
 def check_alone(devices: Any) -> None:

@@ -121,6 +121,16 @@ def test_timeout_out_of_range(timeout: float) -> None:
             Join([Counter(collective)], timeout=timeout)
 
 
+@pytest.mark.parametrize("name", ["enable", "throw_on_early_termination", "divide_by_initial_world_size"])
+def test_flags_that_are_none(name: str) -> None:
+    flag: Any = {name: "no"}
+
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(TypeError, match=f"{name}='no' must be True or False"):
+            Join([Counter(collective)], **flag)
+
+
 def test_group_of_the_wrong_kind() -> None:
     with pytest.raises(TypeError, match="neither a ProcessGroup nor"):
         collective_of("gloo")

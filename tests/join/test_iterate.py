@@ -506,6 +506,17 @@ def test_a_rank_that_does_not_iterate() -> None:
         )
 
 
+def test_steps_of_a_loader_without_a_loop() -> None:
+    def run(collective: ThreadCollective) -> None:
+        counter = Counter(collective)
+        with Join([counter], steps="loader"):
+            for _ in range(collective.rank):
+                counter()
+
+    with pytest.warns(UserWarning, match="steps='loader' is for loops over join.iterate, and there was none"):
+        run_threads(2, run)
+
+
 def test_a_rank_that_has_left_the_block() -> None:
     def run(collective: ThreadCollective) -> str:
         counter = Counter(collective)
@@ -521,25 +532,26 @@ def test_a_rank_that_has_left_the_block() -> None:
     assert first in second
 
 
-def test_a_rank_that_sleeps() -> None:
+@pytest.mark.parametrize(("place", "doing"), [("begin", "announced Counter in step 2 of"), ("end", "came to step")])
+def test_a_rank_that_sleeps(place: str, doing: str) -> None:
     def run(collective: ThreadCollective) -> str:
-        def body(step: int, place: str) -> str:
-            if collective.rank == 1 and (step, place) == (1, "end"):
-                time.sleep(2.5)
-            return ""
-
         counter = Counter(collective)
         try:
             with Join([counter], timeout=0.5) as join:
                 for step, _ in enumerate(join.iterate(batches(0, 4))):
+                    if collective.rank == step == 1 and place == "begin":
+                        time.sleep(2.5)
                     counter()
-                    body(step, "end")
+                    if collective.rank == step == 1 and place == "end":
+                        time.sleep(2.5)
         except JoinTimeoutError as error:
             return str(error)
         return "fine"
 
     texts = run_threads(2, run)
-    assert "rank 0 came to step" in texts[0]
+    assert texts[0].startswith("waited 0.5 s for ranks [1]")
+    assert f"rank 0 {doing}" in texts[0]
+    assert texts[1] == "rank 0 gave up waiting for this rank 1"
 
 
 def test_two_loops_and_a_plain_one_in_one_block() -> None:
@@ -626,6 +638,7 @@ def test_disabled() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"loader": 5}, "loader=5 cannot be iterated; give a DataLoader"),
         ({"until": "last"}, "until='last' must be 'all' or 'first'"),
         ({"dummy": "none"}, "dummy='none' must be 'empty', 'last', or a function"),
         ({"lookahead": 0}, "lookahead=0 must be at least 1"),
@@ -635,7 +648,7 @@ def test_disabled() -> None:
 def test_bad_arguments(options: Any, text: str) -> None:
     def run(collective: ThreadCollective) -> str:
         with pytest.raises((TypeError, ValueError)) as caught, Join([Counter(collective)]) as join:
-            join.iterate([], **options)
+            join.iterate(**{"loader": [], **options})
         return str(caught.value)
 
     assert all(told.startswith(text) for told in run_threads(2, run))

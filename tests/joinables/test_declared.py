@@ -63,6 +63,32 @@ def test_wrong_declarations(pool: Pool, model: str, made: list[int]) -> None:
         assert text == f"ProtocolError: rank {rank} declared steps={declared[rank]} and {how}"
 
 
+def keeps_result(rank: int, forgetful: list[int]) -> str:
+    """Declared and made: 0, 2 and 4 steps; ranks ``forgetful`` do not zero their gradients before the second."""
+    ddp = DistributedDataParallel(build("mlp"))
+    told = ""
+    try:
+        with Join([ddp], steps=2 * rank):
+            for step in range(2 * rank):
+                if step != 1 or rank not in forgetful:
+                    ddp.zero_grad()
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    group_works()
+    return told
+
+
+@pytest.mark.parametrize("forgetful", [[1, 2], [1], [2]])
+def test_gradients_that_hold_the_last_result(pool: Pool, forgetful: list[int]) -> None:
+    for rank, told in enumerate(pool.run(keeps_result, forgetful, ranks=3)):
+        if rank in forgetful:
+            assert told.startswith("ValueError: steps= needs zero_grad()")
+        else:
+            assert told.startswith("PeerError: ")
+            assert all(f"rank {each} failed: ValueError: steps= needs zero_grad()" in told for each in forgetful)
+
+
 def refused(rank: int) -> None:
     ddp, other = DistributedDataParallel(build("mlp")), DistributedDataParallel(build("mlp"))
     x = batch(rank, 0, 0)[0]

@@ -130,6 +130,53 @@ def leaving(rank: int, kind: type[Body], step: int, place: int, lookahead: int) 
     return "fine"
 
 
+def skipping(rank: int, kind: type[Body], who: int, steps: range, lookahead: int, how: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    body = kind()
+    try:
+        with Join(body.listed, divide_by_initial_world_size=False, **how) as block:
+            batches = [batch(rank, 0, number) for number in range((4, 6, 0)[rank])]
+            for at, (x, y) in enumerate(block.iterate(batches, lookahead=lookahead)):
+                if rank != who or at not in steps:
+                    list(body.places(x, y, at))
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group_works()
+    return "fine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "who", "steps", "lookahead", "how"),
+    [
+        (TwoModules, 2, range(6), 1, {}),  # if join.shadowing: continue
+        (TwoModules, 0, range(4, 6), 1, {}),
+        (TwoModules, 0, range(4, 6), 3, {}),
+        (TwoModules, 1, range(5, 6), 1, {}),
+        (TwoModules, 2, range(6), 1, {"steps": "loader"}),
+        (TwoModules, 1, range(5, 6), 1, {"steps": "loader"}),
+        (TwoModules, 0, range(4, 6), 1, {"timeout": 60.0}),
+        (TwoModules, 1, range(5, 6), 1, {"timeout": 60.0}),
+        (TwoModules, 1, range(2, 3), 1, {"timeout": 60.0}),
+        (TwoModules, 2, range(3), 1, {"timeout": 60.0, "steps": "loader"}),
+        (Sharded, 2, range(1, 6), 1, {}),
+        (Sharded, 0, range(1, 6), 1, {"steps": "loader"}),
+        (Sharded, 1, range(2, 6), 3, {"steps": "loader"}),
+        (Sharded, 1, range(3, 6), 2, {}),
+        (Sharded, 0, range(4, 6), 1, {"timeout": 60.0}),
+    ],
+)
+def test_a_rank_that_leaves_out_a_step(
+    pool: Pool, kind: type[Body], who: int, steps: range, lookahead: int, how: dict[str, Any]
+) -> None:
+    """The others wait for it inside of it, and it for them behind."""
+    texts = pool.run(skipping, kind, who, steps, lookahead, how, ranks=RANKS)
+    for rank, text in enumerate(texts):
+        told = "ProtocolError: " if rank == who else f"PeerError: rank {who} failed: ProtocolError: "
+        assert text.startswith(f"{told}rank {who} left ")
+        assert f" out of step {steps[0] + 1} of join.iterate, and rank " in text
+
+
 @pytest.mark.parametrize(
     ("kind", "step", "place", "lookahead"),
     [

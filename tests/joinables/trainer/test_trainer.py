@@ -590,6 +590,8 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not trainer.is_global_zero
     with pytest.raises(ValueError, match="devices=1, and torchrun started 3 processes, each of which would"):
         Trainer(accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match="devices=2 and num_nodes=1, but torchrun started 3 processes; leave devices"):
+        Trainer(accelerator="cpu", devices=2)
     assert Trainer(accelerator="cpu", devices=1, strategy="single").world_size == 1
     monkeypatch.setenv("LOCAL_RANK", "0")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

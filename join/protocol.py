@@ -158,6 +158,7 @@ class Channel:
         self._members = [member for scope in self.scopes for member in scope.announcing]
         self._index = {id(member.joinable): index for index, member in enumerate(self._members)}
         self._bursts = [(index, member.burst) for index, member in enumerate(self._members) if member.burst is not None]
+        self._owing = [burst for _, burst in self._bursts if type(burst).fulfil is not Burst.fulfil]
         flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self._members]
         self._code = HeaderCode(flag_counts, self._world_size)
         running_ahead = [self._members[index] for index, burst in self._bursts if burst.runs_ahead]
@@ -292,7 +293,7 @@ class Channel:
     def fulfil(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run what is announced and owed, and, if ``complete``, the followers that go with it."""
         owed = False
-        for _, burst in self._bursts:
+        for burst in self._owing:
             if burst.owes and burst is not but:
                 burst.fulfil()
                 owed = True

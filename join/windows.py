@@ -116,10 +116,10 @@ class Windows:
             ProtocolError: if a rank has left the loop, or had another number of batches than it declared.
         """
         assert self.under_way is not None
-        started = time.monotonic()
-        self._channel.wait(self.under_way, doing)
-        if self._channel.shadowing:
-            self._channel.tally.idle += time.monotonic() - started
+        channel, started = self._channel, time.monotonic()
+        channel.wait(self.under_way, doing)
+        if channel.shadowing:
+            channel.tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self._roll_call.answers()
         if replies is not self.counts and self.answers.some_end(replies):  # the very same have been looked at

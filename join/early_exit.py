@@ -5,6 +5,7 @@ answered yet, and waits for the others there::
 
     rank that leaves                                    rank that goes on
     ----------------                                    -----------------
+    if nobody comes: bursts that it has left out        the steps that these are of
     roll call under way is read                         was read, or will be, when its window begins
     the next one is answered: "left", or "failed"       is answered when that window begins
     if nobody comes: bursts of the rest of the window   the rest of the window

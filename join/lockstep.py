@@ -10,6 +10,11 @@ burst is announced and none is shadowed. Who has data in a step is known from th
     step:   the body, by the user's own code       the body, on a dummy batch
     ...                                            ...
 
+With a ``timeout``, all ranks meet before each step, and again before each burst.
+
+A rank that has left out of a step what others run in it sees that in their notes, while it waits for the next window or
+at a meeting, if ranks keep notes. It raises as if the body had, and runs what it has missed like any that leaves.
+
 A rank that leaves the loop early goes on for a while with what it sees the others begin, or else with what it knows of
 the body: the bursts that it ran there the time before. It shadows them, so that the others come to where they can be
 told (``join.farewell``).

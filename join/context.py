@@ -78,7 +78,8 @@ class Join:
             sharded optimizer in the list. On all ranks or on none. Then no header is sent at all. ``"loader"``: for a
             loop over :meth:`iterate`, as many as its loader has batches.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
-            active rank awaits every header right before the burst.
+            active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
+            for each other before each step and each burst.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 

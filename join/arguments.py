@@ -183,7 +183,7 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise a ``TypeError`` for an argument that is neither true nor false."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if value not in (True, False):  # numpy's are fine
             raise TypeError(f"{name}={value!r} must be True or False")
 
 

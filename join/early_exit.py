@@ -109,12 +109,12 @@ class EarlyExit:
             limit = max(self._patience, _SEEN_GRACE_SECONDS) if sees_them else self._patience
         self._next = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
-            if sees_them and not self._come_within(self._patience):  # they may be in what this rank has left out
-                windows.farewell.follow(windows.under_way.is_completed, self._come_to, limit)
-            if not self._come_within(self._patience + limit):
+            if sees_them and not self._come_within(0.0):  # they may be in what this rank has left out
+                windows.farewell.follow(windows.under_way.is_completed, self._come_back, limit)
+            if not self._come_within(self._patience if sees_them else self._patience + limit):
                 return self._give_up(error)
             some_end = windows.answers.some_end(windows.replies)
-            if windows.is_last_call and not some_end:  # the loop is over for the others; the block tells them
+            if windows.ends_well and not some_end:  # the loop is over for the others; the block tells them
                 return self._end()
             if some_end:
                 self._shadow_rest(limit)  # the others read it when this window is over
@@ -185,11 +185,16 @@ class EarlyExit:
             if not windows.farewell.shadow(is_over):
                 return
 
-    def _come_to(self, step: int) -> None:
-        """The others are in this step: of what is to come, or one that this rank has ended without what they run."""
+    def _come_to(self, step: int) -> bool:
+        """The others are in this step."""
         while self._channel.steps < step:
             self._begin_step()
-        self._channel.set_active(self._windows.active_before(self._channel.steps - step))
+        self._channel.be_in(step, self._windows.active_before(self._channel.steps - step))
+        return True
+
+    def _come_back(self, step: int) -> bool:
+        """The others are in this step, which this rank has ended without what they run; not if it is one to come."""
+        return step <= self._channel.steps and self._come_to(step)
 
     def _begin_step(self) -> None:
         windows = self._windows

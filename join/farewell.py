@@ -84,21 +84,20 @@ class Farewell:
             self._begin(note, "shadows")
         return False
 
-    def follow(self, is_over: Callable[[], bool], come_to: Callable[[int], None], seconds: float) -> None:
+    def follow(self, is_over: Callable[[], bool], come_to: Callable[[int], bool], seconds: float) -> None:
         """Shadow what others have noted; gives up when they have noted nothing more for some time.
 
         Args:
             is_over: whether nothing more comes of this window.
-            come_to: called with the number of the step that the others are in.
+            come_to: called with the number of the step that the others are in; whether to follow them there.
             seconds: how long to wait for a note.
         """
         self.tell("shadows")
         since, looks = time.monotonic(), 0
         while time.monotonic() - since < seconds:
             packed = self._channel.next_note()
-            if packed is not None:
-                note, step = self._channel.unpacked(packed)
-                come_to(step)
+            note, step = (None, 0) if packed is None else self._channel.unpacked(packed)
+            if note is not None and come_to(step):
                 self._begin(note, "shadows")
                 since = time.monotonic()
             elif is_over() or (looks % _LOOKS == 0 and self._accounts(all_of_them=True)):  # so nobody goes on
@@ -114,6 +113,7 @@ class Farewell:
 
     def part(self, role: Role, seconds: float = LIMIT_SECONDS) -> None:
         """Come to an end with the others; gives up after some time, if a rank is in none of these bursts."""
+        self._channel.look_no_more()
         if role == "stopped":
             self.stop()
         else:

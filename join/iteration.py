@@ -30,7 +30,7 @@ from join.arguments import check_same
 from join.dummies import duplicate, emptied
 from join.early_exit import EarlyExit
 from join.errors import JoinError, PeerError, ProtocolError
-from join.lockstep import ONE_AT_A_TIME, LeftOut, LockstepChannel
+from join.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
 from join.windows import Windows
@@ -128,9 +128,9 @@ class Iteration(Iterator[Any]):
             self._channel.end_step()  # what goes wrong here is known to this rank alone
         try:
             ended = self._begin_step(self._windows or self._begin())
-        except LeftOut as error:
-            raise ProtocolError(*error.args) from None  # as from the body
         except JoinError:
+            if self._channel.knows_alone:
+                raise  # as from the body
             self._over()  # the others learn of it here, too, or have told it
             if self._ahead.error is not None:  # what the others are told is this
                 raise self._ahead.error from None
@@ -144,10 +144,8 @@ class Iteration(Iterator[Any]):
 
     def _begin_step(self, windows: Windows) -> bool:
         """Begin a step; whether there is none."""
-        now = time.monotonic()
         if self._step:
-            self._longest = max(self._longest, now - self._since)
-        self._since = now
+            self._longest = max(self._longest, time.monotonic() - self._since)
         if windows.at == windows.steps:
             self._next_window(windows)
         if not windows.steps:
@@ -161,6 +159,7 @@ class Iteration(Iterator[Any]):
             self._channel.meet(f"came to step {self._step} of join.iterate")
         self._has_data = windows.at < windows.mine
         self._channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
+        self._since = time.monotonic()
         return False
 
     def _batch(self) -> Any:
@@ -279,7 +278,7 @@ class Iteration(Iterator[Any]):
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
             self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
         windows.call(windows.wrong(self._wrong) if self._wrong else 0)
-        windows.is_last_call = not self._wrong
+        windows.ends_well = not self._wrong
         windows.read("came to the end of join.iterate")
         self._channel.end()
         self._over()

@@ -45,7 +45,7 @@ ONE_AT_A_TIME = (
 
 
 MEETING = -1
-"""In the place of a burst's index: no burst, but the meeting of a step."""
+"""In the place of a burst's index: no burst, but a meeting of all ranks, before a step or a burst."""
 
 _BITS = 16  # for an index, and for flags
 _STEPS = 1 << 29  # that notes tell apart
@@ -75,10 +75,6 @@ class Note:
         return self.code | step % _STEPS << 2 * _BITS
 
 
-class LeftOut(ProtocolError):
-    """This rank, and it alone, knows that it did not run what others run; they learn of it as of any exception."""
-
-
 class LockstepChannel(Channel):
     """The protocol on one group, whose blocks may contain loops in lockstep."""
 
@@ -93,6 +89,9 @@ class LockstepChannel(Channel):
     """How many steps of the loop it has begun."""
     meets = False
     """Whether all ranks meet in each step, and before each burst."""
+
+    knows_alone = False
+    """Whether this rank has raised for something in the loop that no other knows."""
 
     has_been_left: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a rank has left the loop under way."""
@@ -147,6 +146,7 @@ class LockstepChannel(Channel):
         self.active_ranks = 0
         self._begin_step(self._all_ranks)
         self.begun = self.steps = 0
+        self._in_step = self.knows_alone = False
         # Those of a step, as far as known: all, until one has shown it.
         self._knows_a_step = False
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
@@ -173,8 +173,8 @@ class LockstepChannel(Channel):
             self._met = self._met or self._meeting.sum(0, 1)
             try:
                 self.wait(self._met, doing)
-            except LeftOut:
-                self.begun, self.last = begun, last  # the others have begun something else, and come here later
+            except JoinError:
+                self.begun, self.last = begun, last  # the others have begun something else, and may come here later
                 raise
             self._met = None
 
@@ -182,21 +182,25 @@ class LockstepChannel(Channel):
         """While this rank waits for the next window, or at a meeting: others may be in a burst that it has left out.
 
         Raises:
-            LeftOut: which is known to this rank alone.
+            ProtocolError: which is known to this rank alone.
         """
         if self.leaving:
             return
-        is_met = self.begun > 0 and self.unpacked(self.last)[0].burst == MEETING
+        ended = self.steps - self._in_step  # in the step under way, this rank may come to it yet
+        is_met = self.begun > 0 and _is_meeting(self.last)
         numbers = (self.begun, self.begun + 1) if is_met else (self.begun + 1,)
         for number, rank in product(numbers, range(self._world_size)):
             packed = self._notes.noted(rank, number)
             if rank == self._rank or packed is None:
                 continue
             note, step = self.unpacked(packed)
-            if note.burst == MEETING and number == self.begun:
+            is_right = step > ended if number > self.begun else _is_meeting(packed)
+            if is_right:
                 continue
-            name = "a burst" if note.burst == MEETING else self._members[note.burst].joinable.join_name
-            raise LeftOut(
+            is_known = 0 <= note.burst < len(self._members)
+            name = self._members[note.burst].joinable.join_name if is_known else "something"
+            self.knows_alone = True
+            raise ProtocolError(
                 f"rank {self._rank} left {name} out of step {step} of join.iterate, and rank {rank} did not. All ranks"
                 " must run the same body at every step, also with a dummy, or they wait for each other for ever"
             )
@@ -218,11 +222,16 @@ class LockstepChannel(Channel):
     def _begin_step(self, active: int) -> None:
         self._sequence: list[Note] = []  # the bursts of this step so far
         if active != self.active_ranks:
-            self.set_active(active)
+            self._set_active(active)
         self.steps += 1
+        self._step_of_notes, self._in_step = self.steps, True
 
-    def set_active(self, active: int) -> None:
-        """These ranks have data in the step whose bursts come, as a bit mask."""
+    def be_in(self, step: int, active: int) -> None:
+        """What this rank shadows next is of this step, which it may have ended; ``active`` as for :meth:`step`."""
+        self._step_of_notes = step
+        self._set_active(active)
+
+    def _set_active(self, active: int) -> None:
         self.active_ranks, self._first_active = active, _lowest(active)
         self._see_whether_shadowing()
 
@@ -242,6 +251,7 @@ class LockstepChannel(Channel):
         self.fulfil()
         if self._unsettled:
             self.settle()
+        self._in_step = False
 
     def leave_first(self, leave: Callable[[], None] | None) -> None:
         """This rank has broken out of the loop, and is in its last batch no more; the loop is left in due form later.
@@ -255,6 +265,10 @@ class LockstepChannel(Channel):
     def loop_over(self) -> None:
         """The loop is over for this rank, however it ended."""
         self.leave_first(None)
+        self.look_no_more()
+
+    def look_no_more(self) -> None:
+        """Whatever others are in, this rank knows by other means that they are behind or ahead."""
         for line in self._lines:
             line.watch(None)
 
@@ -282,10 +296,7 @@ class LockstepChannel(Channel):
         else:
             member.times.step(time.monotonic())
         if self.meets:
-            try:
-                self.meet(f"announced {joinable.join_name} in step {self.steps} of join.iterate")
-            except LeftOut as error:
-                raise ProtocolError(*error.args) from None
+            self.meet(f"announced {joinable.join_name} in step {self.steps} of join.iterate")
         self._compute(index)
         self._outstanding = list(member.followers)
         return DONE
@@ -326,7 +337,7 @@ class LockstepChannel(Channel):
         self._sent_by, self._was_active = member, not self.shadowing
 
     def _note(self, note: Note) -> None:
-        self.begun, self.last = self.begun + 1, note.packed(self.steps)
+        self.begun, self.last = self.begun + 1, note.packed(self._step_of_notes)
         self._notes.note(self.begun, self.last)
 
     @override
@@ -356,17 +367,17 @@ class LockstepChannel(Channel):
 
     def next_note(self) -> int | None:
         """What another rank has begun next, of what this one has not, if the ranks keep notes; a packed note."""
-        for rank in range(self._world_size):
-            number = self._notes.noted(rank, self.begun + 1)
-            if number is not None and rank != self._rank:  # it may have taken its own back
-                return number
-        return None
+        others = [rank for rank in range(self._world_size) if rank != self._rank]  # its own it may have taken back
+        noted = [self._notes.noted(rank, self.begun + 1) for rank in others]
+        found = [number for number in noted if number is not None]
+        return min(found, key=_is_meeting, default=None)  # others may have taken back a meeting, and did for a burst
 
     def unpacked(self, number: int) -> tuple[Note, int]:
         """The note of which ``number`` is the packed form, and its step."""
         rest, index = divmod(number, 1 << _BITS)
         step, flags = divmod(rest, 1 << _BITS)
-        burst = self._members[index - 1].burst if index else None
+        is_known = 0 < index <= len(self._members)  # it may be of a block that is closed here
+        burst = self._members[index - 1].burst if is_known else None
         count = 0 if burst is None else burst.flag_count
         told = tuple(bool(flags >> place & 1) for place in range(count))
         return Note(index - 1, told if count <= _BITS else None), step
@@ -403,6 +414,11 @@ class LockstepChannel(Channel):
             self.leader = _lowest(self._last_active)
             return Outcome(even=False, last=last)
         return outcome
+
+
+def _is_meeting(number: int) -> bool:
+    """Whether a packed note is of a meeting."""
+    return number & ((1 << _BITS) - 1) == MEETING + 1
 
 
 def _lowest(ranks: int) -> int:

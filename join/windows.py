@@ -51,7 +51,7 @@ class Windows:
         channel.has_been_left = self.farewell.has_begun
         self.under_way: Work | None = None
         """The roll call that was started and not read."""
-        self.is_last_call = False
+        self.ends_well = False
         """Whether it is the last one, in which this rank has said that all is well."""
         if size is not None:
             self._hold_roll_calls(size)

@@ -179,7 +179,7 @@ class GradientSync(DDPBurst):
             takes_part: whether to take what they gave, if there are no gradients here.
         """
         kept = [parameter.grad for parameter in self._parameters]
-        had_data = self._had_data, self._had_dummies
+        had_data, window = (self._had_data, self._had_dummies), self._usage.window
         has_result = False
         try:
             self._begin_use()
@@ -196,8 +196,7 @@ class GradientSync(DDPBurst):
                 parameter.grad = gradient
         if had_data[0] and not has_result:  # all have skipped it: what was accumulated is still to be reduced
             self._had_data, self._had_dummies = had_data
-            if self._counts_use:
-                self._usage.begin_window()
+            self._usage.window = window
         return has_result
 
     def _has_result(self) -> bool:
@@ -420,6 +419,8 @@ class GradientSync(DDPBurst):
 
     def _agree(self) -> None:
         """In lockstep, a reduction begins."""
+        if self._counts_use and not self._had_data:
+            self._usage.begin_window(brought=self._unsynced)
         self._weighted, accumulated = self._weights.agree(self._unsynced)
         self._had_data |= accumulated
 
@@ -428,7 +429,7 @@ class GradientSync(DDPBurst):
         if not self._channel.in_lockstep:
             return
         if self._counts_use and not self._had_data:
-            self._usage.begin_window()
+            self._usage.begin_window(brought=self._unsynced)
         self._had_data |= self._channel.active_ranks
         self._had_dummies |= self._channel.active_ranks != self._all_ranks
 

@@ -55,13 +55,23 @@ class Usage:
         if self._handles and not self._join.channel.shadowing:
             self._used[index] = 1
 
-    def begin_window(self) -> None:
+    def begin_window(self, *, brought: bool) -> None:
         """The first backward since the last reduction, or since ``zero_grad``, begins.
 
-        What has a gradient was used: in the block, before the loop, or by all ranks.
+        Args:
+            brought: whether gradients are there that were accumulated before the loop: those were used.
         """
         self._absent = [parameter.grad is None for parameter in self._parameters]
-        self._used = torch.tensor([not absent for absent in self._absent], dtype=torch.int64)
+        self._used = torch.tensor([brought and not absent for absent in self._absent], dtype=torch.int64)
+
+    @property
+    def window(self) -> tuple[torch.Tensor, list[bool]]:
+        """What is known of it, to be kept over a backward that all ranks skip."""
+        return self._used.clone(), self._absent
+
+    @window.setter
+    def window(self, window: tuple[torch.Tensor, list[bool]]) -> None:
+        self._used, self._absent = window
 
     def end_reduction(self, *, with_dummies: bool) -> None:
         """A reduction is over.

@@ -6,7 +6,8 @@ again, at intervals that grow with the time it has waited.
 
 A rank has four places for its numbers and uses them in turn, so it may write the next one while others still read the
 last. A number takes as many cells of 64 bits as it needs; each holds 32 bits of it and the count of the sum that it is
-for, and is written at once, so nothing relies on the order in which others see cells change.
+for, and is written at once, so no sum relies on the order in which others see cells change. (``Line.watch`` does: who
+sees a note takes the sums before it for seen, as they are on x86.)
 
 Every rank holds a lock on a byte of the file for as long as its process lives; whoever waits for long tries the locks
 of those that it waits for. The file has lost its name by the time the line is used, so nothing is left of it.

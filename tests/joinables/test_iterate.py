@@ -527,6 +527,22 @@ def test_what_was_used_before_the_loop_alone_has_a_gradient_on_all_ranks(pool: P
     assert pool.run(used_before, ranks=RANKS) == [pytest.approx([1 / 2, 2 / 2])] * RANKS
 
 
+def used_by_dummies(rank: int) -> bool:
+    net = Branches()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step, x in enumerate(join.iterate([torch.ones(1)] * (3 if rank == 0 else 0))):
+            with ddp.no_sync() if step == 0 else nullcontext():
+                total = ddp(x, right=join.shadowing).sum()
+                if step != 1:
+                    total.backward()
+        return net.left.grad is not None and net.right.grad is None
+
+
+def test_what_only_dummies_used_has_no_gradient_after_a_backward_that_all_skip(pool: Pool) -> None:
+    assert pool.run(used_by_dummies, ranks=2) == [True, True]
+
+
 def skipped_in_between(rank: int, kind: str) -> list[float]:
     """The gradient after a window of accumulation in which rank 0 has three batches, rank 1 one, and one is skipped."""
     net = nn.Linear(2, 1, bias=False)

@@ -231,6 +231,69 @@ def test_a_rank_that_leaves_where_the_others_throw(pool: Pool, raises: bool) -> 
 # -- collectives that nobody can shadow --------------------------------------------------------------------------------
 
 
+def skipping_dummies(rank: int, counts: list[int], asks: bool, how: dict[str, Any]) -> str:
+    ddp = DistributedDataParallel(MLP())
+    try:
+        with Join([ddp], **how) as block:
+            for x, y in block.iterate([batch(rank, 0, number) for number in range(counts[rank])]):
+                if asks:
+                    _ = block.is_last_step
+                if not block.shadowing:
+                    (ddp(x) - y).square().sum().backward()
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group_works()
+    return "fine"
+
+
+@pytest.mark.parametrize("how", [{}, {"timeout": 30.0}])
+@pytest.mark.parametrize(("counts", "asks"), [([1, 1, 4], False), ([1, 4, 0], False), ([1, 4, 4], True)])
+def test_ranks_that_skip_dummies(pool: Pool, counts: list[int], asks: bool, how: dict[str, Any]) -> None:
+    for rank, text in enumerate(pool.run(skipping_dummies, counts, asks, how, ranks=RANKS)):
+        skips = counts[rank] < max(counts)
+        assert text.startswith("ProtocolError: rank " if skips else "PeerError: rank ")
+        assert " left " in text
+
+
+def slow(rank: int, kind: str) -> str:
+    """Rank 2 comes late to step 2, where others wait for it."""
+    ddp = DistributedDataParallel(MLP(), find_unused_parameters=True)
+    other = DistributedDataParallel(nn.Linear(2, 2))
+
+    def loader() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for step in range(4):
+            time.sleep(1.0 * ((rank, step) == (2, 2)))
+            yield batch(rank, 0, step)
+
+    try:
+        with Join([ddp]) as block:
+            for step, (x, y) in enumerate(block.iterate(loader())):
+                if rank == 0 and kind == "asks":
+                    _ = block.is_last_step
+                if (rank, step, kind) == (1, 2, "raises"):
+                    raise ValueError("mine")
+                (ddp(x) - y).square().sum().backward()
+                if kind == "nested":
+                    with Join([other]):
+                        other(torch.ones(1, 2)).sum().backward()
+    except (ValueError, JoinError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        group_works()
+    return "fine"
+
+
+@pytest.mark.parametrize("kind", ["asks", "nested", "raises"])
+def test_nobody_who_waits_for_a_slow_rank_has_left_something_out(pool: Pool, kind: str) -> None:
+    told = [
+        "PeerError: rank 1 failed: ValueError: mine",
+        "ValueError: mine",
+        "PeerError: rank 1 failed: ValueError: mine",
+    ]
+    assert pool.run(slow, kind, ranks=RANKS) == (told if kind == "raises" else ["fine"] * RANKS)
+
+
 def rank_main(rank: int, path: str, how: str, over_group: bool, results: Any) -> None:
     join.early_exit.LIMIT_SECONDS = join.early_exit._SEEN_GRACE_SECONDS = 3.0
     os.environ[SWITCH] = "0" if over_group else "1"

@@ -109,9 +109,10 @@ class EarlyExit:
             limit = max(self._patience, _SEEN_GRACE_SECONDS) if sees_them else self._patience
         self._next = [0] * self._channel.collective.world_size  # where lengths are declared, there is no other window
         if windows.under_way is not None:
-            if sees_them and not self._come_within(0.0):  # they may be in what this rank has left out
+            # They may be in what this rank has left out, or it knows that they are.
+            if sees_them and not self._come_within(0.0 if self._channel.knows_alone else self._patience):
                 windows.farewell.follow(windows.under_way.is_completed, self._come_back, limit)
-            if not self._come_within(self._patience if sees_them else self._patience + limit):
+            if not self._come_within(self._patience + limit):
                 return self._give_up(error)
             some_end = windows.answers.some_end(windows.replies)
             if windows.ends_well and not some_end:  # the loop is over for the others; the block tells them

@@ -103,6 +103,8 @@ class EarlyExit:
         if error is not None:
             answer = windows.failed(JoinError(text) if text else error)
         sees_them = self._channel.keeps_notes
+        if not sees_them:
+            windows.farewell.make_up()
         if error is None:
             limit = min(LIMIT_SECONDS, self._channel.timeout or LIMIT_SECONDS)
         else:

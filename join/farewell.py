@@ -106,6 +106,11 @@ class Farewell:
                 looks += 1
                 time.sleep(_FOLLOW_SECONDS)
 
+    def make_up(self) -> None:
+        """Shadow what this rank has missed: the others are in a step that it has ended."""
+        for note in self._channel.missed:
+            self._begin(note, "shadows")
+
     def meet(self) -> None:
         """The others are to come to the meeting of the next step or burst, if there are any."""
         if self._channel.meets:

@@ -225,6 +225,8 @@ class Iteration(Iterator[Any]):
             self._begin_window(windows, counts)
         if windows.steps:
             self._tell_next_window(windows)
+        if windows.missed is not None:
+            self._channel.has_missed(*windows.missed)
 
     def _begin_window(self, windows: Windows, counts: list[int]) -> None:
         first = not windows.counts

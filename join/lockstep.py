@@ -12,8 +12,10 @@ burst is announced and none is shadowed. Who has data in a step is known from th
 
 With a ``timeout``, all ranks meet before each step, and again before each burst.
 
-A rank that has left out of a step what others run in it sees that in their notes, while it waits for the next window or
-at a meeting, if ranks keep notes. It raises as if the body had, and runs what it has missed like any that leaves.
+A rank that has left out of a step what others run in it raises as if the body had, and runs what it has missed like any
+that leaves. Where ranks keep notes it sees that in those of the others: while it waits for the next window or at a
+meeting, or when it begins another burst after such a step. Elsewhere a roll call tells it (``join.windows``), once what
+it has run since has met what the others ran before.
 
 A rank that leaves the loop early goes on for a while with what it sees the others begin, or else with what it knows of
 the body: the bursts that it ran there the time before. It shadows them, so that the others come to where they can be
@@ -27,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NoReturn
 
 from typing_extensions import override
 
@@ -49,6 +52,8 @@ MEETING = -1
 
 _BITS = 16  # for an index, and for flags
 _STEPS = 1 << 29  # that notes tell apart
+_COMPARE_SECONDS = 2.0  # how long a rank waits at most to compare notes,
+_LOOK_SECONDS = 1e-4  # and how often it looks for them
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class LockstepChannel(Channel):
 
     knows_alone = False
     """Whether this rank has raised for something in the loop that no other knows."""
+    missed: Sequence[Note] = ()
+    """There: the bursts that are still to come for it and not for others, since it has left out as many."""
 
     has_been_left: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a rank has left the loop under way."""
@@ -146,7 +153,8 @@ class LockstepChannel(Channel):
         self.active_ranks = 0
         self._begin_step(self._all_ranks)
         self.begun = self.steps = 0
-        self._in_step = self.knows_alone = False
+        self._in_step = self.knows_alone = self._differs = False
+        self.missed = ()
         # Those of a step, as far as known: all, until one has shown it.
         self._knows_a_step = False
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
@@ -197,13 +205,34 @@ class LockstepChannel(Channel):
             is_right = step > ended if number > self.begun else _is_meeting(packed)
             if is_right:
                 continue
-            is_known = 0 <= note.burst < len(self._members)
-            name = self._members[note.burst].joinable.join_name if is_known else "something"
-            self.knows_alone = True
-            raise ProtocolError(
-                f"rank {self._rank} left {name} out of step {step} of join.iterate, and rank {rank} did not. All ranks"
-                " must run the same body at every step, also with a dummy, or they wait for each other for ever"
-            )
+            self._raise_left_out(self._names([note]), f"step {step}", rank)
+
+    def has_missed(self, bursts: int, steps: range, rank: int) -> NoReturn:
+        """Between two steps: this rank was told that it has left something out.
+
+        Args:
+            bursts: how many bursts.
+            steps: in which steps.
+            rank: one that has run them.
+
+        Raises:
+            ProtocolError: which is known to this rank alone.
+        """
+        usual = self._usual = self._sequence or self._usual
+        self.missed = [usual[-number % len(usual)] for number in range(bursts, 0, -1) if usual]
+        names = self._names(usual if bursts == len(usual) else [])
+        self._raise_left_out(names, f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}", rank)
+
+    def _names(self, notes: Sequence[Note]) -> str:
+        names = [self._members[note.burst].joinable.join_name for note in notes if 0 <= note.burst < len(self._members)]
+        return ", ".join(dict.fromkeys(names)) or "something"
+
+    def _raise_left_out(self, names: str, steps: str, rank: int) -> NoReturn:
+        self.knows_alone = True
+        raise ProtocolError(
+            f"rank {self._rank} left {names} out of {steps} of join.iterate, and rank {rank} did not. All ranks must"
+            " run the same body at every step, also with a dummy, or they wait for each other for ever"
+        )
 
     def step(self, active: int) -> None:
         """A step begins; the one before has ended.
@@ -213,9 +242,11 @@ class LockstepChannel(Channel):
         """
         if self.closed:
             self._refuse()
+        sequence = self._sequence
+        self._differs = self.steps < 2 or not sequence or len(sequence) != len(self._usual)
         # A step without bursts may be one of several that accumulate gradients.
-        if self._sequence or (self._knows_a_step and not self._in_last_burst):
-            self._usual = self._sequence
+        if sequence or (self._knows_a_step and not self._in_last_burst):
+            self._usual = sequence
         self._knows_a_step = True
         self._begin_step(active)
 
@@ -329,7 +360,10 @@ class LockstepChannel(Channel):
             header = self._assumed(index, self._world_size, flags, leader_alive=key[-1])
             known = self._computed[key] = Note(index, flags), header
         note, header = known
-        self._note(note)
+        if self._differs:
+            self._note_and_compare(note)
+        else:
+            self._note(note)
         if not member.interjects:
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
@@ -339,6 +373,37 @@ class LockstepChannel(Channel):
     def _note(self, note: Note) -> None:
         self.begun, self.last = self.begun + 1, note.packed(self._step_of_notes)
         self._notes.note(self.begun, self.last)
+
+    def _note_and_compare(self, note: Note) -> None:
+        """Behind a step that was the first, or not as the one before: wait for all notes of the burst begun here.
+
+        Whoever has left something out of that step alone is in a later one than others with as many bursts, which would
+        meet what it runs now. In other steps nobody waits.
+
+        Raises:
+            ProtocolError: which is known to this rank alone.
+        """
+        self._differs = False
+        begun, last = self.begun, self.last
+        self._note(note)
+        if self.leaving or self.meets or not self.keeps_notes:
+            return
+        try:
+            self._compare()
+        except BaseException:
+            self.begun, self.last = begun, last  # what this rank takes part in next is what the others have begun
+            raise
+
+    def _compare(self) -> None:
+        deadline = time.monotonic() + _COMPARE_SECONDS
+        for rank in range(self._world_size):
+            while (packed := self._notes.noted(rank, self.begun)) is None:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_LOOK_SECONDS)
+            note, step = self.unpacked(packed)
+            if step < self.steps:
+                self._raise_left_out(self._names([note]), f"step {step}", rank)
 
     @override
     def fail(self, error: BaseException) -> None:
@@ -370,7 +435,8 @@ class LockstepChannel(Channel):
         others = [rank for rank in range(self._world_size) if rank != self._rank]  # its own it may have taken back
         noted = [self._notes.noted(rank, self.begun + 1) for rank in others]
         found = [number for number in noted if number is not None]
-        return min(found, key=_is_meeting, default=None)  # others may have taken back a meeting, and did for a burst
+        # Others may have taken back a meeting, and did for a burst; or one of a later step.
+        return min(found, key=lambda number: (_is_meeting(number), number >> 2 * _BITS), default=None)
 
     def unpacked(self, number: int) -> tuple[Note, int]:
         """The note of which ``number`` is the packed form, and its step."""

@@ -2,6 +2,9 @@
 
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
 never meets what the loop's body sends. The order is told in ``join.iteration``.
+
+Beside its answer each rank tells how many bursts it has begun since its last one. A rank that has left one out learns
+that others began more; else its next bursts would meet their last ones, and all would train something else in silence.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +21,22 @@ from join.errors import PeerError, ProtocolError
 from join.farewell import Farewell
 from join.lockstep import LockstepChannel
 from join.roll_call import Answers, RollCall
+
+_BURST_BITS = 5  # for how many bursts a rank ran in a step: more are not told apart
+
+
+class Missed(NamedTuple):
+    """What a rank has left out.
+
+    Attributes:
+        bursts: how many fewer it began than the rank that began most.
+        steps: in which steps of the loop, counted from 1.
+        by: that other rank.
+    """
+
+    bursts: int
+    steps: range
+    by: int
 
 
 class Windows:
@@ -47,6 +67,11 @@ class Windows:
         # Up to which step of the window which ranks have a batch, as a bit mask; and the place that the loop is at.
         self._stretches: list[tuple[int, int]] = []
         self._stretch = 0
+        self.missed: Missed | None = None
+        """What this rank has left out, as the last roll call shows that was read."""
+        self._begun = 0  # how many bursts it had begun when it called last
+        self._told: list[int] = []  # all that ranks told in the roll call that was read last, and their answers in it
+        self._replies: list[int] = []
         self.farewell = Farewell(self._collective, channel, self.key)
         channel.has_been_left = self.farewell.has_begun
         self.under_way: Work | None = None
@@ -58,7 +83,10 @@ class Windows:
 
     def _hold_roll_calls(self, size: int) -> None:
         self.answers = Answers(size)
-        self._roll_call = RollCall(self._collective, self._line, self.answers.largest)
+        self._burst_bits = _BURST_BITS + (size - 1).bit_length()
+        self._most_bursts = (1 << self._burst_bits) - 1
+        largest = self.answers.largest << self._burst_bits | self._most_bursts
+        self._roll_call = RollCall(self._collective, self._line, largest)
 
     def declare(self, length: int) -> list[int]:
         """Tell each other how many batches there are: one all-gather."""
@@ -99,7 +127,11 @@ class Windows:
 
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.roll_call.RollCall.call`."""
-        self.under_way = call = self._roll_call.call(answer, seconds)
+        begun = self._channel.begun
+        bursts, self._begun = begun - self._begun, begun
+        if bursts > self._most_bursts:
+            bursts = self._most_bursts
+        self.under_way = call = self._roll_call.call(answer << self._burst_bits | bursts, seconds)
         self._channel.tally.count(call)
 
     def read(self, doing: str) -> list[int]:
@@ -121,7 +153,7 @@ class Windows:
         if channel.shadowing:
             channel.tally.idle += time.monotonic() - started
         self.under_way = None
-        replies = self._roll_call.answers()
+        replies = self.replies
         if replies is not self.counts and self.answers.some_end(replies):  # the very same have been looked at
             with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
                 self.farewell.part("stopped")
@@ -138,7 +170,22 @@ class Windows:
     @property
     def replies(self) -> list[int]:
         """What the ranks answered, after the roll call is done."""
-        return self._roll_call.answers()
+        told = self._roll_call.answers()
+        if told is not self._told:  # most often it repeats
+            self._hear(told)
+        return self._replies
+
+    def _hear(self, told: list[int]) -> None:
+        self._told, replies = told, [each >> self._burst_bits for each in told]
+        if replies != self._replies:
+            self._replies = replies
+        bursts = [each & self._most_bursts for each in told]
+        most, mine = max(bursts), bursts[self._rank]
+        self.missed = None
+        if mine < most and not self._channel.meets and not self.answers.some_end(replies):  # who leaves runs more
+            last = self._channel.steps - self.at  # they told of the window before the one that is under way
+            first = last - self._steps_of(self._counts_before) + 1
+            self.missed = Missed(most - mine, range(first, last + 1), bursts.index(most))
 
     def check(self, replies: list[int]) -> None:
         """Raise what :meth:`read` raises."""

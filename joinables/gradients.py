@@ -382,9 +382,8 @@ class GradientSync(DDPBurst):
             self._weighted = self._weights.agreed
         else:
             self._check_weights()
-        # In lockstep a rank without data holds the result, too.
-        holding = not self._channel.in_lockstep and self._may_hold_result and self._divide_by_initial_world_size
-        holding &= not self._weighted
+        holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
+        holding &= not self._channel.in_lockstep  # where ranks without data hold it, too
         if holding and self._channel.declared:
             raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
         if self._weights.aside:
@@ -419,8 +418,8 @@ class GradientSync(DDPBurst):
 
     def _agree(self) -> None:
         """In lockstep, a reduction begins."""
-        if self._counts_use and not self._had_data:
-            self._usage.begin_window(brought=self._unsynced)
+        if self._counts_use:
+            self._begin_window()
         self._weighted, accumulated = self._weights.agree(self._unsynced)
         self._had_data |= accumulated
 
@@ -428,10 +427,14 @@ class GradientSync(DDPBurst):
         """A backward begins: in lockstep, note who has data, and, if it is the first of a reduction, the gradients."""
         if not self._channel.in_lockstep:
             return
-        if self._counts_use and not self._had_data:
-            self._usage.begin_window(brought=self._unsynced)
+        if self._counts_use:
+            self._begin_window()
         self._had_data |= self._channel.active_ranks
         self._had_dummies |= self._channel.active_ranks != self._all_ranks
+
+    def _begin_window(self) -> None:
+        if not self._had_data:
+            self._usage.begin_window(brought=self._unsynced)
 
     def _end_use(self) -> None:
         """A reduction is over: in lockstep, what only dummies used is put back."""

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from join import Join
 from join.collectives import ThreadCollective, run_threads
-from join.collectives.line import GroupLine
 from join.lockstep import Note
 from tests.join.counter import Leading, group_works
-
-
-class _WithoutNotes(GroupLine):
-    def __init__(self, world: Any, collective: ThreadCollective) -> None:
-        super().__init__(collective)
-
+from tests.join.without_notes import WithoutNotes
 
 SOAK = int(os.environ.get("SOAK", "0"))
 
@@ -96,7 +90,7 @@ def test_leaving_at_any_step(loop: dict[str, Any]) -> None:
         # Without notes it is always waited for; with them, as long as nobody notes anything.
         patch.setattr("join.early_exit._GRACE_SECONDS", 2.0 if loop["notes"] else 0.1)
         if not loop["notes"]:
-            patch.setattr("join.collectives.threads._ThreadLine", _WithoutNotes)
+            patch.setattr("join.collectives.threads._ThreadLine", WithoutNotes)
         told = run_threads(len(loop["counts"]), lambda collective: outcome(collective, loop))
     steps = max(loop["counts"])
     leaves = [at if at is not None and at < steps else None for at in loop["leaves"]]

@@ -153,6 +153,9 @@ def skipping(rank: int, kind: type[Body], who: int, steps: range, lookahead: int
         (TwoModules, 0, range(4, 6), 1, {}),
         (TwoModules, 0, range(4, 6), 3, {}),
         (TwoModules, 1, range(5, 6), 1, {}),
+        (TwoModules, 1, range(1, 2), 1, {}),  # and goes on
+        (Sharded, 2, range(3, 4), 1, {}),
+        (Accumulating, 0, range(2, 3), 1, {}),
         (TwoModules, 2, range(6), 1, {"steps": "loader"}),
         (TwoModules, 1, range(5, 6), 1, {"steps": "loader"}),
         (TwoModules, 0, range(4, 6), 1, {"timeout": 60.0}),

@@ -97,6 +97,10 @@ class EarlyExit:
 
     def _leave(self, error: BaseException | None, text: str) -> None:
         windows, self._channel.leaving = self._windows, True
+        if error is not None and self._may_come_of_peers and self._has_lost_peers():
+            windows.check_peers()
+            windows.failed(error)
+            return None  # there is nobody to come to
         self._channel.fulfil()
         self._channel.complete_followers()
         answer = windows.answers.left(windows.at)
@@ -121,7 +125,7 @@ class EarlyExit:
                 return self._end()
             if some_end:
                 self._shadow_rest(limit)  # the others read it when this window is over
-                self._part(limit)
+                windows.farewell.part("left", limit)
                 if error is None:
                     windows.check(windows.replies)
                 return None
@@ -136,25 +140,25 @@ class EarlyExit:
             if not sees_them:
                 windows.begin(self._next)
             self._shadow_steps(lambda: False, limit)
-        self._part(limit)
+        windows.farewell.part("left", limit)
         if error is None:
             if any(reply != answer for reply in replies):
                 windows.check(replies)
             self._end()
         return None
 
+    def _has_lost_peers(self) -> bool:
+        """Whether processes of others are gone: none ends before this rank has told how far it is, but by itself."""
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            if self._windows.has_lost_peers:
+                return True
+            time.sleep(_END_SECONDS / 20)
+        return False
+
     def _end(self) -> None:
         self._channel.end()
         self._channel.leaving = False
-
-    def _part(self, seconds: float) -> None:
-        # Before this rank has told how far it is, no other ends but by itself; but a process takes its time to end.
-        deadline = time.monotonic() + _END_SECONDS
-        while self._may_come_of_peers and time.monotonic() < deadline:
-            if self._windows.has_lost_peers:
-                self._windows.check_peers()
-            time.sleep(_END_SECONDS / 20)
-        self._windows.farewell.part("left", seconds)
 
     def _come_within(self, seconds: float) -> bool:
         """Whether all ranks answer the roll call under way in time."""

@@ -90,6 +90,8 @@ class LockstepChannel(Channel):
     """How many bursts this rank has begun in the loop, shadowed ones included, and with a ``timeout`` meetings."""
     last = Note(MEETING).packed(0)
     """The last of them, a packed note."""
+    ran = 0
+    """How many of them were neither meetings nor such as interject, which come with the first of all, in any step."""
     steps = 0
     """How many steps of the loop it has begun."""
     meets = False
@@ -98,7 +100,7 @@ class LockstepChannel(Channel):
     knows_alone = False
     """Whether this rank has raised for something in the loop that no other knows."""
     missed: Sequence[Note] = ()
-    """There: the bursts that are still to come for it and not for others, since it has left out as many."""
+    """What this rank has yet to run to be even with the others, where it was told that it has left something out."""
 
     has_been_left: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a rank has left the loop under way."""
@@ -142,7 +144,10 @@ class LockstepChannel(Channel):
         if header.active < self._world_size:
             missing = self._world_size - header.active
             self._break_off_with(
-                ProtocolError(f"{header.active} ranks began a loop over join.iterate, and {missing} had left the block")
+                ProtocolError(
+                    f"{header.active} ranks began a loop over join.iterate, and {missing} had left the block. Also a"
+                    " rank without batches loops over join.iterate"
+                )
             )
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
@@ -152,7 +157,7 @@ class LockstepChannel(Channel):
         self._in_last_burst = 0
         self.active_ranks = 0
         self._begin_step(self._all_ranks)
-        self.begun = self.steps = 0
+        self.begun = self.steps = self.ran = 0
         self._in_step = self.knows_alone = self._differs = False
         self.missed = ()
         # Those of a step, as far as known: all, until one has shown it.
@@ -218,7 +223,7 @@ class LockstepChannel(Channel):
         Raises:
             ProtocolError: which is known to this rank alone.
         """
-        usual = self._usual = self._sequence or self._usual
+        usual = self._usual = list(self._sequence) or self._usual
         self.missed = [usual[-number % len(usual)] for number in range(bursts, 0, -1) if usual]
         names = self._names(usual if bursts == len(usual) else [])
         self._raise_left_out(names, f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}", rank)
@@ -231,7 +236,8 @@ class LockstepChannel(Channel):
         self.knows_alone = True
         raise ProtocolError(
             f"rank {self._rank} left {names} out of {steps} of join.iterate, and rank {rank} did not. All ranks must"
-            " run the same body at every step, also with a dummy, or they wait for each other for ever"
+            " run the same body at every step, also on a dummy, or they wait for each other for ever; to leave a batch"
+            " out, use join.weight, with 0 for it"
         )
 
     def step(self, active: int) -> None:
@@ -243,7 +249,7 @@ class LockstepChannel(Channel):
         if self.closed:
             self._refuse()
         sequence = self._sequence
-        self._differs = self.steps < 2 or not sequence or len(sequence) != len(self._usual)
+        self._differs = self.steps == 1 or not sequence or len(sequence) != len(self._usual)
         # A step without bursts may be one of several that accumulate gradients.
         if sequence or (self._knows_a_step and not self._in_last_burst):
             self._usual = sequence
@@ -365,6 +371,7 @@ class LockstepChannel(Channel):
         else:
             self._note(note)
         if not member.interjects:
+            self.ran += 1
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
         self._assume(member, header)
@@ -377,33 +384,39 @@ class LockstepChannel(Channel):
     def _note_and_compare(self, note: Note) -> None:
         """Behind a step that was the first, or not as the one before: wait for all notes of the burst begun here.
 
-        Whoever has left something out of that step alone is in a later one than others with as many bursts, which would
-        meet what it runs now. In other steps nobody waits.
+        A rank that has left bursts out of that step alone is in a later step than others that have begun as many: what
+        it runs now would meet what they still run there. In other steps nobody waits.
 
         Raises:
             ProtocolError: which is known to this rank alone.
         """
-        self._differs = False
         begun, last = self.begun, self.last
         self._note(note)
-        if self.leaving or self.meets or not self.keeps_notes:
-            return
-        try:
-            self._compare()
-        except BaseException:
-            self.begun, self.last = begun, last  # what this rank takes part in next is what the others have begun
-            raise
+        if not (self.leaving or self.meets) and self.keeps_notes:
+            try:
+                self._compare()
+            except BaseException:
+                self.begun, self.last = begun, last  # what this rank takes part in next is what the others have begun
+                raise
+        self._differs = False
 
     def _compare(self) -> None:
         deadline = time.monotonic() + _COMPARE_SECONDS
-        for rank in range(self._world_size):
-            while (packed := self._notes.noted(rank, self.begun)) is None:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(_LOOK_SECONDS)
-            note, step = self.unpacked(packed)
-            if step < self.steps:
-                self._raise_left_out(self._names([note]), f"step {step}", rank)
+        awaited = [rank for rank in range(self._world_size) if rank != self._rank]
+        while True:
+            late: list[int] = []
+            for rank in awaited:
+                packed = self._notes.noted(rank, self.begun)
+                if packed is None:
+                    late.append(rank)
+                    continue
+                note, step = self.unpacked(packed)
+                if step < self.steps:
+                    self._raise_left_out(self._names([note]), f"step {step}", rank)
+            if not late or time.monotonic() > deadline:
+                return
+            awaited = late
+            time.sleep(_LOOK_SECONDS)
 
     @override
     def fail(self, error: BaseException) -> None:

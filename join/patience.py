@@ -81,9 +81,15 @@ class Patience:
         published = [collective.check(key) for key in keys]
         here = [collective.get(key) for key, there in zip(keys, published, strict=True) if there]
         missing = [rank for rank, there in enumerate(published) if not there]
+        pending = "The process group has a collective pending and cannot be used any more"
+        if not missing:
+            return (
+                f"waited {self._timeout:g} s, and all ranks wait, for different things: {'; '.join(here)}. All must run"
+                f" the same. {pending}"
+            )
         return (
             f"waited {self._timeout:g} s for ranks {missing}, which announced nothing. {'; '.join(here)}."
-            " They are late, or in a collective that this rank does not come to: list what it belongs to (a sharded"
-            " optimizer), wrap it (joinables.SharedCall), or loop over join.iterate. The process group has a collective"
-            " pending and cannot be used any more"
+            " They are late, or in a collective that this rank does not come to: in join.iterate, run the whole body on"
+            " all ranks; else list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop"
+            f" over join.iterate. {pending}"
         )

@@ -3,8 +3,8 @@
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
 never meets what the loop's body sends. The order is told in ``join.iteration``.
 
-Beside its answer each rank tells how many bursts it has begun since its last one. A rank that has left one out learns
-that others began more; else its next bursts would meet their last ones, and all would train something else in silence.
+Beside its answer each rank tells how many bursts it has run since its last one. A rank that has left one out, and whose
+next bursts have met the last ones of the others since, learns that these ran more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Missed(NamedTuple):
     """What a rank has left out.
 
     Attributes:
-        bursts: how many fewer it began than the rank that began most.
+        bursts: how many fewer it ran than the rank that ran most.
         steps: in which steps of the loop, counted from 1.
         by: that other rank.
     """
@@ -69,7 +69,7 @@ class Windows:
         self._stretch = 0
         self.missed: Missed | None = None
         """What this rank has left out, as the last roll call shows that was read."""
-        self._begun = 0  # how many bursts it had begun when it called last
+        self._ran = 0  # how many bursts it had run when it called last
         self._told: list[int] = []  # all that ranks told in the roll call that was read last, and their answers in it
         self._replies: list[int] = []
         self.farewell = Farewell(self._collective, channel, self.key)
@@ -127,8 +127,8 @@ class Windows:
 
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.roll_call.RollCall.call`."""
-        begun = self._channel.begun
-        bursts, self._begun = begun - self._begun, begun
+        ran = self._channel.ran
+        bursts, self._ran = ran - self._ran, ran
         if bursts > self._most_bursts:
             bursts = self._most_bursts
         self.under_way = call = self._roll_call.call(answer << self._burst_bits | bursts, seconds)
@@ -176,6 +176,7 @@ class Windows:
         return self._replies
 
     def _hear(self, told: list[int]) -> None:
+        """Read a roll call: answers for the window that begins next, bursts of the one before that under way."""
         self._told, replies = told, [each >> self._burst_bits for each in told]
         if replies != self._replies:
             self._replies = replies
@@ -183,7 +184,7 @@ class Windows:
         most, mine = max(bursts), bursts[self._rank]
         self.missed = None
         if mine < most and not self._channel.meets and not self.answers.some_end(replies):  # who leaves runs more
-            last = self._channel.steps - self.at  # they told of the window before the one that is under way
+            last = self._channel.steps - self.at
             first = last - self._steps_of(self._counts_before) + 1
             self.missed = Missed(most - mine, range(first, last + 1), bursts.index(most))
 

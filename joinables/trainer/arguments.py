@@ -79,14 +79,14 @@ def world_size_for(devices: Any, num_nodes: int, accelerator: str) -> int:
     Raises:
         TypeError, ValueError: if ``devices`` is no number of them, or more than there are.
     """
+    environment = detect_environment()
     there = torch.cuda.device_count() if accelerator == "cuda" else None
     if devices == "auto":
-        environment = detect_environment()
         return (there or 1) * num_nodes if environment.creates_processes else environment.place().world_size
     check_count("devices", devices)
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs")
-    environment, wanted = detect_environment(), devices * num_nodes
+    wanted = devices * num_nodes
     if wanted > 1 and not environment.creates_processes and (started := environment.place().world_size) != wanted:
         raise ValueError(
             f"devices={devices} and num_nodes={num_nodes}, but {environment.name} started {started} processes; leave"

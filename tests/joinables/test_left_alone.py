@@ -103,6 +103,33 @@ class Slow(Sharded):
         yield from super().places(x, y, step)
 
 
+class WithZero(Body):
+    """All steps run the same bursts."""
+
+    def __init__(self) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        self.net = DistributedDataParallel(MLP())
+        self.optimizer = ZeroRedundancyOptimizer(self.net.parameters(), torch.optim.Adam)
+        self.listed = [self.net, self.optimizer]
+
+    def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
+        self.optimizer.zero_grad()
+        (self.net(x) - y).square().sum().backward()
+        self.optimizer.step()
+        yield
+
+
+class WithBuffers(Body):
+    def __init__(self) -> None:
+        self.net = DistributedDataParallel(Norm())
+        self.listed = [self.net]
+
+    def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
+        self.net(x).sum().backward()
+        yield
+
+
 class Weighed(TwoModules):
     weighs = True
 
@@ -178,6 +205,17 @@ def test_a_rank_that_leaves_out_a_step(
         told = "ProtocolError: " if rank == who else f"PeerError: rank {who} failed: ProtocolError: "
         assert text.startswith(f"{told}rank {who} left ")
         assert f" out of step {steps[0] + 1} of join.iterate, and rank " in text
+
+
+@pytest.mark.parametrize(("kind", "step"), [(WithZero, 0), (WithZero, 2), (WithBuffers, 0), (WithBuffers, 1)])
+def test_a_rank_that_leaves_out_a_step_between_machines(pool: Pool, kind: type[Body], step: int) -> None:
+    """It goes on, and is told when a roll call tells how many bursts all have run."""
+    steps = range(step, step + 1)
+    texts = pool.run(skipping, kind, 1, steps, 1, {}, ranks=RANKS, over_group=True)
+    for rank, text in enumerate(texts):
+        assert text.startswith("ProtocolError: " if rank == 1 else "PeerError: rank 1 failed: ProtocolError: ")
+        assert f"rank 1 left {'the ' if kind is WithBuffers else 'the backward'}" in text
+        assert f" out of step {step + 1} of join.iterate, and rank 0 did not" in text
 
 
 @pytest.mark.parametrize(

@@ -335,10 +335,10 @@ def test_nobody_who_waits_for_a_slow_rank_has_left_something_out(pool: Pool, kin
     assert pool.run(slow, kind, ranks=RANKS) == (told if kind == "raises" else ["fine"] * RANKS)
 
 
-def rank_main(rank: int, path: str, how: str, over_group: bool, results: Any) -> None:
+def rank_main(rank: int, ranks: int, path: str, how: str, over_group: bool, results: Any) -> None:
     join.early_exit.LIMIT_SECONDS = join.early_exit._SEEN_GRACE_SECONDS = 3.0
     os.environ[SWITCH] = "0" if over_group else "1"
-    dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+    dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.Adam(ddp.parameters())
     try:
@@ -357,8 +357,8 @@ def rank_main(rank: int, path: str, how: str, over_group: bool, results: Any) ->
         # Rank 1's process ends here: this sets the others free.
 
 
-def in_a_plain_block(rank: int, path: str, results: Any) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+def in_a_plain_block(rank: int, ranks: int, path: str, results: Any) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
     ddp = DistributedDataParallel(build("mlp"))
     try:
         with Join([ddp], timeout=3):
@@ -369,13 +369,13 @@ def in_a_plain_block(rank: int, path: str, results: Any) -> None:
         results.put((rank, f"{type(error).__name__}: {error}"))
 
 
-def run_to_the_end(main: Any, path: Path, *arguments: Any) -> dict[int, str]:
-    """What three processes of their own tell; none of them may hang."""
+def run_to_the_end(main: Any, ranks: int, path: Path, *arguments: Any) -> dict[int, str]:
+    """What so many processes of their own tell; none of them may hang."""
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     processes = [
-        context.Process(target=main, args=(rank, str(path / "store"), *arguments, results), daemon=True)
-        for rank in range(3)
+        context.Process(target=main, args=(rank, ranks, str(path / "store"), *arguments, results), daemon=True)
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -387,12 +387,12 @@ def run_to_the_end(main: Any, path: Path, *arguments: Any) -> dict[int, str]:
         process.kill()
         process.join()
     assert not hung
-    return dict(results.get(timeout=5) for _ in range(3))
+    return dict(results.get(timeout=5) for _ in range(ranks))
 
 
 @pytest.mark.parametrize(("how", "over_group"), [("raise", False), ("break", False), ("raise", True)])
 def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: bool) -> None:
-    texts = run_to_the_end(rank_main, tmp_path, how, over_group)
+    texts = run_to_the_end(rank_main, 3, tmp_path, how, over_group)
     mine = "ValueError: mine" if how == "raise" else "ProtocolError: rank 1 left the loop over join.iterate early"
     assert texts[1].startswith(mine)
     for rank in (0, 2):
@@ -400,8 +400,15 @@ def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: boo
         assert f"rank 1 failed: {mine}" in texts[rank]
 
 
+def test_ranks_that_only_see_others_end_say_why_they_did(tmp_path: Path) -> None:
+    """In a ring of five, the collectives of two fail since those between them and rank 1 have ended."""
+    texts = run_to_the_end(rank_main, 5, tmp_path, "raise", False)
+    assert texts.pop(1) == "ValueError: mine"
+    assert set(texts.values()) == {"PeerError: rank 1 failed: ValueError: mine"}
+
+
 def test_a_collective_of_ones_own_in_a_plain_block(tmp_path: Path) -> None:
-    texts = run_to_the_end(in_a_plain_block, tmp_path)
+    texts = run_to_the_end(in_a_plain_block, 3, tmp_path)
     assert texts[1].startswith("JoinTimeoutError: waited 3 s for ranks [0, 2], which announced nothing")
     for rank in (0, 2):
         assert texts[rank].startswith("RuntimeError: ") and "losed by peer" in texts[rank]

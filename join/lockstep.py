@@ -154,6 +154,7 @@ class LockstepChannel(Channel):
         self._notes = self.collective.line(1)
         self.loop += 1
         self._all_ranks = (1 << self._world_size) - 1
+        self._others = [rank for rank in range(self._world_size) if rank != self._rank]
         self._in_last_burst = 0
         self.active_ranks = 0
         self._begin_step(self._all_ranks)
@@ -161,7 +162,6 @@ class LockstepChannel(Channel):
         self._in_step = self.knows_alone = self._differs = False
         self.missed = ()
         # Those of a step, as far as known: all, until one has shown it.
-        self._knows_a_step = False
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
         # Not on the roll calls' line: a rank that leaves answers the next of them before it has met the others.
         self.meets = self.timeout is not None
@@ -202,15 +202,15 @@ class LockstepChannel(Channel):
         ended = self.steps - self._in_step  # in the step under way, this rank may come to it yet
         is_met = self.begun > 0 and _is_meeting(self.last)
         numbers = (self.begun, self.begun + 1) if is_met else (self.begun + 1,)
-        for number, rank in product(numbers, range(self._world_size)):
+        for number, rank in product(numbers, self._others):
             packed = self._notes.noted(rank, number)
-            if rank == self._rank or packed is None:
+            if packed is None:
                 continue
             note, step = self.unpacked(packed)
             is_right = step > ended if number > self.begun else _is_meeting(packed)
             if is_right:
                 continue
-            self._raise_left_out(self._names([note]), f"step {step}", rank)
+            self._raise_left_out([note], range(step, step + 1), rank)
 
     def has_missed(self, bursts: int, steps: range, rank: int) -> NoReturn:
         """Between two steps: this rank was told that it has left something out.
@@ -225,17 +225,15 @@ class LockstepChannel(Channel):
         """
         usual = self._usual = list(self._sequence) or self._usual
         self.missed = [usual[-number % len(usual)] for number in range(bursts, 0, -1) if usual]
-        names = self._names(usual if bursts == len(usual) else [])
-        self._raise_left_out(names, f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}", rank)
+        self._raise_left_out(usual if bursts == len(usual) else [], steps, rank)
 
-    def _names(self, notes: Sequence[Note]) -> str:
-        names = [self._members[note.burst].joinable.join_name for note in notes if 0 <= note.burst < len(self._members)]
-        return ", ".join(dict.fromkeys(names)) or "something"
-
-    def _raise_left_out(self, names: str, steps: str, rank: int) -> NoReturn:
+    def _raise_left_out(self, notes: Sequence[Note], steps: range, rank: int) -> NoReturn:
+        left_out = [self._members[note.burst] for note in notes if 0 <= note.burst < len(self._members)]
+        names = ", ".join(dict.fromkeys(member.joinable.join_name for member in left_out)) or "something"
+        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         self.knows_alone = True
         raise ProtocolError(
-            f"rank {self._rank} left {names} out of {steps} of join.iterate, and rank {rank} did not. All ranks must"
+            f"rank {self._rank} left {names} out of {where} of join.iterate, and rank {rank} did not. All ranks must"
             " run the same body at every step, also on a dummy, or they wait for each other for ever; to leave a batch"
             " out, use join.weight, with 0 for it"
         )
@@ -251,9 +249,8 @@ class LockstepChannel(Channel):
         sequence = self._sequence
         self._differs = self.steps == 1 or not sequence or len(sequence) != len(self._usual)
         # A step without bursts may be one of several that accumulate gradients.
-        if sequence or (self._knows_a_step and not self._in_last_burst):
+        if sequence or (self.steps and not self._in_last_burst):
             self._usual = sequence
-        self._knows_a_step = True
         self._begin_step(active)
 
     def _begin_step(self, active: int) -> None:
@@ -402,7 +399,7 @@ class LockstepChannel(Channel):
 
     def _compare(self) -> None:
         deadline = time.monotonic() + _COMPARE_SECONDS
-        awaited = [rank for rank in range(self._world_size) if rank != self._rank]
+        awaited = self._others
         while True:
             late: list[int] = []
             for rank in awaited:
@@ -412,7 +409,7 @@ class LockstepChannel(Channel):
                     continue
                 note, step = self.unpacked(packed)
                 if step < self.steps:
-                    self._raise_left_out(self._names([note]), f"step {step}", rank)
+                    self._raise_left_out([note], range(step, step + 1), rank)
             if not late or time.monotonic() > deadline:
                 return
             awaited = late
@@ -445,11 +442,10 @@ class LockstepChannel(Channel):
 
     def next_note(self) -> int | None:
         """What another rank has begun next, of what this one has not, if the ranks keep notes; a packed note."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]  # its own it may have taken back
-        noted = [self._notes.noted(rank, self.begun + 1) for rank in others]
+        noted = [self._notes.noted(rank, self.begun + 1) for rank in self._others]  # its own it may have taken back
         found = [number for number in noted if number is not None]
         # Others may have taken back a meeting, and did for a burst; or one of a later step.
-        return min(found, key=lambda number: (_is_meeting(number), number >> 2 * _BITS), default=None)
+        return min(found, key=lambda number: (_is_meeting(number), self.unpacked(number)[1]), default=None)
 
     def unpacked(self, number: int) -> tuple[Note, int]:
         """The note of which ``number`` is the packed form, and its step."""

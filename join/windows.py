@@ -128,9 +128,7 @@ class Windows:
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.roll_call.RollCall.call`."""
         ran = self._channel.ran
-        bursts, self._ran = ran - self._ran, ran
-        if bursts > self._most_bursts:
-            bursts = self._most_bursts
+        bursts, self._ran = min(ran - self._ran, self._most_bursts), ran
         self.under_way = call = self._roll_call.call(answer << self._burst_bits | bursts, seconds)
         self._channel.tally.count(call)
 
@@ -178,7 +176,7 @@ class Windows:
     def _hear(self, told: list[int]) -> None:
         """Read a roll call: answers for the window that begins next, bursts of the one before that under way."""
         self._told, replies = told, [each >> self._burst_bits for each in told]
-        if replies != self._replies:
+        if replies != self._replies:  # the same list as long as they are equal: counts that repeat are looked at once
             self._replies = replies
         bursts = [each & self._most_bursts for each in told]
         most, mine = max(bursts), bursts[self._rank]

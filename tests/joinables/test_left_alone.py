@@ -269,9 +269,6 @@ def test_a_rank_that_leaves_where_the_others_throw(pool: Pool, raises: bool) -> 
     assert pool.run(leaving_where_others_throw, raises, ranks=2) == [("EarlyTerminationError", 3), (mine, 3)]
 
 
-# -- collectives that nobody can shadow --------------------------------------------------------------------------------
-
-
 def skipping_dummies(rank: int, counts: list[int], asks: bool, how: dict[str, Any]) -> str:
     ddp = DistributedDataParallel(MLP())
     try:
@@ -333,6 +330,9 @@ def test_nobody_who_waits_for_a_slow_rank_has_left_something_out(pool: Pool, kin
         "PeerError: rank 1 failed: ValueError: mine",
     ]
     assert pool.run(slow, kind, ranks=RANKS) == (told if kind == "raises" else ["fine"] * RANKS)
+
+
+# -- collectives that nobody can shadow --------------------------------------------------------------------------------
 
 
 def rank_main(rank: int, ranks: int, path: str, how: str, over_group: bool, results: Any) -> None:

@@ -120,12 +120,13 @@ class Iteration(Iterator[Any]):
 
     @override
     def __next__(self) -> Any:
-        if self._gave_way:
+        if self.running:
+            if not self._channel.closed:
+                self._channel.end_step()  # what goes wrong here is known to this rank alone
+        elif self._gave_way:
             raise JoinError(ONE_AT_A_TIME)
-        if self._windows is not None and not self.running:
+        elif self._windows is not None:
             raise StopIteration
-        if self.running and not self._channel.closed:
-            self._channel.end_step()  # what goes wrong here is known to this rank alone
         try:
             ended = self._begin_step(self._windows or self._begin())
         except JoinError:
@@ -144,8 +145,11 @@ class Iteration(Iterator[Any]):
 
     def _begin_step(self, windows: Windows) -> bool:
         """Begin a step; whether there is none."""
+        channel = self._channel
         if self._step:
-            self._longest = max(self._longest, time.monotonic() - self._since)
+            took = time.monotonic() - self._since
+            if took > self._longest:
+                self._longest = took
         if windows.at == windows.steps:
             self._next_window(windows)
         if not windows.steps:
@@ -153,12 +157,12 @@ class Iteration(Iterator[Any]):
             return True
         if self._throw and windows.at >= min(windows.counts):
             windows.farewell.stop()
-            self._channel.terminate_early(exhausted=windows.mine <= windows.at)
+            channel.terminate_early(exhausted=windows.mine <= windows.at)
         self._step += 1
-        if self._channel.meets:
-            self._channel.meet(f"came to step {self._step} of join.iterate")
+        if channel.meets:
+            channel.meet(f"came to step {self._step} of join.iterate")
         self._has_data = windows.at < windows.mine
-        self._channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
+        channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
         self._since = time.monotonic()
         return False
 
@@ -215,14 +219,11 @@ class Iteration(Iterator[Any]):
 
     def _next_window(self, windows: Windows) -> None:
         """Read the roll call for the window that begins, and start the one for the next."""
-        if self._length is not None:
-            windows.begin([0] * len(windows.counts))  # there is none
-            return
-        counts = windows.read(f"came to step {self._step + 1} of join.iterate")
-        if counts is windows.counts:  # as most often
-            windows.begin(counts)
-        else:
-            self._begin_window(windows, counts)
+        if not windows.repeats():  # as most often it does
+            if self._length is not None:
+                windows.begin([0] * len(windows.counts))  # there is none
+                return
+            self._begin_window(windows, windows.read(f"came to step {self._step + 1} of join.iterate"))
         if windows.steps:
             self._tell_next_window(windows)
         if windows.missed is not None:
@@ -235,8 +236,9 @@ class Iteration(Iterator[Any]):
             self._share_template(windows)
 
     def _tell_next_window(self, windows: Windows) -> None:
-        count = self._ahead.read(self._lookahead)
-        windows.call(count if self._ahead.error is None else windows.failed(self._ahead.error))
+        ahead = self._ahead
+        count = ahead.read(self._lookahead)
+        windows.call(count if ahead.error is None else windows.failed(ahead.error))
 
     def _share_template(self, windows: Windows) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""

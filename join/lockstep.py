@@ -51,7 +51,7 @@ MEETING = -1
 """In the place of a burst's index: no burst, but a meeting of all ranks, before a step or a burst."""
 
 _BITS = 16  # for an index, and for flags
-_STEPS = 1 << 29  # that notes tell apart
+_STEPS = 1 << 20  # that notes tell apart: ranks are never as far from each other
 _COMPARE_SECONDS = 2.0  # how long a rank waits at most to compare notes,
 _LOOK_SECONDS = 1e-4  # and how often it looks for them
 
@@ -76,8 +76,13 @@ class Note:
         return self.burst + 1 | flags << _BITS
 
     def packed(self, step: int) -> int:
-        """The note and the step it is of as one number of less than 62 bits."""
-        return self.code | step % _STEPS << 2 * _BITS
+        """The note and the step it is of as one number of 52 bits."""
+        return self.code | _packed_step(step)
+
+
+def _packed_step(step: int) -> int:
+    """A step in a packed note, with nothing in the place of the note."""
+    return step % _STEPS << 2 * _BITS
 
 
 class LockstepChannel(Channel):
@@ -258,11 +263,11 @@ class LockstepChannel(Channel):
         if active != self.active_ranks:
             self._set_active(active)
         self.steps += 1
-        self._step_of_notes, self._in_step = self.steps, True
+        self._step_of_notes, self._in_step = _packed_step(self.steps), True
 
     def be_in(self, step: int, active: int) -> None:
         """What this rank shadows next is of this step, which it may have ended; ``active`` as for :meth:`step`."""
-        self._step_of_notes = step
+        self._step_of_notes = _packed_step(step)
         self._set_active(active)
 
     def _set_active(self, active: int) -> None:
@@ -331,7 +336,7 @@ class LockstepChannel(Channel):
             member.times.step(time.monotonic())
         if self.meets:
             self.meet(f"announced {joinable.join_name} in step {self.steps} of join.iterate")
-        self._compute(index)
+        self._compute(index, member)
         self._outstanding = list(member.followers)
         return DONE
 
@@ -347,14 +352,14 @@ class LockstepChannel(Channel):
         self.fulfil(complete=False)
         self._outstanding = [member for member in self._outstanding if member.joinable is not joinable]
 
-    def _compute(self, index: int, flags: tuple[bool, ...] | None = None) -> None:
+    def _compute(self, index: int, member: Member, flags: tuple[bool, ...] | None = None) -> None:
         """What a header would have said that all ranks sent to announce member ``index``.
 
         Args:
-            index: the member.
+            index: the member's.
+            member: the member.
             flags: those of its burst; without, this rank's own view of them.
         """
-        member = self._members[index]
         if flags is None:
             flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
         key = index, flags, self.leader == self._first_active  # lower ranks come back in a second loop
@@ -371,12 +376,13 @@ class LockstepChannel(Channel):
             self.ran += 1
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
-        self._assume(member, header)
-        self._sent_by, self._was_active = member, not self.shadowing
+        if header is not self._header:  # the very same has been acted on
+            self._assume(member, header)
 
     def _note(self, note: Note) -> None:
-        self.begun, self.last = self.begun + 1, note.packed(self._step_of_notes)
-        self._notes.note(self.begun, self.last)
+        begun = self.begun = self.begun + 1
+        last = self.last = note.code | self._step_of_notes
+        self._notes.note(begun, last)
 
     def _note_and_compare(self, note: Note) -> None:
         """Behind a step that was the first, or not as the one before: wait for all notes of the burst begun here.
@@ -451,6 +457,7 @@ class LockstepChannel(Channel):
         """The note of which ``number`` is the packed form, and its step."""
         rest, index = divmod(number, 1 << _BITS)
         step, flags = divmod(rest, 1 << _BITS)
+        step = self.steps + (step - self.steps + _STEPS // 2) % _STEPS - _STEPS // 2
         is_known = 0 < index <= len(self._members)  # it may be of a block that is closed here
         burst = self._members[index - 1].burst if is_known else None
         count = 0 if burst is None else burst.flag_count
@@ -472,8 +479,9 @@ class LockstepChannel(Channel):
             self.meet("has left the loop over join.iterate")
             return
         self.end_step()
-        self._compute(note.burst, note.flags)
-        self._shadow_member(self._members[note.burst])
+        member = self._members[note.burst]
+        self._compute(note.burst, member, note.flags)
+        self._shadow_member(member)
 
     def shadow_step(self, active: int) -> None:
         """The others begin a step; ``active`` as for :meth:`step`."""

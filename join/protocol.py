@@ -56,10 +56,10 @@ class Tally:
     nbytes: int = 0
     idle: float = 0.0
 
-    def count(self, header: Sum) -> None:
-        """A header was sent."""
+    def count(self, nbytes: int) -> None:
+        """A header of so many bytes was sent."""
         self.headers += 1
-        self.nbytes += header.nbytes
+        self.nbytes += nbytes
 
     def since(self, earlier: Tally) -> Tally:
         """What came on top of an earlier state."""
@@ -426,7 +426,7 @@ class Channel:
         now = time.monotonic()
         self._away, self._last_sent = now - self._last_sent, now
         self._work = self._line.sum(self._code.pack(fields), self._code.bits)
-        self.tally.count(self._work)
+        self.tally.count(self._work.nbytes)
         return self._work
 
     def _assumed(self, index: int, active: int, flags: tuple[bool, ...], *, leader_alive: bool) -> Header:

@@ -16,13 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from join.collectives import Work
+from join.answers import Answers
+from join.collectives import RollCall
 from join.errors import PeerError, ProtocolError
 from join.farewell import Farewell
 from join.lockstep import LockstepChannel
-from join.roll_call import Answers, RollCall
-
-_BURST_BITS = 5  # for how many bursts a rank ran in a step: more are not told apart
 
 
 class Missed(NamedTuple):
@@ -74,8 +72,8 @@ class Windows:
         self._replies: list[int] = []
         self.farewell = Farewell(self._collective, channel, self.key)
         channel.has_been_left = self.farewell.has_begun
-        self.under_way: Work | None = None
-        """The roll call that was started and not read."""
+        self.under_way: RollCall | None = None
+        """The roll call, if a call was started and not read."""
         self.ends_well = False
         """Whether it is the last one, in which this rank has said that all is well."""
         if size is not None:
@@ -83,10 +81,7 @@ class Windows:
 
     def _hold_roll_calls(self, size: int) -> None:
         self.answers = Answers(size)
-        self._burst_bits = _BURST_BITS + (size - 1).bit_length()
-        self._most_bursts = (1 << self._burst_bits) - 1
-        largest = self.answers.largest << self._burst_bits | self._most_bursts
-        self._roll_call = RollCall(self._collective, self._line, largest)
+        self._roll_call = self._line.roll_call(self.answers.largest)
 
     def declare(self, length: int) -> list[int]:
         """Tell each other how many batches there are: one all-gather."""
@@ -126,11 +121,19 @@ class Windows:
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
     def call(self, answer: int, seconds: float | None = None) -> None:
-        """Start a roll call; ``seconds`` as for :meth:`join.roll_call.RollCall.call`."""
-        ran = self._channel.ran
-        bursts, self._ran = min(ran - self._ran, self._most_bursts), ran
-        self.under_way = call = self._roll_call.call(answer << self._burst_bits | bursts, seconds)
-        self._channel.tally.count(call)
+        """Start a roll call; ``seconds`` as for :meth:`join.collectives.Line.sum`."""
+        ran, call = self._channel.ran, self._roll_call
+        call.call(self.answers.packed(answer, ran - self._ran), seconds)
+        self._ran, self.under_way = ran, call
+        self._channel.tally.count(call.nbytes)
+
+    def repeats(self) -> bool:
+        """Begin the next window, if its roll call is there and says what the last one said; else, nothing was done."""
+        if not self._roll_call.repeats():
+            return False
+        self.at = self._stretch = 0
+        self._counts_before, self.under_way = self.counts, None
+        return True
 
     def read(self, doing: str) -> list[int]:
         """Wait for the roll call under way.
@@ -175,10 +178,10 @@ class Windows:
 
     def _hear(self, told: list[int]) -> None:
         """Read a roll call: answers for the window that begins next, bursts of the one before that under way."""
-        self._told, replies = told, [each >> self._burst_bits for each in told]
+        self._told = told
+        replies, bursts = self.answers.unpacked(told)
         if replies != self._replies:  # the same list as long as they are equal: counts that repeat are looked at once
             self._replies = replies
-        bursts = [each & self._most_bursts for each in told]
         most, mine = max(bursts), bursts[self._rank]
         self.missed = None
         if mine < most and not self._channel.meets and not self.answers.some_end(replies):  # who leaves runs more

@@ -376,16 +376,16 @@ class GradientSync(DDPBurst):
             self._with_buffers, self._weighted = False, self._weights.in_use
             self._channel.announce(self)
             self.owes = True  # still owed to the others, if this rank raises now
-        if self._channel.in_lockstep:
+        holding = False
+        if self._channel.in_lockstep:  # where ranks without data hold the last result, too
             if self._weights.agreed_in != self._channel.loop or self._weights.agreed != weighted:
                 self._agree()
             self._weighted = self._weights.agreed
         else:
             self._check_weights()
-        holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
-        holding &= not self._channel.in_lockstep  # where ranks without data hold it, too
-        if holding and self._channel.declared:
-            raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
+            holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
+            if holding and self._channel.declared:
+                raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
         self.owes, self._contributors = False, None
@@ -396,7 +396,10 @@ class GradientSync(DDPBurst):
             self._held = self._exchange_held(mine)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        reducer.after_reduction(self._end_reduction)
+        # Where nothing is done with the result, it need not be there: each callback costs as much as a small layer.
+        waits = self._weighted or not self._divide_by_initial_world_size or self._rebuild.pending
+        waits |= self._ddp.find_unused_parameters or bool(self._weights.aside)
+        (reducer.after_reduction if waits else reducer.after_backward)(self._end_reduction)
 
     def _end_backward(self) -> None:
         self._in_backward = False

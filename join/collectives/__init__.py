@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from join.collectives.base import Collective, ReduceOp
 from join.collectives.line import Line, Sum
+from join.collectives.roll_call import RollCall
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
@@ -18,6 +19,7 @@ __all__ = [
     "Collective",
     "Line",
     "ReduceOp",
+    "RollCall",
     "SingleCollective",
     "Sum",
     "ThreadCollective",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 import torch
 from typing_extensions import override
 
+from join.collectives.roll_call import RollCall, SummedRollCall
 from join.collectives.work import Work
 
 if TYPE_CHECKING:
@@ -46,12 +47,16 @@ class Line(ABC):
                 ``None`` if it does not.
         """
 
+    @abstractmethod
+    def roll_call(self, largest: int) -> RollCall:
+        """A roll call, in whose calls no rank answers more than ``largest``; each is as one sum."""
+
     def note(self, number: int, value: int) -> None:
         """Leave a note for the others, if the line keeps any; that of ``number`` is there for the next 30 or so.
 
         Args:
             number: counted from 1.
-            value: at least 0, and less than 2 to the power of 62.
+            value: at least 0, and less than 2 to the power of 52.
         """
 
     def noted(self, rank: int, number: int) -> int | None:
@@ -91,6 +96,10 @@ class GroupLine(Line):
         if seconds is None:
             return _GroupSum(self._collective.all_reduce(words), words, size)
         return _GroupSum(self._collective.all_reduce_for(words, seconds), words, size)
+
+    @override
+    def roll_call(self, largest: int) -> RollCall:
+        return SummedRollCall(self, self._collective.rank, self._collective.world_size, largest)
 
 
 class _GroupSum:

@@ -21,10 +21,11 @@ from torch.distributed.distributed_c10d import BackendConfig
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
-from join.collectives import shared_memory
 from join.collectives._torch_private import timeout_of
 from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.line import Line
+from join.collectives.segment import Segment, connect
+from join.collectives.shared_memory import SharedMemoryLine
 from join.collectives.store import StoreCollective
 from join.collectives.work import Work
 
@@ -40,7 +41,7 @@ class _Shared:
     blocks: int = 0
     cpu_group: dist.ProcessGroup | None = None
     companion: TorchCollective | None = None
-    segments: dict[int, shared_memory.Segment | None] = field(default_factory=dict[int, shared_memory.Segment | None])
+    segments: dict[int, Segment | None] = field(default_factory=dict[int, Segment | None])
     """The shared memory of lines, by number; ``None`` where not all ranks can reach it."""
 
 
@@ -176,9 +177,9 @@ class TorchCollective(StoreCollective):
     def line(self, number: int = 0) -> Line:
         segments = self._shared.segments
         if number not in segments:
-            segments[number] = shared_memory.connect(self, timeout_of(self.group).total_seconds())
+            segments[number] = connect(self, timeout_of(self.group).total_seconds())
         segment, over_group = segments[number], partial(super().line, number)
-        return over_group() if segment is None else shared_memory.SharedMemoryLine(segment, over_group)
+        return over_group() if segment is None else SharedMemoryLine(segment, over_group)
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group

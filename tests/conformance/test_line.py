@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from join import Join
 from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
-from join.collectives import shared_memory as memory
+from join.collectives import segment as memory
 from join.collectives.line import GroupLine
+from join.collectives.shared_memory import SharedMemoryLine
 from tests.join.counter import Counter
 from tests.pool import Pool
 
@@ -115,6 +116,47 @@ def notes_can_be_read(collective: Collective, line: Line) -> None:
     assert [line.noted(each, 69) for each in range(size)] == [None] * size
 
 
+def everybody_answers(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    for largest in (1, 3, 255, (1 << 32) - 1, 1 << 32, 1 << 40):
+        roll_call = line.roll_call(largest)
+        for call in range(9):
+            expected = [largest if each == call % size else min(each, largest) for each in range(size)]
+            roll_call.call(expected[rank])
+            roll_call.wait()
+            assert roll_call.is_completed() and roll_call.nbytes > 0
+            assert roll_call.answers() == expected
+
+
+def repeats_are_known_as_such(collective: Collective, line: Line) -> None:
+    """Whichever rank says something else, and whether one asks before the others have come, or after."""
+    rank, size = collective.rank, collective.world_size
+    for largest in (9, 1 << 40):
+        roll_call, before = line.roll_call(largest), [-1]
+        for call in range(60):
+            expected = [9 if each == call // 5 % (size + 1) and call % 2 else call // 20 for each in range(size)]
+            roll_call.call(expected[rank])
+            if roll_call.repeats():
+                assert expected == before and roll_call.is_completed()
+            roll_call.wait()
+            answers = roll_call.answers()
+            assert answers == expected
+            assert roll_call.repeats() == (
+                isinstance(line, SharedMemoryLine) and largest == 9 and call > 0 and expected == before
+            )
+            assert roll_call.answers() is answers
+            before = expected
+
+
+def a_sum_in_between_repeats_nothing(collective: Collective, line: Line) -> None:
+    roll_call = line.roll_call(9)
+    for _ in range(5):
+        roll_call.call(3)
+        roll_call.wait()
+        assert not roll_call.repeats()
+        line.sum(3, 9).wait()
+
+
 CHECKS: list[Callable[[Collective, Line], None]] = [
     sums_in_order,
     sums_of_any_length,
@@ -122,6 +164,9 @@ CHECKS: list[Callable[[Collective, Line], None]] = [
     lines_do_not_mix,
     long_sums_do_not_mix_with_the_group,
     given_up_after_a_while,
+    everybody_answers,
+    repeats_are_known_as_such,
+    a_sum_in_between_repeats_nothing,
     notes_can_be_read,
 ]
 
@@ -154,7 +199,7 @@ def test_threads(ranks: int) -> None:
 @pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_gloo(pool: Pool, ranks: int, over_group: bool) -> None:
-    kind = GroupLine if over_group else memory.SharedMemoryLine
+    kind = GroupLine if over_group else SharedMemoryLine
     pool.run(over_gloo, kind, ranks=ranks, over_group=over_group)
 
 
@@ -261,6 +306,27 @@ def late_and_gone(rank: int) -> None:
 
 def test_ranks_that_are_late_or_went_on(pool: Pool) -> None:
     pool.run(late_and_gone, ranks=2)
+
+
+def counts_begin_anew(rank: int) -> None:
+    """Where a count's bits are all 0 again, one more than a cell is another answer."""
+    collective = collective_of(None)
+    line: Any = collective.line()
+    line._segment.count = memory.LOW - 3 - memory.PLACES
+    for _ in range(memory.PLACES):
+        line._segment.give(0, 1)
+    collective.barrier()
+    roll_call = line.roll_call(9)
+    for call in range(8):
+        expected = [4, 5 if call > 2 else 4]
+        roll_call.call(expected[rank])
+        roll_call.wait()
+        assert roll_call.answers() == expected
+        assert roll_call.repeats() == (call not in (0, 3))
+
+
+def test_counts_that_begin_anew(pool: Pool) -> None:
+    pool.run(counts_begin_anew, ranks=2)
 
 
 def impatient(rank: int) -> None:

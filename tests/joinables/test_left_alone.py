@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join.early_exit
 from join import Join, JoinError
-from join.collectives.shared_memory import SWITCH
+from join.collectives.segment import SWITCH
 from joinables import SharedCall
 from tests.joinables.test_failures import group_works
 from tests.models import MLP, TARGETS, Norm, batch, build

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from typing_extensions import override
 
@@ -85,6 +85,10 @@ def _packed_step(step: int) -> int:
     return step % _STEPS << 2 * _BITS
 
 
+_Computed: TypeAlias = tuple[tuple[bool, ...], bool, Note, Header]
+"""A burst's flags, and whether the leader has data; the note and the header that come of it."""
+
+
 class LockstepChannel(Channel):
     """The protocol on one group, whose blocks may contain loops in lockstep."""
 
@@ -116,7 +120,7 @@ class LockstepChannel(Channel):
     @override
     def _arrange(self) -> None:
         super()._arrange()
-        self._computed: dict[tuple[int, tuple[bool, ...], bool], tuple[Note, Header]] = {}  # they repeat
+        self._computed: dict[int, _Computed] = {}  # by index: they repeat
 
     @override
     def somebody_has_left(self) -> bool:
@@ -287,7 +291,10 @@ class LockstepChannel(Channel):
         """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""
         if self.closed:
             self._refuse()
-        self.fulfil()
+        for burst in self._owing:
+            if burst.owes:
+                self.fulfil()
+                break
         if self._unsettled:
             self.settle()
         self._in_step = False
@@ -325,7 +332,10 @@ class LockstepChannel(Channel):
             return super().announce(joinable, confirm=confirm)
         if self.closed:
             self._refuse()
-        self.fulfil(but=joinable)
+        for burst in self._owing:  # most often there is none that does
+            if burst.owes and burst is not joinable:
+                self.fulfil(but=joinable)
+                break
         if self._unsettled:
             self.settle()
         index = self._index[id(joinable)]
@@ -337,7 +347,7 @@ class LockstepChannel(Channel):
         if self.meets:
             self.meet(f"announced {joinable.join_name} in step {self.steps} of join.iterate")
         self._compute(index, member)
-        self._outstanding = list(member.followers)
+        self._outstanding = [*member.followers]
         return DONE
 
     @override
@@ -362,12 +372,12 @@ class LockstepChannel(Channel):
         """
         if flags is None:
             flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
-        key = index, flags, self.leader == self._first_active  # lower ranks come back in a second loop
-        known = self._computed.get(key)
-        if known is None:
-            header = self._assumed(index, self._world_size, flags, leader_alive=key[-1])
-            known = self._computed[key] = Note(index, flags), header
-        note, header = known
+        leads = self.leader == self._first_active  # lower ranks come back in a second loop
+        known = self._computed.get(index)
+        if known is None or known[0] != flags or known[1] != leads:
+            header = self._assumed(index, self._world_size, flags, leader_alive=leads)
+            known = self._computed[index] = flags, leads, Note(index, flags), header
+        _, _, note, header = known
         if self._differs:
             self._note_and_compare(note)
         else:

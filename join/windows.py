@@ -122,10 +122,11 @@ class Windows:
 
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.collectives.Line.sum`."""
-        ran, call = self._channel.ran, self._roll_call
+        channel, call = self._channel, self._roll_call
+        ran = channel.ran
         call.call(self.answers.packed(answer, ran - self._ran), seconds)
         self._ran, self.under_way = ran, call
-        self._channel.tally.count(call.nbytes)
+        channel.tally.count(call.nbytes)
 
     def repeats(self) -> bool:
         """Begin the next window, if its roll call is there and says what the last one said; else, nothing was done."""

@@ -66,7 +66,7 @@ class Segment:
         """Bytes of a segment."""
         return world_size * CELLS_OF_RANK * 8
 
-    def give(self, number: int, width: int) -> int:
+    def give(self, number: int, width: int = 1) -> int:
         """Store this rank's next number, in so many cells; its count."""
         cells = self.cells
         count = self.count = self.count + 1

@@ -386,7 +386,7 @@ class LockstepChannel(Channel):
             self.ran += 1
             self._sequence.append(note)
         self._in_last_burst = self.active_ranks
-        if header is not self._header:  # the very same has been acted on
+        if header is not self._header or not leads:  # else, nothing comes of it that did not the last time
             self._assume(member, header)
 
     def _note(self, note: Note) -> None:

@@ -141,11 +141,6 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
         ddp._sync_module_buffers(source)
 
 
-def has_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether the module has any buffers, broadcast or not."""
-    return next(ddp.module.buffers(), None) is not None
-
-
 def copied_buffers(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """Copies of the module's buffers."""
     return [buffer.clone() for buffer in ddp.module.buffers()]

@@ -102,13 +102,8 @@ class GradientSync(DDPBurst):
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result = _may_hold_result.get(ddp, True)
         self._param_sync = ddp.require_forward_param_sync
-        # Before a forward, there is something to do about buffers, and use. Else it can wait for the end: a second hook
-        # costs a small model a quarter of a percent.
-        self._acts_before = ddp.find_unused_parameters or ddp.static_graph or reducer.has_buffers(ddp)
-        self._handles = [ddp.register_forward_hook(cast("Any", ModuleHook(self._after_forward)))]
-        if self._acts_before:
-            before = cast("Any", ModuleHook(self._before_forward))
-            self._handles.append(ddp.register_forward_pre_hook(before, prepend=True))
+        before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
+        self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
 
     @override
     def detach(self) -> None:
@@ -277,26 +272,21 @@ class GradientSync(DDPBurst):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, ddp: Any, args: Any) -> None:
-        reducer.suppress_buffer_sync(self._ddp)
-        self._begin_forward()
-        if self._channel.shadowing:
-            self._buffers_before = reducer.copied_buffers(self._ddp)
-
-    def _begin_forward(self) -> None:
-        """A forward begins, or, if it has nothing to wait for, has ended."""
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(_IN_TORCH_JOIN)
-        if not torch.is_grad_enabled():
-            return
-        self._in_backward = False  # a backward that raised did not come to its end
-        if self._ddp.find_unused_parameters:
-            self._watch_use()
-        weighted = self._join.weight is not None
-        if weighted:
-            self._weights.watch()
-        if self._ddp.require_backward_grad_sync and not self.owes:
-            self._weighted = weighted and not self._channel.shadowing
-            self._announce_forward()
+        reducer.suppress_buffer_sync(self._ddp)
+        if torch.is_grad_enabled():
+            self._in_backward = False  # a backward that raised did not come to its end
+            if self._ddp.find_unused_parameters:
+                self._watch_use()
+            weighted = self._join.weight is not None
+            if weighted:
+                self._weights.watch()
+            if self._ddp.require_backward_grad_sync and not self.owes:
+                self._weighted = weighted and not self._channel.shadowing
+                self._announce_forward()
+        if self._channel.shadowing:
+            self._buffers_before = reducer.copied_buffers(self._ddp)
 
     def _watch_use(self) -> None:
         if self._has_no_gradient and not self._armed:
@@ -325,9 +315,7 @@ class GradientSync(DDPBurst):
             buffers.announced()
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
-        if not self._acts_before:
-            self._begin_forward()
-        elif self._channel.shadowing:  # a dummy leaves no trace
+        if self._channel.shadowing:  # a dummy leaves no trace
             reducer.restore_buffers(self._ddp, self._buffers_before)
             self._buffers_before = []
         if not torch.is_grad_enabled():

@@ -281,3 +281,42 @@ def test_a_last_backward_that_was_announced_and_one_rank_skips(pool: Pool, model
 @pytest.mark.parametrize(("at", "model", "initial"), [(1, "norm", False), (1, "mlp", True), (2, "mlp", False)])
 def test_a_backward_that_one_rank_skips_is_one_batch_less(pool: Pool, at: int, model: str, initial: bool) -> None:
     assert pool.run(skipping, at, model, initial, ranks=RANKS) == ["fine"] * RANKS
+
+
+def catching(rank: int, at: int, broken: bool, lockstep: bool) -> tuple[str, list[torch.Tensor]]:
+    """Rank 1's forward of one of its batches raises, or it does not have that batch."""
+    ddp = DistributedDataParallel(Fragile("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    steps = [step for step in range((3, 3, 0)[rank]) if broken or (rank, step) != (1, at)]
+    text = "fine"
+    try:
+        with Join([ddp, optimizer]) as join:
+            loader = [(step, *batch(rank, 0, step)) for step in steps]
+            for step, x, y in join.iterate(loader) if lockstep else loader:
+                optimizer.zero_grad()
+                ddp.module.broken = broken and (rank, step) == (1, at)
+                try:
+                    output = ddp(x)
+                except Trouble:
+                    continue
+                ((output - y) ** 2).mean().backward()
+                optimizer.step()
+    except (ProtocolError, PeerError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    return text, [parameter.detach() for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_forward_that_raises_and_is_caught_is_one_batch_less(pool: Pool, at: int) -> None:
+    caught, absent = (pool.run(catching, at, broken, False, ranks=RANKS) for broken in (True, False))
+    assert [text for text, _ in (*caught, *absent)] == ["fine"] * 2 * RANKS
+    torch.testing.assert_close(caught[0][1], absent[0][1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("at", [0, 2])
+def test_in_a_loop_in_lockstep_it_is_an_error_for_all(pool: Pool, at: int, over_group: bool) -> None:
+    (first, _), (second, _), (third, _) = pool.run(catching, at, True, True, ranks=RANKS, over_group=over_group)
+    assert second.startswith("ProtocolError: rank 1 skipped the backward of DistributedDataParallel(Fragile)")
+    assert first == third == f"PeerError: rank 1 failed: {second}"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import Join
-from join.collectives import ThreadCollective, run_threads
-from join.lockstep import Note
+from join.collectives import SingleCollective, ThreadCollective, run_threads
+from join.lockstep import LockstepChannel, Note
 from tests.join.counter import Leading, group_works
 from tests.join.without_notes import WithoutNotes
 
@@ -22,6 +22,14 @@ SOAK = int(os.environ.get("SOAK", "0"))
 def test_a_note_is_no_longer_than_a_line_takes() -> None:
     for flags in [(), (True,) * 16, (True,) * 60]:
         assert Note(1000, flags).packed(10**8) < 1 << 52
+
+
+@pytest.mark.parametrize("steps", [1, 5000, 1 << 19, 1 << 20, (7 << 20) + 3])
+def test_the_step_of_a_note_is_the_nearest_to_ones_own(steps: int) -> None:
+    channel = LockstepChannel(SingleCollective())
+    channel.steps = steps
+    for step in range(max(steps - 3, 0), steps + 4):
+        assert channel.unpacked(Note(3).packed(step)) == (Note(3, ()), step)
 
 
 @st.composite

@@ -51,6 +51,7 @@ MEETING = -1
 """In the place of a burst's index: no burst, but a meeting of all ranks, before a step or a burst."""
 
 _BITS = 16  # for an index, and for flags
+_CODE = 2  # what is added to an index, of which the least is that of a meeting: no packed note is 0
 _STEPS = 1 << 20  # that notes tell apart: ranks are never as far from each other
 _COMPARE_SECONDS = 2.0  # how long a rank waits at most to compare notes,
 _LOOK_SECONDS = 1e-4  # and how often it looks for them
@@ -73,7 +74,7 @@ class Note:
         """The note as a number of 32 bits."""
         told = self.flags if self.flags and len(self.flags) <= _BITS else ()
         flags = sum(1 << place for place, flag in enumerate(told) if flag)
-        return self.burst + 1 | flags << _BITS
+        return self.burst + _CODE | flags << _BITS
 
     def packed(self, step: int) -> int:
         """The note and the step it is of as one number of 52 bits."""
@@ -465,14 +466,15 @@ class LockstepChannel(Channel):
 
     def unpacked(self, number: int) -> tuple[Note, int]:
         """The note of which ``number`` is the packed form, and its step."""
-        rest, index = divmod(number, 1 << _BITS)
+        rest, code = divmod(number, 1 << _BITS)
         step, flags = divmod(rest, 1 << _BITS)
+        index = code - _CODE
         step = self.steps + (step - self.steps + _STEPS // 2) % _STEPS - _STEPS // 2
-        is_known = 0 < index <= len(self._members)  # it may be of a block that is closed here
-        burst = self._members[index - 1].burst if is_known else None
+        is_known = 0 <= index < len(self._members)  # it may be of a block that is closed here
+        burst = self._members[index].burst if is_known else None
         count = 0 if burst is None else burst.flag_count
         told = tuple(bool(flags >> place & 1) for place in range(count))
-        return Note(index - 1, told if count <= _BITS else None), step
+        return Note(index, told if count <= _BITS else None), step
 
     @property
     def expected(self) -> Note | None:
@@ -511,7 +513,7 @@ class LockstepChannel(Channel):
 
 def _is_meeting(number: int) -> bool:
     """Whether a packed note is of a meeting."""
-    return number & ((1 << _BITS) - 1) == MEETING + 1
+    return number & ((1 << _BITS) - 1) == MEETING + _CODE
 
 
 def _lowest(ranks: int) -> int:

@@ -56,7 +56,7 @@ class Line(ABC):
 
         Args:
             number: counted from 1.
-            value: at least 0, and less than 2 to the power of 52.
+            value: above 0, and less than 2 to the power of 52.
         """
 
     def noted(self, rank: int, number: int) -> int | None:

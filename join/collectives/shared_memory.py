@@ -191,7 +191,7 @@ class _RollCall(_Arrivals, RollCall):
         count = self._segment.give(mine)
         # What is one more than a cell is the same number with the next count, unless that begins anew.
         self._is_mine_as_before = mine == self._mine and count == self._count + 1 and count & LOW != 0
-        self._mine, self._count, self._next = mine, count, 0
+        self._mine, self._count, self._next, self._failure = mine, count, 0, ""
 
     @override
     def repeats(self) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from join import Join
 from join.collectives import SingleCollective, ThreadCollective, run_threads
-from join.lockstep import LockstepChannel, Note
+from join.lockstep import MEETING, LockstepChannel, Note
 from tests.join.counter import Leading, group_works
 from tests.join.without_notes import WithoutNotes
 
@@ -21,7 +21,8 @@ SOAK = int(os.environ.get("SOAK", "0"))
 
 def test_a_note_is_no_longer_than_a_line_takes() -> None:
     for flags in [(), (True,) * 16, (True,) * 60]:
-        assert Note(1000, flags).packed(10**8) < 1 << 52
+        assert 0 < Note(1000, flags).packed(10**8) < 1 << 52
+    assert Note(MEETING).packed(1 << 20) > 0
 
 
 @pytest.mark.parametrize("steps", [1, 5000, 1 << 19, 1 << 20, (7 << 20) + 3])

@@ -14,7 +14,9 @@ import difflib
 import hashlib
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from numbers import Integral, Real
 from typing import Any, Literal, cast
 
@@ -212,33 +214,38 @@ def check_agreement(
     Raises:
         ProtocolError: on every rank, if they do not agree.
     """
-    names = ", ".join(joinable.join_name for joinable in joinables)
+    names = [joinable.join_name for joinable in joinables]
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
-    mine = f"Join([{names}], {', '.join(plain)})"
-    check_same(collective, f"{key}/entered", mine, wait, "enter the same block, but they entered")
+    check_same(collective, f"{key}/entered", "Join", [*names, *plain], wait)
 
 
-def check_same(collective: Collective, key: str, mine: str, wait: Callable[[Work, str], None], what: str) -> None:
-    """Make sure that all ranks say the same: one all-reduce of two words.
+def check_same(
+    collective: Collective, key: str, name: str, mine: Sequence[str], wait: Callable[[Work, str], None]
+) -> None:
+    """Make sure that all ranks enter something alike: one all-reduce of two words.
 
     Args:
         collective: the group.
         key: prefix of what is told through the store if they do not.
-        mine: what this rank says.
+        name: what they enter.
+        mine: what this rank enters it with, part by part.
         wait: waits for the all-reduce; gets a text that says what this rank is doing.
-        what: what they must do, and did otherwise, for the error.
 
     Raises:
         ProtocolError: on every rank, if they do not agree.
     """
-    digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "big")
+    text = "\n".join(mine)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest])
-    wait(collective.all_reduce(extremes, "min"), f"entered {mine}")
+    wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(mine)}")
     if int(extremes[0]) == -int(extremes[1]):
         return
-    collective.set(f"{key}/{collective.rank}", mine)
-    said: dict[str, list[int]] = {}
-    for rank in range(collective.world_size):
-        said.setdefault(collective.get(f"{key}/{rank}"), []).append(rank)
-    told = "; ".join(f"ranks {ranks}: {text}" for text, ranks in said.items())
-    raise ProtocolError(f"all ranks must {what} different ones. {told}")
+    collective.set(f"{key}/{collective.rank}", text)
+    said = [collective.get(f"{key}/{rank}").split("\n") for rank in range(collective.world_size)]
+    common = reduce(Counter[str].__and__, map(Counter, said))
+    own = [list((Counter(parts) - common).elements()) for parts in said]
+    ranks_of: dict[str, list[int]] = {}
+    for rank, parts in enumerate(own if any(own) else said):  # else it is their order
+        ranks_of.setdefault(", ".join(parts) or "nothing more", []).append(rank)
+    told = "; ".join(f"ranks {ranks}: {parts}" for parts, ranks in ranks_of.items())
+    raise ProtocolError(f"all ranks must enter {name} with the same, in the same order. They differ in this: {told}")

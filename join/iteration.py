@@ -208,9 +208,8 @@ class Iteration(Iterator[Any]):
         windows = self._windows = Windows(self._channel, size, until_first=until_first)
         self.running = True
         dummy = "a function" if callable(self._dummy) else self._dummy
-        mine = f"join.iterate(loader, until={self._until}, dummy={dummy}, lookahead={self._lookahead})"
-        key = f"{windows.key}/arguments"
-        check_same(self._collective, key, mine, self._channel.wait, "begin the same loop, but they began")
+        mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
+        check_same(self._collective, f"{windows.key}/arguments", "join.iterate", mine, self._channel.wait)
         if self._length is None:
             self._tell_next_window(windows)
         else:

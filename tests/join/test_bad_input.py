@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -244,14 +245,45 @@ def test_ranks_that_list_different_things() -> None:
         return str(caught.value)
 
     for text in run_threads(3, enter):
-        assert "ranks [0, 2]: Join([Counter]" in text
-        assert "ranks [1]: Join([Other]" in text
+        assert text.endswith("They differ in this: ranks [0, 2]: Counter; ranks [1]: Other")
 
 
 def test_ranks_with_different_arguments() -> None:
     def enter(collective: ThreadCollective) -> None:
-        with pytest.raises(ProtocolError, match="timeout=None"):
+        told = r"must enter Join with the same.*differ in this: ranks \[0\]: timeout=None; ranks \[1\]: timeout=5$"
+        with pytest.raises(ProtocolError, match=told):
             Join([Counter(collective)], timeout=5 if collective.rank else None).__enter__()
+
+    run_threads(2, enter)
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        (["ab", "ba"], "ranks [0]: A, B, throw_on_early_termination=False, timeout=None; ranks [1]: B, A, "),
+        (["aab", "ab"], "ranks [0]: A; ranks [1]: nothing more"),
+        (["a", "ab"], "ranks [0]: nothing more; ranks [1]: B"),
+    ],
+)
+def test_ranks_that_list_the_same_otherwise(listed: list[str], told: str) -> None:
+    class Named(Counter):
+        join_name = ""
+
+    def enter(collective: ThreadCollective) -> None:
+        counters = [Named(collective) for _ in listed[collective.rank]]
+        for counter, name in zip(counters, listed[collective.rank], strict=True):
+            counter.join_name = name.upper()
+        with pytest.raises(ProtocolError, match=re.escape(f"They differ in this: {told}")):
+            Join(counters).__enter__()
+
+    run_threads(2, enter)
+
+
+def test_ranks_with_different_arguments_of_a_loop() -> None:
+    def enter(collective: ThreadCollective) -> None:
+        told = r"must enter join.iterate with.*: ranks \[0\]: lookahead=1; ranks \[1\]: lookahead=2$"
+        with pytest.raises(ProtocolError, match=told), Join([Counter(collective)]) as join:
+            next(join.iterate([1], lookahead=1 + collective.rank))
 
     run_threads(2, enter)
 
@@ -259,7 +291,7 @@ def test_ranks_with_different_arguments() -> None:
 def test_rank_that_does_not_enter() -> None:
     def enter(collective: ThreadCollective) -> None:
         if collective.rank == 0:
-            with pytest.raises(JoinTimeoutError, match=r"ranks \[1\].*rank 0 entered Join\(\[Counter\]"):
+            with pytest.raises(JoinTimeoutError, match=r"ranks \[1\].*rank 0 entered Join with Counter,"):
                 Join([Counter(collective)], timeout=0.2).__enter__()
 
     run_threads(2, enter)

@@ -52,7 +52,7 @@ MEETING = -1
 
 _BITS = 16  # for an index, and for flags
 _CODE = 2  # what is added to an index, of which the least is that of a meeting: no packed note is 0
-_STEPS = 1 << 20  # that notes tell apart: ranks are never as far from each other
+_STEPS = 1 << 20  # that notes tell apart: ranks whose steps have bursts are never as far from each other
 _COMPARE_SECONDS = 2.0  # how long a rank waits at most to compare notes,
 _LOOK_SECONDS = 1e-4  # and how often it looks for them
 
@@ -115,7 +115,6 @@ class LockstepChannel(Channel):
     has_been_left: Callable[[], bool] = staticmethod(lambda: False)
     """Whether a rank has left the loop under way."""
 
-    _leave_loop: Callable[[], None] | None = None
     _lines: Sequence[Line] = ()
 
     @override
@@ -139,8 +138,8 @@ class LockstepChannel(Channel):
         """
         if self.closed:
             self._refuse()
-        if self._leave_loop is not None:
-            self._leave_loop()
+        if self.leave_loop is not None:
+            self.leave_loop()
         if self.in_lockstep:
             raise JoinError(ONE_AT_A_TIME)
         self.fulfil()
@@ -306,7 +305,7 @@ class LockstepChannel(Channel):
         Args:
             leave: leaves it, before anything else is announced; ``None`` where that begins, or there is nothing left.
         """
-        self._leave_loop = leave
+        self.leave_loop = leave
         self._see_whether_shadowing()
 
     def loop_over(self) -> None:
@@ -320,15 +319,15 @@ class LockstepChannel(Channel):
             line.watch(None)
 
     def _see_whether_shadowing(self) -> None:
-        has_broken_out = self._leave_loop is not None
+        has_broken_out = self.leave_loop is not None
         self.shadowing = self.in_lockstep and not has_broken_out and not self.active_ranks >> self._rank & 1
 
     # -- bursts -------------------------------------------------------------------------------------------------------
 
     @override
     def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
-        if self._leave_loop is not None:
-            self._leave_loop()
+        if self.leave_loop is not None:
+            self.leave_loop()
         if not self.in_lockstep:
             return super().announce(joinable, confirm=confirm)
         if self.closed:
@@ -353,8 +352,8 @@ class LockstepChannel(Channel):
 
     @override
     def follow(self, joinable: Joinable) -> None:
-        if self._leave_loop is not None:
-            self._leave_loop()
+        if self.leave_loop is not None:
+            self.leave_loop()
         if not self.in_lockstep:
             super().follow(joinable)
             return

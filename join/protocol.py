@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -96,6 +96,9 @@ class Channel:
     """There: the number of the loop."""
     shadowing = False
     """There: whether this rank has no data in this step."""
+    leave_loop: Callable[[], None] | None = None
+    """There: leaves the loop in due form, where this rank has broken out of it; comes before whatever asks what there
+    is to announce."""
     throws = False
     """Whether all ranks raise as soon as one has run out."""
     timeout: float | None = None

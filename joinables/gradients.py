@@ -296,6 +296,8 @@ class GradientSync(DDPBurst):
 
     def _announce_forward(self) -> None:
         channel, buffers = self._channel, self._buffers
+        if channel.leave_loop is not None:
+            channel.leave_loop()
         early = channel.early is self
         if not channel.in_lockstep:  # nothing is sent there, and a rank may skip its backward
             if self._may_hold_result:

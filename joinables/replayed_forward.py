@@ -93,6 +93,8 @@ class ReplayedForward(ReplayedBurst):
         if self._of.replaying or reducer.in_backward():
             return
         of = self._of
+        if self._channel.leave_loop is not None:
+            self._channel.leave_loop()
         if self._channel.in_lockstep:
             of.rehearsal.assume(args, kwargs)
         else:

@@ -360,6 +360,44 @@ def breaking_late(rank: int, zero: bool) -> bool:
     return all(torch.equal(mine, kept) for mine, kept in zip(left, gradients, strict=True) if mine is not None)
 
 
+def breaking_before_plain_steps(
+    rank: int, model: type[nn.Module], initial: bool, together: bool
+) -> dict[str, torch.Tensor]:
+    """A loop that all break out of, then plain steps, of which a rank has none: in one block, or in one each."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(model())
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        x, y = streams(rank, step)[0]
+        loss(ddp(x), y).backward()
+        optimizer.step()
+
+    blocks = [Join([ddp, optimizer], divide_by_initial_world_size=initial) for _ in range(2)]
+    with blocks[0] as block:
+        for step in block.iterate(range(4)):
+            if step == 2:
+                break
+            train(step)
+        if together:
+            for step in range((5, 0, 4)[rank]):
+                train(4 + step)
+    if not together:
+        with blocks[1]:
+            for step in range((5, 0, 4)[rank]):
+                train(4 + step)
+    return flat_state(ddp.module.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("model", [MLP, Norm])
+def test_plain_steps_after_a_break(pool: Pool, model: type[nn.Module]) -> None:
+    for initial in (True, False):
+        expected = pool.run(breaking_before_plain_steps, model, initial, False, ranks=RANKS)[0]
+        for state in pool.run(breaking_before_plain_steps, model, initial, True, ranks=RANKS):
+            assert_same(state, expected, TOLERANCE)
+
+
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_break_on_all_ranks_of_which_one_is_late(pool: Pool, zero: bool) -> None:
     assert pool.run(breaking_late, zero, ranks=RANKS) == [True] * RANKS

@@ -279,15 +279,6 @@ def test_ranks_that_list_the_same_otherwise(listed: list[str], told: str) -> Non
     run_threads(2, enter)
 
 
-def test_ranks_with_different_arguments_of_a_loop() -> None:
-    def enter(collective: ThreadCollective) -> None:
-        told = r"must enter join.iterate with.*: ranks \[0\]: lookahead=1; ranks \[1\]: lookahead=2$"
-        with pytest.raises(ProtocolError, match=told), Join([Counter(collective)]) as join:
-            next(join.iterate([1], lookahead=1 + collective.rank))
-
-    run_threads(2, enter)
-
-
 def test_rank_that_does_not_enter() -> None:
     def enter(collective: ThreadCollective) -> None:
         if collective.rank == 0:

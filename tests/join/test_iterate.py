@@ -655,8 +655,17 @@ def test_bad_arguments(options: Any, text: str) -> None:
     assert all(told.startswith(text) for told in run_threads(2, run))
 
 
-@pytest.mark.parametrize("options", [[{"lookahead": 2}, {}], [{"until": "first"}, {"until": "all"}]])
-def test_arguments_that_differ(options: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([{"lookahead": 2}, {}], ["lookahead=2", "lookahead=1"]),
+        (
+            [{"until": "first", "dummy": "last"}, {"until": "all"}],
+            ["until=first, dummy=last", "until=all, dummy=empty"],
+        ),
+    ],
+)
+def test_arguments_that_differ(options: list[dict[str, Any]], told: list[str]) -> None:
     def run(collective: ThreadCollective) -> str:
         counter = Counter(collective)
         with pytest.raises(ProtocolError) as caught, Join([counter]) as join:
@@ -665,8 +674,8 @@ def test_arguments_that_differ(options: list[dict[str, Any]]) -> None:
         return str(caught.value)
 
     for text in run_threads(2, run):
-        assert "ranks [0]: join.iterate(loader, " in text
-        assert "ranks [1]: join.iterate(loader, " in text
+        assert text.startswith("all ranks must enter join.iterate with the same")
+        assert text.endswith(f": ranks [0]: {told[0]}; ranks [1]: {told[1]}")
 
 
 def test_outside_and_with_steps() -> None:

@@ -5,7 +5,7 @@ list different things would meet with collectives of different bursts; instead a
 
     active rank                              (nobody is joined yet)
     all-reduce (min) of [digest, -digest]
-    if they differ: each rank's list through the store
+    if they differ: all-gather of each rank's list
 """
 
 from __future__ import annotations
@@ -197,7 +197,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def check_agreement(
     collective: Collective,
-    key: str,
     joinables: Sequence[Joinable],
     settings: Mapping[str, Any],
     wait: Callable[[Work, str], None],
@@ -206,7 +205,6 @@ def check_agreement(
 
     Args:
         collective: the group.
-        key: prefix of the block's keys in the store.
         joinables: those listed.
         settings: the arguments of ``Join``; only plain values are compared.
         wait: waits for the all-reduce; gets a text that says what this rank is doing.
@@ -216,17 +214,14 @@ def check_agreement(
     """
     names = [joinable.join_name for joinable in joinables]
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
-    check_same(collective, f"{key}/entered", "Join", [*names, *plain], wait)
+    check_same(collective, "Join", [*names, *plain], wait)
 
 
-def check_same(
-    collective: Collective, key: str, name: str, mine: Sequence[str], wait: Callable[[Work, str], None]
-) -> None:
+def check_same(collective: Collective, name: str, mine: Sequence[str], wait: Callable[[Work, str], None]) -> None:
     """Make sure that all ranks enter something alike: one all-reduce of two words.
 
     Args:
         collective: the group.
-        key: prefix of what is told through the store if they do not.
         name: what they enter.
         mine: what this rank enters it with, part by part.
         wait: waits for the all-reduce; gets a text that says what this rank is doing.
@@ -234,14 +229,12 @@ def check_same(
     Raises:
         ProtocolError: on every rank, if they do not agree.
     """
-    text = "\n".join(mine)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest])
     wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(mine)}")
     if int(extremes[0]) == -int(extremes[1]):
         return
-    collective.set(f"{key}/{collective.rank}", text)
-    said = [collective.get(f"{key}/{rank}").split("\n") for rank in range(collective.world_size)]
+    said: list[list[str]] = collective.all_gather_object(list(mine))
     common = reduce(Counter[str].__and__, map(Counter, said))
     own = [list((Counter(parts) - common).elements()) for parts in said]
     ranks_of: dict[str, list[int]] = {}

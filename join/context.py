@@ -323,7 +323,7 @@ class Join:
                 settings |= {"steps": "declared", "weighted": self._weight is not None}
             elif self._steps is not None:
                 settings |= {"steps": self._steps}
-            check_agreement(self._collective, self._channel.key, self._joinables, settings, self._channel.wait)
+            check_agreement(self._collective, self._joinables, settings, self._channel.wait)
             self._channel.agree()
             self._configure()
             for joinable in self._joinables:

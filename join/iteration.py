@@ -209,7 +209,7 @@ class Iteration(Iterator[Any]):
         self.running = True
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
-        check_same(self._collective, f"{windows.key}/arguments", "join.iterate", mine, self._channel.wait)
+        check_same(self._collective, "join.iterate", mine, self._channel.wait)
         if self._length is None:
             self._tell_next_window(windows)
         else:
@@ -218,7 +218,7 @@ class Iteration(Iterator[Any]):
 
     def _next_window(self, windows: Windows) -> None:
         """Read the roll call for the window that begins, and start the one for the next."""
-        if not windows.repeats():  # as most often it does
+        if not windows.begin_as_before():  # as most often
             if self._length is not None:
                 windows.begin([0] * len(windows.counts))  # there is none
                 return

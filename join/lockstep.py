@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 from typing_extensions import override
 
@@ -86,8 +86,13 @@ def _packed_step(step: int) -> int:
     return step % _STEPS << 2 * _BITS
 
 
-_Computed: TypeAlias = tuple[tuple[bool, ...], bool, Note, Header]
-"""A burst's flags, and whether the leader has data; the note and the header that come of it."""
+class _Computed(NamedTuple):
+    """What comes of a burst with these flags, while the leader has data or not."""
+
+    flags: tuple[bool, ...]
+    leads: bool
+    note: Note
+    header: Header
 
 
 class LockstepChannel(Channel):
@@ -291,10 +296,7 @@ class LockstepChannel(Channel):
         """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""
         if self.closed:
             self._refuse()
-        for burst in self._owing:
-            if burst.owes:
-                self.fulfil()
-                break
+        self.fulfil()
         if self._unsettled:
             self.settle()
         self._in_step = False
@@ -332,10 +334,7 @@ class LockstepChannel(Channel):
             return super().announce(joinable, confirm=confirm)
         if self.closed:
             self._refuse()
-        for burst in self._owing:  # most often there is none that does
-            if burst.owes and burst is not joinable:
-                self.fulfil(but=joinable)
-                break
+        self.fulfil(but=joinable)
         if self._unsettled:
             self.settle()
         index = self._index[id(joinable)]
@@ -346,8 +345,8 @@ class LockstepChannel(Channel):
             member.times.step(time.monotonic())
         if self.meets:
             self.meet(f"announced {joinable.join_name} in step {self.steps} of join.iterate")
-        self._compute(index, member)
-        self._outstanding = [*member.followers]
+        self._compute(index)
+        self._outstanding = list(member.followers)
         return DONE
 
     @override
@@ -362,32 +361,31 @@ class LockstepChannel(Channel):
         self.fulfil(complete=False)
         self._outstanding = [member for member in self._outstanding if member.joinable is not joinable]
 
-    def _compute(self, index: int, member: Member, flags: tuple[bool, ...] | None = None) -> None:
+    def _compute(self, index: int, flags: tuple[bool, ...] | None = None) -> None:
         """What a header would have said that all ranks sent to announce member ``index``.
 
         Args:
-            index: the member's.
-            member: the member.
+            index: the member.
             flags: those of its burst; without, this rank's own view of them.
         """
+        member = self._members[index]
         if flags is None:
             flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
         leads = self.leader == self._first_active  # lower ranks come back in a second loop
         known = self._computed.get(index)
-        if known is None or known[0] != flags or known[1] != leads:
+        if known is None or known.flags != flags or known.leads != leads:
             header = self._assumed(index, self._world_size, flags, leader_alive=leads)
-            known = self._computed[index] = flags, leads, Note(index, flags), header
-        _, _, note, header = known
+            known = self._computed[index] = _Computed(flags, leads, Note(index, flags), header)
         if self._differs:
-            self._note_and_compare(note)
+            self._note_and_compare(known.note)
         else:
-            self._note(note)
+            self._note(known.note)
         if not member.interjects:
             self.ran += 1
-            self._sequence.append(note)
+            self._sequence.append(known.note)
         self._in_last_burst = self.active_ranks
-        if header is not self._header or not leads:  # else, nothing comes of it that did not the last time
-            self._assume(member, header)
+        if known.header is not self._header or not leads:  # else, nothing comes of it that did not the last time
+            self._assume(member, known.header)
 
     def _note(self, note: Note) -> None:
         begun = self.begun = self.begun + 1
@@ -490,9 +488,8 @@ class LockstepChannel(Channel):
             self.meet("has left the loop over join.iterate")
             return
         self.end_step()
-        member = self._members[note.burst]
-        self._compute(note.burst, member, note.flags)
-        self._shadow_member(member)
+        self._compute(note.burst, note.flags)
+        self._shadow_member(self._members[note.burst])
 
     def shadow_step(self, active: int) -> None:
         """The others begin a step; ``active`` as for :meth:`step`."""

@@ -128,12 +128,12 @@ class Windows:
         self._ran, self.under_way = ran, call
         channel.tally.count(call.nbytes)
 
-    def repeats(self) -> bool:
+    def begin_as_before(self) -> bool:
         """Begin the next window, if its roll call is there and says what the last one said; else, nothing was done."""
         if not self._roll_call.repeats():
             return False
-        self.at = self._stretch = 0
-        self._counts_before, self.under_way = self.counts, None
+        self.under_way = None
+        self.begin(self.counts)
         return True
 
     def read(self, doing: str) -> list[int]:

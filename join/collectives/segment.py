@@ -30,7 +30,7 @@ CELLS = 64
 """Of a place; a longer number goes over the group."""
 NOTES = 32
 """That are kept of a rank."""
-CELLS_OF_RANK = PLACES * CELLS + NOTES
+_CELLS_OF_RANK = PLACES * CELLS + NOTES
 BITS = 32
 """Of a cell of a place are the number's."""
 LOW = (1 << BITS) - 1
@@ -56,15 +56,15 @@ class Segment:
         weakref.finalize(self, os.close, file)
         self._file = file
         self.cells = memoryview(mmap.mmap(file, self.size_for(world_size))).cast("Q")
-        self.own = rank * CELLS_OF_RANK
+        self.own = rank * _CELLS_OF_RANK
         """The first of this rank's cells."""
-        self.others = [(each, each * CELLS_OF_RANK) for each in range(world_size) if each != rank]
+        self.others = [(each, each * _CELLS_OF_RANK) for each in range(world_size) if each != rank]
         """The other ranks, and the first cell of each."""
 
     @staticmethod
     def size_for(world_size: int) -> int:
         """Bytes of a segment."""
-        return world_size * CELLS_OF_RANK * 8
+        return world_size * _CELLS_OF_RANK * 8
 
     def give(self, number: int, width: int = 1) -> int:
         """Store this rank's next number, in so many cells; its count."""
@@ -79,17 +79,17 @@ class Segment:
 
     def ahead(self, rank: int, count: int) -> int:
         """By how many numbers what is in a rank's place for a count is later than that, as far as can be told."""
-        return self.cells[rank * CELLS_OF_RANK + count % PLACES * CELLS] - count & LOW
+        return self.cells[rank * _CELLS_OF_RANK + count % PLACES * CELLS] - count & LOW
 
     def notes(self, rank: int) -> memoryview:
         """The cells of a rank's notes."""
-        begin = rank * CELLS_OF_RANK + PLACES * CELLS
+        begin = rank * _CELLS_OF_RANK + PLACES * CELLS
         return self.cells[begin : begin + NOTES]
 
     def restart(self) -> None:
         """Take back all that this rank has written, and count anew."""
         self.count = 0
-        for cell in range(self.own, self.own + CELLS_OF_RANK):
+        for cell in range(self.own, self.own + _CELLS_OF_RANK):
             self.cells[cell] = 0
 
     def has_ended(self, rank: int) -> bool:

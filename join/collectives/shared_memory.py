@@ -12,7 +12,6 @@ sees a note takes the sums before it for seen, as they are on x86.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import final
@@ -78,7 +77,7 @@ class SharedMemoryLine(Line):
         return [rank for rank, _ in self._segment.others if self._segment.has_ended(rank)]
 
 
-class _Arrivals(ABC):
+class _Arrivals:
     """What the ranks give to one count.
 
     Args:
@@ -87,28 +86,46 @@ class _Arrivals(ABC):
     """
 
     def __init__(self, segment: Segment, width: int) -> None:
-        self._segment = segment
-        self._count: int = 0
-        self._next = 0  # the first rank of which nothing was taken
+        self._segment, self._width = segment, width
+        self._count = 0
+        self._numbers = [0] * segment.world_size
+        self._next = 0  # the first rank whose number was not read
         self._failure = ""
         self.nbytes = 8 * width
 
-    @abstractmethod
-    def _take(self, first: int) -> int:
-        """Take what ranks have given, from ``first`` on, as far as it is there.
-
-        Returns:
-            The first rank of which it is not; the world size if there is none.
-        """
+    def _give(self, number: int) -> None:
+        segment = self._segment
+        self._count = segment.give(number, self._width)
+        self._numbers[segment.rank] = number
 
     def is_completed(self) -> bool:
         """Whether all ranks have given theirs, or will not."""
         segment = self._segment
         if self._next < segment.world_size and not self._failure:
-            self._next = self._take(self._next)
+            self._next = self._read(self._next)
             if self._next < segment.world_size and 0 < segment.ahead(self._next, self._count) < LOW // 2:
                 self._failure = f"rank {self._next} has gone on without this rank {segment.rank}"
         return self._next == segment.world_size or bool(self._failure)
+
+    def _read(self, first: int) -> int:
+        """Read the numbers of the other ranks, from ``first`` on, as far as they are there.
+
+        Returns:
+            The first rank whose number is not; the world size if there is none.
+        """
+        segment, count = self._segment, self._count
+        cells, tag, place = segment.cells, count & LOW, count % PLACES * CELLS
+        for rank, own in segment.others:
+            if rank < first:
+                continue
+            number, begin = 0, own + place
+            for at in range(begin + self._width - 1, begin - 1, -1):
+                cell = cells[at]
+                if cell & LOW != tag:
+                    return rank
+                number = number << BITS | cell >> BITS
+            self._numbers[rank] = number
+        return segment.world_size
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Wait for all ranks.
@@ -151,28 +168,11 @@ class _Sum(_Arrivals):
 
     def __init__(self, segment: Segment, number: int, width: int) -> None:
         super().__init__(segment, width)
-        self._total, self._width = number, width
-        self._count = segment.give(number, width)
-
-    @override
-    def _take(self, first: int) -> int:
-        segment, count = self._segment, self._count
-        cells, tag, place = segment.cells, count & LOW, count % PLACES * CELLS
-        for rank, own in segment.others:
-            if rank < first:
-                continue
-            number, begin = 0, own + place
-            for at in range(begin + self._width - 1, begin - 1, -1):
-                cell = cells[at]
-                if cell & LOW != tag:
-                    return rank
-                number = number << BITS | cell >> BITS
-            self._total += number
-        return segment.world_size
+        self._give(number)
 
     def total(self) -> int:
         """The sum."""
-        return self._total
+        return sum(self._numbers)
 
 
 @final
@@ -181,17 +181,16 @@ class _RollCall(_Arrivals, RollCall):
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment, 1)
-        self._mine = -1
         self._is_mine_as_before = False
-        self._taken = [0] * segment.world_size
         self._answers: list[int] = []
 
     @override
     def call(self, mine: int, seconds: float | None = None) -> None:
-        count = self._segment.give(mine)
+        before, is_same = self._count, mine == self._numbers[self._segment.rank]
+        self._give(mine)
         # What is one more than a cell is the same number with the next count, unless that begins anew.
-        self._is_mine_as_before = mine == self._mine and count == self._count + 1 and count & LOW != 0
-        self._mine, self._count, self._next, self._failure = mine, count, 0, ""
+        self._is_mine_as_before = is_same and 0 < before == self._count - 1 and self._count & LOW != 0
+        self._next, self._failure = 0, ""
 
     @override
     def repeats(self) -> bool:
@@ -204,20 +203,7 @@ class _RollCall(_Arrivals, RollCall):
         return repeats
 
     @override
-    def _take(self, first: int) -> int:
-        segment, count = self._segment, self._count
-        cells, tag, place = segment.cells, count & LOW, count % PLACES * CELLS
-        for rank, own in segment.others:
-            if rank >= first:
-                cell = cells[own + place]
-                if cell & LOW != tag:
-                    return rank
-                self._taken[rank] = cell >> BITS
-        self._taken[segment.rank] = self._mine
-        return segment.world_size
-
-    @override
     def answers(self) -> list[int]:
-        if self._taken != self._answers:
-            self._answers = list(self._taken)
+        if self._numbers != self._answers:
+            self._answers = list(self._numbers)
         return self._answers

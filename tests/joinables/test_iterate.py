@@ -374,19 +374,20 @@ def breaking_before_plain_steps(
         loss(ddp(x), y).backward()
         optimizer.step()
 
-    blocks = [Join([ddp, optimizer], divide_by_initial_world_size=initial) for _ in range(2)]
-    with blocks[0] as block:
+    def train_plainly() -> None:
+        for step in range((5, 0, 4)[rank]):
+            train(4 + step)
+
+    with Join([ddp, optimizer], divide_by_initial_world_size=initial) as block:
         for step in block.iterate(range(4)):
             if step == 2:
                 break
             train(step)
         if together:
-            for step in range((5, 0, 4)[rank]):
-                train(4 + step)
+            train_plainly()
     if not together:
-        with blocks[1]:
-            for step in range((5, 0, 4)[rank]):
-                train(4 + step)
+        with Join([ddp, optimizer], divide_by_initial_world_size=initial):
+            train_plainly()
     return flat_state(ddp.module.state_dict(), optimizer.state_dict())
 
 

@@ -1,20 +1,23 @@
 """What ``Join`` costs an active rank while inputs are even.
 
-Two gloo processes train the same models in several ways: plain ``DistributedDataParallel``, inside torch's own
+Two gloo processes train a model in several ways: plain ``DistributedDataParallel``, inside torch's own
 ``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
 needs to know in each step how many ranks contribute, inside ours with ``steps=``, and over ``join.iterate`` with
-``lookahead`` 1 and 4. Every way has its own modules and optimizers, on a process group of its own.
+``lookahead`` 1 and 4.
 
-All contexts are open all the time, and the ways take turns of a few steps, in an order that is drawn anew for each
-round, so that whatever else the machine does hits all of them alike. The first step of a turn is not measured. A way's
-ratio is its time over that of plain DDP in the same round; the table gives the median over ``--rounds`` rounds and, in
-brackets, where it lies with 95 % confidence. Where a model lies in memory makes some percent of difference, so the
-processes are started several times, and build their models in other orders. Plain DDP is there twice: what the second
-differs from the first is noise.
+The ways take turns of a few steps on the same modules and optimizers, since where those lie in memory makes some
+percent of difference, and in an order that is drawn anew for each round, so that whatever else the machine does hits
+all of them alike. A turn opens the way's context; the first steps in it are not measured. Every other step is timed by
+itself, and a launch of the processes gives the median of the first steps of turns, of the second ones, and so on, and
+the mean of these: so what comes now and then does not count, and what comes every few steps does. The table gives the
+mean over the launches of the ratio to plain DDP and, behind it, twice its standard error. Plain DDP is there twice:
+what the second differs from the first is noise.
 
     step    wall time of a step, mean of the ranks: the only figure that shows waiting; noise on a shared machine
     CPU     processor time of a step, all threads of all ranks together: depends less on who else computes
-    added   what the median ratio of CPU time comes to in microseconds a step and rank
+    main    what comes to the processor time of a rank's main thread, in microseconds a step: all that our Python costs,
+            also where the rank would wait for others anyway. The parts of a step are measured each by itself, so that
+            the noise of one does not hide what comes to another: the figure with the least noise
 
 Collectives and their bytes are counted with ``torch.profiler``, in a turn of its own, on rank 0: gloo records one
 ``gloo:*`` event for each operation, with shape and type. Bytes are those of the tensors, not of the wire.
@@ -30,11 +33,11 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, repeat
-from typing import Any, TypeAlias, cast
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,88 +52,101 @@ from join import Join
 WORLD_SIZE = 2
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first
 COUNTED_STEPS = 12
-SETTLING_STEPS = 5
+SETTLING_STEPS = 3  # of a turn; ranks tell each other some things in the first two
 _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char": 1, "bool": 1}
 
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
-Group: TypeAlias = dist.ProcessGroup
-
-
 @dataclass(frozen=True)
 class Training:
-    """A training step and the objects that it trains."""
+    """A training step, in parts that are timed by themselves, and the objects that it trains."""
 
-    step: Callable[[], None]
+    parts: list[Callable[[], None]]
     modules: list[DDP]
     optimizers: list[torch.optim.Optimizer]
 
 
-def supervised(group: Group, model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) -> Training:
-    ddp = DDP(model, process_group=group)
-    optimizer = sharded(ddp, group) if zero else torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+def supervised(model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) -> Training:
+    ddp = DDP(model)
+    optimizer = sharded(ddp) if zero else torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        ddp(inputs).square().mean().backward()
-        optimizer.step()
+    outputs: list[torch.Tensor] = []
 
-    return Training(step, [ddp], [optimizer])
+    def forward() -> None:
+        outputs.append(ddp(inputs))
+
+    def backward() -> None:
+        outputs.pop().square().mean().backward()
+
+    return Training([optimizer.zero_grad, forward, backward, optimizer.step], [ddp], [optimizer])
 
 
-def sharded(ddp: DDP, group: Group) -> torch.optim.Optimizer:
+def sharded(ddp: DDP) -> torch.optim.Optimizer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from importing it
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, process_group=group, lr=1e-3)
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3)
 
 
 def small_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def mlp(group: Group) -> Training:
-    return supervised(group, small_mlp(), torch.randn(256, 128))
+def mlp() -> Training:
+    return supervised(small_mlp(), torch.randn(256, 128))
 
 
-def cnn(group: Group) -> Training:
+def cnn() -> Training:
     def block(before: int, after: int, stride: int) -> list[nn.Module]:
         return [nn.Conv2d(before, after, 3, stride, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
 
     layers = [*block(3, 16, 1), *block(16, 32, 2), *block(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return supervised(group, nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(8, 3, 32, 32))
+    return supervised(nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(8, 3, 32, 32))
 
 
-def transformer(group: Group) -> Training:
+def transformer() -> Training:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-    return supervised(group, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 32, 256))
+    return supervised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 32, 256))
 
 
-def mlp_zero(group: Group) -> Training:
-    return supervised(group, small_mlp(), torch.randn(256, 128), zero=True)
+def mlp_zero() -> Training:
+    return supervised(small_mlp(), torch.randn(256, 128), zero=True)
 
 
-def gan(group: Group) -> Training:
+def gan() -> Training:
     """One update of the discriminator, one of the generator; the second runs backward through both."""
-    generator = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128)), process_group=group)
-    discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)), process_group=group)
+    generator = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128)))
+    discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
     update_g = torch.optim.SGD(generator.parameters(), lr=1e-3, momentum=0.9)
     update_d = torch.optim.SGD(discriminator.parameters(), lr=1e-3, momentum=0.9)
     noise, real = torch.randn(256, 32), torch.randn(256, 128)
 
-    def step() -> None:
-        update_d.zero_grad()
-        with torch.no_grad():
-            fake = generator(noise)
-        scores = discriminator(torch.cat([real, fake]))
-        (scores[256:] - scores[:256]).mean().backward()
-        update_d.step()
-        update_g.zero_grad()
-        discriminator(generator(noise)).mean().neg().backward()
-        update_g.step()
+    outputs: list[torch.Tensor] = []
 
-    return Training(step, [generator, discriminator], [update_g, update_d])
+    def without_grad() -> None:
+        with torch.no_grad():
+            outputs.append(generator(noise))
+
+    def discriminate() -> None:
+        outputs.append(discriminator(torch.cat([real, outputs.pop()])))
+
+    def backward_d() -> None:
+        scores = outputs.pop()
+        (scores[256:] - scores[:256]).mean().backward()
+
+    def generate() -> None:
+        outputs.append(generator(noise))
+
+    def judge() -> None:
+        outputs.append(discriminator(outputs.pop()))
+
+    def backward_g() -> None:
+        outputs.pop().mean().neg().backward()
+
+    first = [update_d.zero_grad, without_grad, discriminate, backward_d, update_d.step]
+    second = [update_g.zero_grad, generate, judge, backward_g, update_g.step]
+    return Training([*first, *second], [generator, discriminator], [update_g, update_d])
 
 
 def plain(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
@@ -174,7 +190,7 @@ WAYS: dict[str, Way] = {
     "join.iterate": partial(lockstep, lookahead=1),
     "join.iterate, lookahead=4": partial(lockstep, lookahead=4),
 }
-CASES: dict[str, tuple[Callable[[Group], Training], list[str]]] = {
+CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),
     "CNN with BatchNorm": (cnn, list(WAYS)),
     "transformer": (transformer, list(WAYS)),
@@ -190,10 +206,12 @@ CASES: dict[str, tuple[Callable[[Group], Training], list[str]]] = {
 
 @dataclass
 class Measured:
-    """One way of training one model on one rank; seconds a step, one entry a round, and counts a step."""
+    """One way of training one model on one rank; seconds of each step, turn by turn, and counts a step."""
 
     wall: list[float] = field(default_factory=list[float])
     cpu: list[float] = field(default_factory=list[float])
+    main: list[list[float]] = field(default_factory=list[list[float]])
+    """That of each part of a step."""
     collectives: float = 0.0
     nbytes: float = 0.0
     kinds: dict[str, float] = field(default_factory=dict[str, float])
@@ -204,49 +222,55 @@ def measure(case: str, ways: list[str], steps: int, rounds: int, launch: int) ->
     build, possible = CASES[case]
     draw = random.Random(launch)  # the same on all ranks
     names = [name for name in possible if name in ways]
-    draw.shuffle(names)  # who is built first has other memory
     results = {name: Measured() for name in names}
-    total = SETTLING_STEPS + rounds * (1 + steps) + COUNTED_STEPS
-    with contextlib.ExitStack() as blocks:
-        blocks.enter_context(warnings.catch_warnings())  # torch's Join rewrites the filters
-        takes: dict[str, Callable[[int], None]] = {}
-        for name in names:
-            takes[name] = blocks.enter_context(opened(build, WAYS[name], total))
+    with warnings.catch_warnings():  # torch's Join rewrites the filters
+        torch.manual_seed(0)
+        training = build()
+        with opened(training, plain, WARM_UP_STEPS) as parts:
+            take(parts, WARM_UP_STEPS)
         for _ in range(rounds):
             for name in draw.sample(names, len(names)):
-                takes[name](1)
-                cpu, wall = time.process_time(), time.perf_counter()
-                takes[name](steps)
-                results[name].wall.append((time.perf_counter() - wall) / steps)
-                results[name].cpu.append((time.process_time() - cpu) / steps)
+                with opened(training, WAYS[name], steps) as parts:
+                    time_steps(parts, steps, results[name])
         for name in names:
-            dist.barrier()
-            count_collectives(takes[name], results[name])
+            with opened(training, WAYS[name], COUNTED_STEPS) as parts:
+                count_collectives(parts, results[name])
     return results
 
 
+Parts: TypeAlias = list[Callable[[], object]]
+
+
 @contextlib.contextmanager
-def opened(build: Callable[[Group], Training], way: Way, total: int) -> Iterator[Callable[[int], None]]:
-    """A way of training a model, warm; a function that makes so many steps, of which ``total`` come in all."""
-    torch.manual_seed(0)
-    training = build(cast("Group", dist.new_group()))
-    for _ in range(WARM_UP_STEPS):
-        training.step()
-    with way(training, total) as given:
-        numbers: Iterator[Any] = given if isinstance(given, Iterator) else repeat(0)
-
-        def take(steps: int) -> None:
-            for _ in islice(numbers, steps):
-                training.step()
-
-        take(SETTLING_STEPS)
-        yield take
+def opened(training: Training, way: Way, steps: int) -> Iterator[Parts]:
+    """A turn of this way, settled; the parts of a step, of which so many are to come."""
+    with way(training, SETTLING_STEPS + steps) as given:
+        parts = [partial(next, given), *training.parts] if isinstance(given, Iterator) else training.parts
+        take(parts, SETTLING_STEPS)
+        yield parts
 
 
-def count_collectives(take: Callable[[int], None], measured: Measured) -> None:
+def take(parts: Parts, steps: int) -> None:
+    for _ in range(steps):
+        for part in parts:
+            part()
+
+
+def time_steps(parts: Parts, steps: int, measured: Measured) -> None:
+    for _ in range(steps):
+        cpu, wall, main = time.process_time(), time.perf_counter(), [time.thread_time()]
+        for part in parts:
+            part()
+            main.append(time.thread_time())
+        measured.wall.append(time.perf_counter() - wall)
+        measured.cpu.append(time.process_time() - cpu)
+        measured.main.append([after - before for before, after in pairwise(main)])
+
+
+def count_collectives(parts: Parts, measured: Measured) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profile:
-        take(COUNTED_STEPS)
+        take(parts, COUNTED_STEPS)
         dist.barrier()
     kinds: Counter[str] = Counter()
     for event in profile.profiler.kineto_results.events():
@@ -263,50 +287,77 @@ def count_collectives(take: Callable[[int], None], measured: Measured) -> None:
 # -- reporting --------------------------------------------------------------------------------------------------------
 
 
-def together(launches: list[list[Measured]]) -> Measured:
-    """What each rank measured in each launch. Wall time: the mean of the ranks; processor time: their sum."""
-    wall = [statistics.fmean(each) for ranks in launches for each in zip(*[rank.wall for rank in ranks], strict=True)]
-    cpu = [sum(each) for ranks in launches for each in zip(*[rank.cpu for rank in ranks], strict=True)]
-    return replace(launches[0][0], wall=wall, cpu=cpu)
+Estimate: TypeAlias = tuple[float, float]
+"""A mean over launches and its standard error, which is not a number if there was only one."""
 
 
-def ratios(values: list[float], base: list[float]) -> tuple[float, float, float]:
-    """The median of the ratios, round by round, and the ends of its interval of 95 % confidence."""
-    pairs = sorted(value / reference for value, reference in zip(values, base, strict=True))
-    half = 0.98 * math.sqrt(len(pairs))  # by the binomial distribution of how many lie below the true median
-    low = max(0, math.floor(len(pairs) / 2 - half))
-    return statistics.median(pairs), pairs[low], pairs[-1 - low]
+@dataclass(frozen=True)
+class Typical:
+    """A typical step of one way in one launch, in seconds."""
+
+    wall: float
+    cpu: float
+    main: float
 
 
-def summarise(case: str, name: str, measured: Measured, base: Measured) -> dict[str, Any]:
-    cpu = ratios(measured.cpu, base.cpu)
-    return {
-        "model": case,
-        "way": name,
-        "wall_ms": statistics.median(measured.wall) * 1e3,
-        "wall_ratio": ratios(measured.wall, base.wall),
-        "cpu_ms": statistics.median(measured.cpu) * 1e3,
-        "cpu_ratio": cpu,
-        "added_cpu_us_per_rank": (cpu[0] - 1) * statistics.median(base.cpu) / WORLD_SIZE * 1e6,
-        "collectives": measured.collectives,
-        "added_collectives": measured.collectives - base.collectives,
-        "by_kind": measured.kinds,
-        "bytes": measured.nbytes,
-        "added_bytes": measured.nbytes - base.nbytes,
-    }
+def typical(ranks: list[Measured], steps: int) -> Typical:
+    """Wall time and the main thread's are the mean of the ranks, processor time is their sum."""
+
+    def of_turns(by_rank: Iterable[list[float]]) -> float:
+        means = [statistics.fmean(each) for each in zip(*by_rank, strict=True)]
+        return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
+
+    parts = zip(*[zip(*rank.main, strict=True) for rank in ranks], strict=True)
+    return Typical(
+        wall=of_turns(rank.wall for rank in ranks),
+        cpu=of_turns(rank.cpu for rank in ranks) * len(ranks),
+        main=sum(of_turns(map(list, by_rank)) for by_rank in parts),
+    )
+
+
+def estimate(launches: Iterable[float]) -> Estimate:
+    values = list(launches)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def summarise(case: str, launches: list[list[dict[str, Measured]]], steps: int) -> list[dict[str, Any]]:
+    """One entry a way; ``launches`` holds what each rank measured in each of them."""
+    first = launches[0][0]
+    times = {name: [typical([rank[name] for rank in ranks], steps) for ranks in launches] for name in first}
+    return [
+        {
+            "model": case,
+            "way": name,
+            "wall_ms": statistics.fmean(each.wall for each in times[name]) * 1e3,
+            "wall_ratio": estimate(way.wall / base.wall for way, base in zip(times[name], times["plain"], strict=True)),
+            "cpu_ms": statistics.fmean(each.cpu for each in times[name]) * 1e3,
+            "cpu_ratio": estimate(way.cpu / base.cpu for way, base in zip(times[name], times["plain"], strict=True)),
+            "main_us": estimate(
+                (way.main - base.main) * 1e6 for way, base in zip(times[name], times["plain"], strict=True)
+            ),
+            "collectives": measured.collectives,
+            "added_collectives": measured.collectives - first["plain"].collectives,
+            "by_kind": measured.kinds,
+            "bytes": measured.nbytes,
+            "added_bytes": measured.nbytes - first["plain"].nbytes,
+        }
+        for name, measured in first.items()
+    ]
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    def spread(ratio: tuple[float, float, float]) -> str:
-        return "1" if entry["way"] == "plain" else f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
+    def spread(name: str, form: str, without: str) -> str:
+        mean, error = entry[name]
+        return without if entry["way"] == "plain" else f"{mean:{form}} ± {2 * error:{form}}"
 
     return [
         f"{entry['model']}: {entry['way']}",
         f"{entry['wall_ms']:.2f} ms",
-        spread(entry["wall_ratio"]),
+        spread("wall_ratio", ".3f", "1"),
         f"{entry['cpu_ms']:.2f} ms",
-        spread(entry["cpu_ratio"]),
-        f"{entry['added_cpu_us_per_rank']:.0f} us",
+        spread("cpu_ratio", ".3f", "1"),
+        spread("main_us", ".0f", "0"),
         f"{entry['collectives']:.1f}",
         f"{entry['added_collectives']:+.1f}",
         f"{entry['bytes'] / 1024:.1f} KiB",
@@ -314,15 +365,15 @@ def row(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-HEAD = ["", "step", "ratio", "CPU", "CPU ratio", "added CPU", "collectives", "added", "bytes", "added bytes"]
+HEAD = ["", "step", "ratio", "CPU", "CPU ratio", "main, us", "collectives", "added", "bytes", "added bytes"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # With the one that is not measured, five: each measured step begins a window of lookahead=4 as often as others.
-    parser.add_argument("--steps", type=int, default=4, help="measured steps in a turn")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each way in a launch")
-    parser.add_argument("--launches", type=int, default=4, help="how often processes are started anew")
+    # A multiple of 4, so that a window of lookahead=4 begins in them as often as elsewhere.
+    parser.add_argument("--steps", type=int, default=8, help="measured steps in a turn")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each way in a launch")
+    parser.add_argument("--launches", type=int, default=8, help="how often processes are started anew")
     parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
     parser.add_argument("--way", choices=list(WAYS), action="append", help="this way, beside plain DDP; likewise")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
@@ -336,12 +387,7 @@ def main() -> None:
             run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, limit=limit)
             for launch in range(options.launches)
         ]
-        ways = {
-            name: together([[rank[name] for rank in ranks] for ranks in launches])
-            for name in CASES[case][1]
-            if name in wanted
-        }
-        entries += [summarise(case, name, measured, ways["plain"]) for name, measured in ways.items()]
+        entries += summarise(case, launches, options.steps)
     total = options.launches * options.rounds
     print(f"{WORLD_SIZE} gloo processes, {total} rounds of {options.steps} steps in {options.launches} launches\n")
     print(table(HEAD, [row(entry) for entry in entries]))

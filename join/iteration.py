@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal, TypeAlias, cast
 
-from typing_extensions import Self, override
-
 from join.arguments import check_same
 from join.dummies import duplicate, emptied
 from join.early_exit import EarlyExit
@@ -39,7 +37,7 @@ Until: TypeAlias = Literal["all", "first"]
 Dummy: TypeAlias = Literal["empty", "last"] | Callable[[Any], Any]
 
 
-class Iteration(Iterator[Any]):
+class Iteration:
     """One loop in lockstep on this rank.
 
     Args:
@@ -108,29 +106,47 @@ class Iteration(Iterator[Any]):
     def handed_out(self) -> Iterator[Any]:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
         try:
-            yield from self
+            while self._begin_step():
+                yield self._batch() if self._has_data else self._make_dummy()
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
                 self._channel.leave_first(lambda: self.leave(None))  # not here, where nothing can be raised
             raise
 
-    @override
-    def __iter__(self) -> Self:
-        return self
+    # The calls here find cold caches after a step's arithmetic and cost microseconds each: there are few.
 
-    @override
-    def __next__(self) -> Any:
+    def _begin_step(self) -> bool:
+        """Begin a step; whether there is one."""
+        channel = self._channel
         if self.running:
-            if not self._channel.closed:
-                self._channel.end_step()  # what goes wrong here is known to this rank alone
+            if not channel.closed:
+                channel.end_step()  # what goes wrong here is known to this rank alone
         elif self._gave_way:
             raise JoinError(ONE_AT_A_TIME)
         elif self._windows is not None:
-            raise StopIteration
+            return False
         try:
-            ended = self._begin_step(self._windows or self._begin())
+            windows = self._windows or self._begin()
+            if windows.at == windows.steps:
+                if not windows.begin_as_before():  # as most often
+                    self._begin_next_window(windows)
+                if windows.steps and self._length is None:
+                    self._tell_next_window(windows)
+                if windows.missed is not None:
+                    channel.has_missed(*windows.missed)
+                if not windows.steps:
+                    self._end(windows)
+                    return False
+            if self._throw and windows.at >= min(windows.counts):
+                windows.farewell.stop()
+                channel.terminate_early(exhausted=windows.mine <= windows.at)
+            self._step += 1
+            if channel.meets:
+                channel.meet(f"came to step {self._step} of join.iterate")
+            self._has_data = windows.at < windows.mine
+            channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
         except JoinError:
-            if self._channel.knows_alone:
+            if channel.knows_alone:
                 raise  # as from the body
             self._over()  # the others learn of it here, too, or have told it
             if self._ahead.error is not None:  # what the others are told is this
@@ -139,32 +155,11 @@ class Iteration(Iterator[Any]):
         except Exception:
             self._over()
             raise  # an interrupt, of which nobody else knows, is for the end of the block
-        if ended:
-            raise StopIteration
-        return self._batch() if self._has_data else self._make_dummy()
-
-    def _begin_step(self, windows: Windows) -> bool:
-        """Begin a step; whether there is none."""
-        channel = self._channel
-        if self._step:
-            took = time.monotonic() - self._since
-            if took > self._longest:
-                self._longest = took
-        if windows.at == windows.steps:
-            self._next_window(windows)
-        if not windows.steps:
-            self._end(windows)
-            return True
-        if self._throw and windows.at >= min(windows.counts):
-            windows.farewell.stop()
-            channel.terminate_early(exhausted=windows.mine <= windows.at)
-        self._step += 1
-        if channel.meets:
-            channel.meet(f"came to step {self._step} of join.iterate")
-        self._has_data = windows.at < windows.mine
-        channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
-        self._since = time.monotonic()
-        return False
+        now = time.monotonic()
+        if self._step > 1 and now - self._since > self._longest:
+            self._longest = now - self._since
+        self._since = now
+        return True
 
     def _batch(self) -> Any:
         self.is_empty_dummy = False
@@ -216,17 +211,12 @@ class Iteration(Iterator[Any]):
             self._begin_window(windows, windows.declare(self._length))
         return windows
 
-    def _next_window(self, windows: Windows) -> None:
-        """Read the roll call for the window that begins, and start the one for the next."""
-        if not windows.begin_as_before():  # as most often
-            if self._length is not None:
-                windows.begin([0] * len(windows.counts))  # there is none
-                return
+    def _begin_next_window(self, windows: Windows) -> None:
+        """Wait for the roll call under way, which tells of the window that begins."""
+        if self._length is not None:
+            windows.begin([0] * len(windows.counts))  # there is none
+        else:
             self._begin_window(windows, windows.read(f"came to step {self._step + 1} of join.iterate"))
-        if windows.steps:
-            self._tell_next_window(windows)
-        if windows.missed is not None:
-            self._channel.has_missed(*windows.missed)
 
     def _begin_window(self, windows: Windows, counts: list[int]) -> None:
         first = not windows.counts

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from typing_extensions import override
 
@@ -86,15 +86,6 @@ def _packed_step(step: int) -> int:
     return step % _STEPS << 2 * _BITS
 
 
-class _Computed(NamedTuple):
-    """What comes of a burst with these flags, while the leader has data or not."""
-
-    flags: tuple[bool, ...]
-    leads: bool
-    note: Note
-    header: Header
-
-
 class LockstepChannel(Channel):
     """The protocol on one group, whose blocks may contain loops in lockstep."""
 
@@ -125,7 +116,7 @@ class LockstepChannel(Channel):
     @override
     def _arrange(self) -> None:
         super()._arrange()
-        self._computed: dict[int, _Computed] = {}  # by index: they repeat
+        self._computed: dict[tuple[int, tuple[bool, ...], bool], tuple[Note, Header]] = {}  # of what: it repeats
 
     @override
     def somebody_has_left(self) -> bool:
@@ -170,10 +161,11 @@ class LockstepChannel(Channel):
         self._all_ranks = (1 << self._world_size) - 1
         self._others = [rank for rank in range(self._world_size) if rank != self._rank]
         self._in_last_burst = 0
-        self.active_ranks = 0
-        self._begin_step(self._all_ranks)
+        self._set_active(self._all_ranks)
         self.begun = self.steps = self.ran = 0
+        self._step_of_notes = _packed_step(0)
         self._in_step = self.knows_alone = self._differs = False
+        self._sequence: list[Note] = []  # the bursts of a step so far
         self.missed = ()
         # Those of a step, as far as known: all, until one has shown it.
         self._usual = [Note(index) for index, member in enumerate(self._members) if self._is_of_its_own(member)]
@@ -260,15 +252,13 @@ class LockstepChannel(Channel):
         """
         if self.closed:
             self._refuse()
-        sequence = self._sequence
-        self._differs = self.steps == 1 or not sequence or len(sequence) != len(self._usual)
-        # A step without bursts may be one of several that accumulate gradients.
-        if sequence or (self.steps and not self._in_last_burst):
-            self._usual = sequence
-        self._begin_step(active)
-
-    def _begin_step(self, active: int) -> None:
-        self._sequence: list[Note] = []  # the bursts of this step so far
+        if not self.leaving:
+            sequence, steps = self._sequence, self.steps
+            self._differs = steps == 1 or not sequence or len(sequence) != len(self._usual)
+            # A step without bursts may be one of several that accumulate gradients.
+            if sequence or (steps and not self._in_last_burst):
+                self._usual = sequence
+        self._sequence = []
         if active != self.active_ranks:
             self._set_active(active)
         self.steps += 1
@@ -372,20 +362,21 @@ class LockstepChannel(Channel):
         if flags is None:
             flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
         leads = self.leader == self._first_active  # lower ranks come back in a second loop
-        known = self._computed.get(index)
-        if known is None or known.flags != flags or known.leads != leads:
+        computed = self._computed.get((index, flags, leads))
+        if computed is None:
             header = self._assumed(index, self._world_size, flags, leader_alive=leads)
-            known = self._computed[index] = _Computed(flags, leads, Note(index, flags), header)
+            computed = self._computed[index, flags, leads] = Note(index, flags), header
+        note, header = computed
         if self._differs:
-            self._note_and_compare(known.note)
+            self._note_and_compare(note)
         else:
-            self._note(known.note)
+            self._note(note)
         if not member.interjects:
             self.ran += 1
-            self._sequence.append(known.note)
+            self._sequence.append(note)
         self._in_last_burst = self.active_ranks
-        if known.header is not self._header or not leads:  # else, nothing comes of it that did not the last time
-            self._assume(member, known.header)
+        if header is not self._header or not leads:  # else, nothing comes of it that did not the last time
+            self._assume(member, header)
 
     def _note(self, note: Note) -> None:
         begun = self.begun = self.begun + 1
@@ -494,7 +485,7 @@ class LockstepChannel(Channel):
     def shadow_step(self, active: int) -> None:
         """The others begin a step; ``active`` as for :meth:`step`."""
         self.end_step()
-        self._begin_step(active)
+        self.step(active)
 
     @override
     def drain(self) -> Outcome:

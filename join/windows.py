@@ -68,6 +68,7 @@ class Windows:
         self.missed: Missed | None = None
         """What this rank has left out, as the last roll call shows that was read."""
         self._ran = 0  # how many bursts it had run when it called last
+        self._mine, self._packed = (0, 0), 0  # what it said, and how that is packed
         self._told: list[int] = []  # all that ranks told in the roll call that was read last, and their answers in it
         self._replies: list[int] = []
         self.farewell = Farewell(self._collective, channel, self.key)
@@ -123,17 +124,21 @@ class Windows:
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.collectives.Line.sum`."""
         channel, call = self._channel, self._roll_call
-        ran = channel.ran
-        call.call(self.answers.packed(answer, ran - self._ran), seconds)
-        self._ran, self.under_way = ran, call
+        mine = answer, channel.ran - self._ran
+        if mine != self._mine:
+            self._mine, self._packed = mine, self.answers.packed(*mine)
+        call.call(self._packed, seconds)
+        self._ran, self.under_way = channel.ran, call
         channel.tally.count(call.nbytes)
 
     def begin_as_before(self) -> bool:
         """Begin the next window, if its roll call is there and says what the last one said; else, nothing was done."""
-        if not self._roll_call.repeats():
+        # What was said last may have been asked for, and not begun yet.
+        if self._replies is not self.counts or not self._roll_call.repeats():
             return False
         self.under_way = None
-        self.begin(self.counts)
+        self.at = self._stretch = 0
+        self._counts_before = self.counts
         return True
 
     def read(self, doing: str) -> list[int]:

@@ -274,7 +274,8 @@ class GradientSync(DDPBurst):
     def _before_forward(self, ddp: Any, args: Any) -> None:
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(_IN_TORCH_JOIN)
-        reducer.suppress_buffer_sync(self._ddp)
+        if self._buffers is not None:
+            reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
             self._in_backward = False  # a backward that raised did not come to its end
             if self._ddp.find_unused_parameters:
@@ -375,7 +376,7 @@ class GradientSync(DDPBurst):
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
                     " it; call what announces in between after the backward, and list it after the module"
                 )
-            self._with_buffers, self._weighted = False, self._weights.in_use
+            self._with_buffers, self._weighted = False, weighted and not self._channel.shadowing
             self._channel.announce(self)
             self.owes = True  # still owed to the others, if this rank raises now
         holding = False
@@ -391,17 +392,17 @@ class GradientSync(DDPBurst):
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
         self.owes, self._contributors = False, None
-        if self._weighted or not self._divide_by_initial_world_size:
+        if self._scales:
             self._count_contributors(self._weights.window if self._weighted else self._contribution)
         if holding:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        # Where nothing is done with the result, it need not be there: each callback costs as much as a small layer.
-        waits = self._weighted or not self._divide_by_initial_world_size or self._rebuild.pending
-        waits |= self._ddp.find_unused_parameters or bool(self._weights.aside)
-        (reducer.after_reduction if waits else reducer.after_backward)(self._end_reduction)
+        if self._weights.window or self._weights.aside or self._scales or self._counts_use or self._rebuild.pending:
+            reducer.after_reduction(self._finish_reduction)
+        else:  # nothing is done with the result, so it need not be there
+            reducer.after_backward(self._end_reduction)
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -409,15 +410,16 @@ class GradientSync(DDPBurst):
             self._weights.put_back()
 
     def _end_reduction(self) -> None:
-        self._in_backward = self._armed = self._unsynced = False
-        self._may_hold_result = True
-        if self._weights.window or self._weights.aside:
+        self._in_backward = self._armed = self._unsynced = self._had_dummies = False
+        self._may_hold_result, self._had_data = True, 0
+
+    def _finish_reduction(self) -> None:
+        try:
             self._weights.end_reduction(self._used_anywhere)
-        if self._weighted or not self._divide_by_initial_world_size:
             self._scale()
-        if self._ddp.find_unused_parameters:
             self._end_use()
-        self._had_data, self._had_dummies = 0, False
+        finally:
+            self._end_reduction()
         if self._rebuild.pending:
             self._rebuild.run()
 
@@ -448,6 +450,11 @@ class GradientSync(DDPBurst):
         self._had_data, self._had_dummies = 0, False
 
     # -- scaling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _scales(self) -> bool:
+        """Whether the mean is not simply that over all ranks."""
+        return self._weighted or not self._divide_by_initial_world_size
 
     def _check_weights(self) -> None:
         """Make sure, once a block, that all active ranks sum weights in this burst.
@@ -496,7 +503,7 @@ class GradientSync(DDPBurst):
         Raises:
             ValueError: on all ranks, if their weights are all 0.
         """
-        if self._divide_by_initial_world_size and not self._weighted:
+        if not self._scales:
             return
         if self._contributors is None and self._channel.in_lockstep:
             contributors = float(self._had_data.bit_count())

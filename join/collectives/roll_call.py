@@ -29,7 +29,7 @@ class RollCall(Work, Protocol):
         ...
 
     def repeats(self) -> bool:
-        """Whether the call is done, and says what the one before said; ``False`` where that would cost to find out."""
+        """Whether the call is done, and says what :meth:`answers` said last; ``False`` where that costs to find out."""
         ...
 
     def answers(self) -> list[int]:

@@ -56,40 +56,46 @@ class Segment:
         weakref.finalize(self, os.close, file)
         self._file = file
         self.cells = memoryview(mmap.mmap(file, self.size_for(world_size))).cast("Q")
-        self.own = rank * _CELLS_OF_RANK
-        """The first of this rank's cells."""
-        self.others = [(each, each * _CELLS_OF_RANK) for each in range(world_size) if each != rank]
-        """The other ranks, and the first cell of each."""
+        firsts = range(0, world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
+        self.places = [[first + place * CELLS for first in firsts] for place in range(PLACES)]
+        """The first cell of each rank, by place."""
+        self.others = [each for each in range(world_size) if each != rank]
+        """The other ranks."""
 
     @staticmethod
     def size_for(world_size: int) -> int:
         """Bytes of a segment."""
         return world_size * _CELLS_OF_RANK * 8
 
-    def give(self, number: int, width: int = 1) -> int:
-        """Store this rank's next number, in so many cells; its count."""
-        cells = self.cells
+    def give(self, number: int) -> int:
+        """Store this rank's next number, in one cell; its count."""
         count = self.count = self.count + 1
-        at, tag = self.own + count % PLACES * CELLS, count & LOW
-        while width > 1:
-            cells[at] = (number & LOW) << BITS | tag
-            at, number, width = at + 1, number >> BITS, width - 1
-        cells[at] = number << BITS | tag
+        self.cells[self.places[count % PLACES][self.rank]] = number << BITS | count & LOW
+        return count
+
+    def give_long(self, number: int, width: int) -> int:
+        """Store this rank's next number, in so many cells; its count."""
+        count = self.count = self.count + 1
+        first = self.places[count % PLACES][self.rank]
+        for at in range(first, first + width):
+            self.cells[at] = (number & LOW) << BITS | count & LOW
+            number >>= BITS
         return count
 
     def ahead(self, rank: int, count: int) -> int:
         """By how many numbers what is in a rank's place for a count is later than that, as far as can be told."""
-        return self.cells[rank * _CELLS_OF_RANK + count % PLACES * CELLS] - count & LOW
+        return self.cells[self.places[count % PLACES][rank]] - count & LOW
 
     def notes(self, rank: int) -> memoryview:
         """The cells of a rank's notes."""
-        begin = rank * _CELLS_OF_RANK + PLACES * CELLS
+        begin = self.places[0][rank] + PLACES * CELLS
         return self.cells[begin : begin + NOTES]
 
     def restart(self) -> None:
         """Take back all that this rank has written, and count anew."""
         self.count = 0
-        for cell in range(self.own, self.own + _CELLS_OF_RANK):
+        first = self.places[0][self.rank]
+        for cell in range(first, first + _CELLS_OF_RANK):
             self.cells[cell] = 0
 
     def has_ended(self, rank: int) -> bool:

@@ -74,7 +74,7 @@ class SharedMemoryLine(Line):
 
     @override
     def lost(self) -> list[int]:
-        return [rank for rank, _ in self._segment.others if self._segment.has_ended(rank)]
+        return [rank for rank in self._segment.others if self._segment.has_ended(rank)]
 
 
 class _Arrivals:
@@ -93,11 +93,6 @@ class _Arrivals:
         self._failure = ""
         self.nbytes = 8 * width
 
-    def _give(self, number: int) -> None:
-        segment = self._segment
-        self._count = segment.give(number, self._width)
-        self._numbers[segment.rank] = number
-
     def is_completed(self) -> bool:
         """Whether all ranks have given theirs, or will not."""
         segment = self._segment
@@ -114,11 +109,11 @@ class _Arrivals:
             The first rank whose number is not; the world size if there is none.
         """
         segment, count = self._segment, self._count
-        cells, tag, place = segment.cells, count & LOW, count % PLACES * CELLS
-        for rank, own in segment.others:
+        cells, tag, firsts = segment.cells, count & LOW, segment.places[count % PLACES]
+        for rank in segment.others:
             if rank < first:
                 continue
-            number, begin = 0, own + place
+            number, begin = 0, firsts[rank]
             for at in range(begin + self._width - 1, begin - 1, -1):
                 cell = cells[at]
                 if cell & LOW != tag:
@@ -168,7 +163,8 @@ class _Sum(_Arrivals):
 
     def __init__(self, segment: Segment, number: int, width: int) -> None:
         super().__init__(segment, width)
-        self._give(number)
+        self._numbers[segment.rank] = number
+        self._count = segment.give(number) if width == 1 else segment.give_long(number, width)
 
     def total(self) -> int:
         """The sum."""
@@ -181,29 +177,28 @@ class _RollCall(_Arrivals, RollCall):
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment, 1)
-        self._is_mine_as_before = False
         self._answers: list[int] = []
+        self._told: list[list[tuple[int, int]]] = []  # by place: all cells, and what is in them but for the count
 
     @override
     def call(self, mine: int, seconds: float | None = None) -> None:
-        before, is_same = self._count, mine == self._numbers[self._segment.rank]
-        self._give(mine)
-        # What is one more than a cell is the same number with the next count, unless that begins anew.
-        self._is_mine_as_before = is_same and 0 < before == self._count - 1 and self._count & LOW != 0
+        self._numbers[self._segment.rank] = mine
+        self._count = self._segment.give(mine)
         self._next, self._failure = 0, ""
 
     @override
     def repeats(self) -> bool:
-        repeats = self._is_mine_as_before
+        repeats = bool(self._told)
         if repeats:
-            segment, count = self._segment, self._count
-            cells, here, before = segment.cells, count % PLACES * CELLS, (count - 1) % PLACES * CELLS
-            for _, own in segment.others:
-                repeats &= cells[own + here] == cells[own + before] + 1
+            cells, tag = self._segment.cells, self._count & LOW
+            for at, told in self._told[self._count % PLACES]:
+                repeats &= cells[at] == told | tag
         return repeats
 
     @override
     def answers(self) -> list[int]:
         if self._numbers != self._answers:
             self._answers = list(self._numbers)
+            told = [number << BITS for number in self._numbers]
+            self._told = [list(zip(places, told, strict=True)) for places in self._segment.places]
         return self._answers

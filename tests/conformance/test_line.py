@@ -139,22 +139,23 @@ def repeats_are_known_as_such(collective: Collective, line: Line) -> None:
             if roll_call.repeats():
                 assert expected == before and roll_call.is_completed()
             roll_call.wait()
-            answers = roll_call.answers()
-            assert answers == expected
             assert roll_call.repeats() == (
                 isinstance(line, SharedMemoryLine) and largest == 9 and call > 0 and expected == before
             )
+            answers = roll_call.answers()
+            assert answers == expected
             assert roll_call.answers() is answers
             before = expected
 
 
-def a_sum_in_between_repeats_nothing(collective: Collective, line: Line) -> None:
+def repeats_are_known_after_a_sum(collective: Collective, line: Line) -> None:
     roll_call = line.roll_call(9)
-    for _ in range(5):
-        roll_call.call(3)
+    for call in range(9):
+        line.sum(call, 9).wait()
+        roll_call.call(call // 5)
         roll_call.wait()
-        assert not roll_call.repeats()
-        line.sum(3, 9).wait()
+        assert roll_call.repeats() == (isinstance(line, SharedMemoryLine) and call not in (0, 5))
+        assert roll_call.answers() == [call // 5] * collective.world_size
 
 
 CHECKS: list[Callable[[Collective, Line], None]] = [
@@ -166,7 +167,7 @@ CHECKS: list[Callable[[Collective, Line], None]] = [
     given_up_after_a_while,
     everybody_answers,
     repeats_are_known_as_such,
-    a_sum_in_between_repeats_nothing,
+    repeats_are_known_after_a_sum,
     notes_can_be_read,
 ]
 
@@ -314,15 +315,15 @@ def counts_begin_anew(rank: int) -> None:
     line: Any = collective.line()
     line._segment.count = memory.LOW - 3 - memory.PLACES
     for _ in range(memory.PLACES):
-        line._segment.give(0, 1)
+        line._segment.give(0)
     collective.barrier()
     roll_call = line.roll_call(9)
     for call in range(8):
         expected = [4, 5 if call > 2 else 4]
         roll_call.call(expected[rank])
         roll_call.wait()
-        assert roll_call.answers() == expected
         assert roll_call.repeats() == (call not in (0, 3))
+        assert roll_call.answers() == expected
 
 
 def test_counts_that_begin_anew(pool: Pool) -> None:

@@ -28,6 +28,7 @@ from join.lockstep import MEETING, LockstepChannel, Note
 _SLICE_SECONDS = 0.01
 _FOLLOW_SECONDS = 0.001  # how often a rank that follows looks for a note
 _LOOKS = 20  # how many of these pass before a rank looks what those who have told have told
+_UNKNOWN = -1  # in the place of a leader
 LIMIT_SECONDS = 60.0
 """How long a rank waits for the others altogether, unless it has an exception to raise."""
 
@@ -40,12 +41,14 @@ class _Account(NamedTuple):
     Attributes:
         begun: how many bursts, and meetings, of the loop it has begun.
         last: the last one, a packed note.
+        leader: the rank that led when it began that, or ``_UNKNOWN``.
         role: ``"shadows"``: it has left, and goes on with what the others may come to; ``"left"``: it has left, and
             goes on with nothing of itself; ``"stopped"``: it knows that others have left.
     """
 
     begun: int
     last: int
+    leader: int
     role: Role
 
 
@@ -130,7 +133,7 @@ class Farewell:
             if furthest is not None and furthest.begun > self._channel.begun:
                 seen = self._channel.next_note()
                 note, _ = self._channel.unpacked(furthest.last if seen is None else seen)
-                self._begin(note, role)
+                self._begin(note, role, furthest.leader if seen is None else _UNKNOWN)
             elif len(accounts) == len(self._keys) and all(
                 each.role != "shadows" and each.begun == self._channel.begun for each in accounts
             ):
@@ -145,17 +148,22 @@ class Farewell:
 
     def tell(self, role: Role) -> None:
         """Tell how far this rank is."""
-        self._tell(self._channel.begun, self._channel.last, role)
+        self._tell(_Account(self._channel.begun, self._channel.last, _UNKNOWN, role))
 
-    def _begin(self, note: Note, role: Role) -> None:
-        self._tell(self._channel.begun + 1, note.packed(self._channel.steps), role)
-        self._channel.shadow(note)
+    def _begin(self, note: Note, role: Role, leader: int = _UNKNOWN) -> None:
+        """Begin a burst, with the ``leader`` of another that has begun it, in what may be another step by its count."""
+        channel = self._channel
+        if note.burst != MEETING:
+            channel.end_step()
+            channel.leader = channel.leader if leader == _UNKNOWN else leader
+        self._tell(_Account(channel.begun + 1, note.packed(channel.steps), channel.leader, role))
+        channel.shadow(note)
 
-    def _tell(self, begun: int, last: int, role: Role) -> None:
-        self._collective.set(self._keys[self._collective.rank], f"{begun} {last} {role}")
+    def _tell(self, account: _Account) -> None:
+        self._collective.set(self._keys[self._collective.rank], " ".join(map(str, account)))
 
     def _accounts(self, *, all_of_them: bool) -> list[_Account]:
         """What ranks have told: none as long as one has not, if all are wanted, which is one request and not many."""
         keys = self._keys if all_of_them else [key for key in self._keys if self._collective.check(key)]
         texts = [text.split() for text in self._collective.texts(keys) or ()]
-        return [_Account(int(begun), int(last), cast("Role", role)) for begun, last, role in texts]
+        return [_Account(*map(int, numbers), role=cast("Role", role)) for *numbers, role in texts]

@@ -51,6 +51,7 @@ MEETING = -1
 """In the place of a burst's index: no burst, but a meeting of all ranks, before a step or a burst."""
 
 _BITS = 16  # for an index, and for flags
+_UNKNOWN = (1 << _BITS) - 1  # in the place of flags: whoever shadows the burst goes by its own view
 _CODE = 2  # what is added to an index, of which the least is that of a meeting: no packed note is 0
 _STEPS = 1 << 20  # that notes tell apart: ranks whose steps have bursts are never as far from each other
 _COMPARE_SECONDS = 2.0  # how long a rank waits at most to compare notes,
@@ -72,8 +73,10 @@ class Note:
     @cached_property
     def code(self) -> int:
         """The note as a number of 32 bits."""
-        told = self.flags if self.flags and len(self.flags) <= _BITS else ()
-        flags = sum(1 << place for place, flag in enumerate(told) if flag)
+        if self.flags is None or len(self.flags) >= _BITS:
+            flags = _UNKNOWN
+        else:
+            flags = sum(1 << place for place, flag in enumerate(self.flags) if flag)
         return self.burst + _CODE | flags << _BITS
 
     def packed(self, step: int) -> int:
@@ -462,7 +465,7 @@ class LockstepChannel(Channel):
         burst = self._members[index].burst if is_known else None
         count = 0 if burst is None else burst.flag_count
         told = tuple(bool(flags >> place & 1) for place in range(count))
-        return Note(index, told if count <= _BITS else None), step
+        return Note(index, None if flags == _UNKNOWN else told), step
 
     @property
     def expected(self) -> Note | None:
@@ -474,11 +477,10 @@ class LockstepChannel(Channel):
         return next(iter(usual[len(self._sequence) :]), None)
 
     def shadow(self, note: Note) -> None:
-        """Shadow a burst that others run, or take part in a meeting."""
+        """Shadow a burst that others run, or take part in a meeting; what came before has ended (:meth:`end_step`)."""
         if note.burst == MEETING:
             self.meet("has left the loop over join.iterate")
             return
-        self.end_step()
         self._compute(note.burst, note.flags)
         self._shadow_member(self._members[note.burst])
 

@@ -30,7 +30,8 @@ def test_the_step_of_a_note_is_the_nearest_to_ones_own(steps: int) -> None:
     channel = LockstepChannel(SingleCollective())
     channel.steps = steps
     for step in range(max(steps - 3, 0), steps + 4):
-        assert channel.unpacked(Note(3).packed(step)) == (Note(3, ()), step)
+        assert channel.unpacked(Note(3).packed(step)) == (Note(3), step)
+        assert channel.unpacked(Note(3, ()).packed(step)) == (Note(3, ()), step)
 
 
 @st.composite

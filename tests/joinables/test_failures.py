@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -320,3 +321,28 @@ def test_in_a_loop_in_lockstep_it_is_an_error_for_all(pool: Pool, at: int, over_
     (first, _), (second, _), (third, _) = pool.run(catching, at, True, True, ranks=RANKS, over_group=over_group)
     assert second.startswith("ProtocolError: rank 1 skipped the backward of DistributedDataParallel(Fragile)")
     assert first == third == f"PeerError: rank 1 failed: {second}"
+
+
+def raising_between(rank: int, model: str, at: int) -> str:
+    """Rank 0 raises before it has run, or in the middle of, a window of accumulation, so it may not know its end."""
+    ddp = DistributedDataParallel(build(model))
+    text = "fine"
+    try:
+        with Join([ddp]) as join:
+            for step, (x, y) in enumerate(join.iterate([batch(rank, 0, n) for n in range(5 + rank)], lookahead=2)):
+                if (rank, step) == (0, at):
+                    raise Trouble("between")
+                with nullcontext() if step % 2 else ddp.no_sync():
+                    ((ddp(x) - y) ** 2).sum().backward()
+    except (Trouble, PeerError) as error:
+        text = str(error)
+    group_works()
+    return text
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("model", ["mlp", "norm"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_rank_that_raises_while_it_accumulates(pool: Pool, at: int, model: str, over_group: bool) -> None:
+    told, peer = pool.run(raising_between, model, at, ranks=2, over_group=over_group)
+    assert (told, peer) == ("between", "rank 0 failed: Trouble: between")

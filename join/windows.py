@@ -137,8 +137,7 @@ class Windows:
         if self._replies is not self.counts or not self._roll_call.repeats():
             return False
         self.under_way = None
-        self.at = self._stretch = 0
-        self._counts_before = self.counts
+        self.begin(self.counts)
         return True
 
     def read(self, doing: str) -> list[int]:

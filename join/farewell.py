@@ -65,6 +65,7 @@ class Farewell:
         self._collective, self._channel = collective, channel
         self._keys = [f"{key}/farewell/{rank}" for rank in range(collective.world_size)]
         self._stopped = f"{key}/farewell/stopped"
+        self._led = 0, _UNKNOWN  # the last burst begun here, and the rank that led it
 
     def has_begun(self) -> bool:
         """Whether a rank has left the loop."""
@@ -148,7 +149,9 @@ class Farewell:
 
     def tell(self, role: Role) -> None:
         """Tell how far this rank is."""
-        self._tell(_Account(self._channel.begun, self._channel.last, _UNKNOWN, role))
+        begun, leader = self._led
+        known = leader if begun == self._channel.begun else _UNKNOWN
+        self._tell(_Account(self._channel.begun, self._channel.last, known, role))
 
     def _begin(self, note: Note, role: Role, leader: int = _UNKNOWN) -> None:
         """Begin a burst, with the ``leader`` of another that has begun it, in what may be another step by its count."""
@@ -156,6 +159,7 @@ class Farewell:
         if note.burst != MEETING:
             channel.end_step()
             channel.leader = channel.leader if leader == _UNKNOWN else leader
+        self._led = channel.begun + 1, channel.leader
         self._tell(_Account(channel.begun + 1, note.packed(channel.steps), channel.leader, role))
         channel.shadow(note)
 

@@ -121,6 +121,9 @@ class Iteration:
         if self.running:
             if not channel.closed:
                 channel.end_step()  # what goes wrong here is known to this rank alone
+            took = time.monotonic() - self._since
+            if took > self._longest:
+                self._longest = took
         elif self._gave_way:
             raise JoinError(ONE_AT_A_TIME)
         elif self._windows is not None:
@@ -155,10 +158,7 @@ class Iteration:
         except Exception:
             self._over()
             raise  # an interrupt, of which nobody else knows, is for the end of the block
-        now = time.monotonic()
-        if self._step > 1 and now - self._since > self._longest:
-            self._longest = now - self._since
-        self._since = now
+        self._since = time.monotonic()
         return True
 
     def _batch(self) -> Any:

@@ -5,13 +5,14 @@ Two gloo processes train a model in several ways: plain ``DistributedDataParalle
 needs to know in each step how many ranks contribute, inside ours with ``steps=``, and over ``join.iterate`` with
 ``lookahead`` 1 and 4.
 
-The ways take turns of a few steps on the same modules and optimizers, since where those lie in memory makes some
-percent of difference, and in an order that is drawn anew for each round, so that whatever else the machine does hits
-all of them alike. A turn opens the way's context; the first steps in it are not measured. Every other step is timed by
-itself, and a launch of the processes gives the median of the first steps of turns, of the second ones, and so on, and
-the mean of these: so what comes now and then does not count, and what comes every few steps does. The table gives the
-mean over the launches of the ratio to plain DDP and, behind it, twice its standard error. Plain DDP is there twice:
-what the second differs from the first is noise.
+The ways take turns of a few steps, in an order that is drawn anew for each round, so that whatever else the machine
+does hits all of them alike. They do so on the same modules and optimizers, since where those lie in memory makes some
+percent of difference; only torch's Join, after which no other way can use them, has its own. A turn opens the way's
+context; the first steps in it are not measured. Every other step is timed by itself, and a launch of the processes
+gives the median of the first steps of turns, of the second ones, and so on, and the mean of these: so what comes now
+and then does not count, and what comes every few steps does. The table gives the mean over the launches of the ratio to
+plain DDP and, behind it, twice its standard error. Plain DDP is there twice: what the second differs from the first is
+noise.
 
     step    wall time of a step, mean of the ranks: the only figure that shows waiting; noise on a shared machine
     CPU     processor time of a step, all threads of all ranks together: depends less on who else computes
@@ -58,11 +59,14 @@ _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char"
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
+Parts: TypeAlias = list[Callable[[], object]]
+
+
 @dataclass(frozen=True)
 class Training:
     """A training step, in parts that are timed by themselves, and the objects that it trains."""
 
-    parts: list[Callable[[], None]]
+    parts: Parts
     modules: list[DDP]
     optimizers: list[torch.optim.Optimizer]
 
@@ -180,10 +184,11 @@ def lockstep(training: Training, steps: int, lookahead: int) -> Iterator[Iterato
 
 Way = Callable[[Training, int], contextlib.AbstractContextManager[Any]]
 """A context for a block of so many steps; it may hand out an iterator that is to be advanced before each of them."""
+TORCH_JOIN = "torch's Join"
 WAYS: dict[str, Way] = {
     "plain": plain,
     "plain, again": plain,
-    "torch's Join": torch_join,
+    TORCH_JOIN: torch_join,
     "Join": our_join,
     "Join, mean over contributors": our_join_by_active,
     "Join, declared steps": our_join_declared,
@@ -224,21 +229,24 @@ def measure(case: str, ways: list[str], steps: int, rounds: int, launch: int) ->
     names = [name for name in possible if name in ways]
     results = {name: Measured() for name in names}
     with warnings.catch_warnings():  # torch's Join rewrites the filters
-        torch.manual_seed(0)
-        training = build()
-        with opened(training, plain, WARM_UP_STEPS) as parts:
-            take(parts, WARM_UP_STEPS)
+        trainings = dict.fromkeys(names, warm(build))
+        if TORCH_JOIN in names:  # it leaves its modules as they are in it
+            trainings[TORCH_JOIN] = warm(build)
         for _ in range(rounds):
             for name in draw.sample(names, len(names)):
-                with opened(training, WAYS[name], steps) as parts:
+                with opened(trainings[name], WAYS[name], steps) as parts:
                     time_steps(parts, steps, results[name])
         for name in names:
-            with opened(training, WAYS[name], COUNTED_STEPS) as parts:
+            with opened(trainings[name], WAYS[name], COUNTED_STEPS) as parts:
                 count_collectives(parts, results[name])
     return results
 
 
-Parts: TypeAlias = list[Callable[[], object]]
+def warm(build: Callable[[], Training]) -> Training:
+    torch.manual_seed(0)
+    training = build()
+    take(training.parts, WARM_UP_STEPS)
+    return training
 
 
 @contextlib.contextmanager
@@ -325,25 +333,26 @@ def summarise(case: str, launches: list[list[dict[str, Measured]]], steps: int) 
     """One entry a way; ``launches`` holds what each rank measured in each of them."""
     first = launches[0][0]
     times = {name: [typical([rank[name] for rank in ranks], steps) for ranks in launches] for name in first}
-    return [
-        {
-            "model": case,
-            "way": name,
-            "wall_ms": statistics.fmean(each.wall for each in times[name]) * 1e3,
-            "wall_ratio": estimate(way.wall / base.wall for way, base in zip(times[name], times["plain"], strict=True)),
-            "cpu_ms": statistics.fmean(each.cpu for each in times[name]) * 1e3,
-            "cpu_ratio": estimate(way.cpu / base.cpu for way, base in zip(times[name], times["plain"], strict=True)),
-            "main_us": estimate(
-                (way.main - base.main) * 1e6 for way, base in zip(times[name], times["plain"], strict=True)
-            ),
-            "collectives": measured.collectives,
-            "added_collectives": measured.collectives - first["plain"].collectives,
-            "by_kind": measured.kinds,
-            "bytes": measured.nbytes,
-            "added_bytes": measured.nbytes - first["plain"].nbytes,
-        }
-        for name, measured in first.items()
-    ]
+    entries: list[dict[str, Any]] = []
+    for name, measured in first.items():
+        pairs = list(zip(times[name], times["plain"], strict=True))
+        entries.append(
+            {
+                "model": case,
+                "way": name,
+                "wall_ms": statistics.fmean(each.wall for each in times[name]) * 1e3,
+                "wall_ratio": estimate(way.wall / base.wall for way, base in pairs),
+                "cpu_ms": statistics.fmean(each.cpu for each in times[name]) * 1e3,
+                "cpu_ratio": estimate(way.cpu / base.cpu for way, base in pairs),
+                "main_us": estimate((way.main - base.main) * 1e6 for way, base in pairs),
+                "collectives": measured.collectives,
+                "added_collectives": measured.collectives - first["plain"].collectives,
+                "by_kind": measured.kinds,
+                "bytes": measured.nbytes,
+                "added_bytes": measured.nbytes - first["plain"].nbytes,
+            }
+        )
+    return entries
 
 
 def row(entry: dict[str, Any]) -> list[str]:

@@ -158,7 +158,8 @@ class Farewell:
         channel = self._channel
         if note.burst != MEETING:
             channel.end_step()
-            channel.leader = channel.leader if leader == _UNKNOWN else leader
+            if leader != _UNKNOWN:
+                channel.leader = leader
         self._led = channel.begun + 1, channel.leader
         self._tell(_Account(channel.begun + 1, note.packed(channel.steps), channel.leader, role))
         channel.shadow(note)

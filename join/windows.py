@@ -68,7 +68,6 @@ class Windows:
         self.missed: Missed | None = None
         """What this rank has left out, as the last roll call shows that was read."""
         self._ran = 0  # how many bursts it had run when it called last
-        self._mine, self._packed = (0, 0), 0  # what it said, and how that is packed
         self._told: list[int] = []  # all that ranks told in the roll call that was read last, and their answers in it
         self._replies: list[int] = []
         self.farewell = Farewell(self._collective, channel, self.key)
@@ -124,11 +123,9 @@ class Windows:
     def call(self, answer: int, seconds: float | None = None) -> None:
         """Start a roll call; ``seconds`` as for :meth:`join.collectives.Line.sum`."""
         channel, call = self._channel, self._roll_call
-        mine = answer, channel.ran - self._ran
-        if mine != self._mine:
-            self._mine, self._packed = mine, self.answers.packed(*mine)
-        call.call(self._packed, seconds)
-        self._ran, self.under_way = channel.ran, call
+        ran = channel.ran
+        call.call(self.answers.packed(answer, ran - self._ran), seconds)
+        self._ran, self.under_way = ran, call
         channel.tally.count(call.nbytes)
 
     def begin_as_before(self) -> bool:

@@ -1,4 +1,4 @@
-"""The demo and the tutorials run, say what they claim, and leave nothing behind."""
+"""The demo and the tutorials run, say what they claim, and leave nothing behind; so does a benchmark."""
 
 from __future__ import annotations
 
@@ -75,3 +75,11 @@ def test_demo_without_its_extra_says_what_to_install() -> None:
     assert result.returncode != 0
     assert "pip install 'joinables[demo]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_benchmark_of_overhead_runs_every_way() -> None:
+    few = ("--only", "MLP", "--rounds", "1", "--launches", "1", "--steps", "4")
+    table = run("benchmarks/overhead.py", *few, strict=False).splitlines()
+    ways = [line.split("|")[1].strip() for line in table if line.startswith("| MLP: ")]
+    assert len(ways) == len(set(ways)) == 8
+    assert ways[0] == "MLP: plain"

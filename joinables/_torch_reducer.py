@@ -71,6 +71,14 @@ def not_compiled(function: F) -> F:
     return cast("F", decorators.skip(function))
 
 
+def _run(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
+uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
+"""Calls a function that is not compiled, nor what it calls; costly, also where nothing is compiled."""
+
+
 # -- autograd -------------------------------------------------------------------------------------------------------
 
 
@@ -101,9 +109,13 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> A
     return None
 
 
+backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that is under way on this thread, -1 outside one. Stands in for asking for it."""
+
+
 def in_backward() -> bool:
     """Whether a backward pass is under way on this thread: a checkpointed module runs its forward again in there."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_under_way() != -1
 
 
 def writes(tensor: torch.Tensor) -> int:

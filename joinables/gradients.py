@@ -19,11 +19,11 @@ from join.collectives import Work
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
-from joinables.hooks import ModuleHook
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
 from joinables.weights import Weights
+from joinables.wrapped_forward import WrappedForward
 
 _IN_TORCH_JOIN = (
     "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
@@ -62,7 +62,8 @@ class GradientSync(DDPBurst):
         self._weighted = False  # in this burst, weights are summed
         self._weights_agreed = False  # that all active ranks set a weight was made sure of
         self._armed = False  # the reducer will reduce in the next backward
-        self._in_backward = False
+        self._backward = -1  # the last one in which a gradient entered
+        self._plain_in = 0  # the number of a loop in lockstep in which reductions need nothing of what is done here
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
         self._had_dummies = False  # in lockstep: a rank had none in a backward since then
@@ -100,10 +101,9 @@ class GradientSync(DDPBurst):
         self._static_graph.check()
         ddp = self._ddp
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
-        self._may_hold_result = _may_hold_result.get(ddp, True)
+        self._may_hold_result, self._plain_in = _may_hold_result.get(ddp, True), 0
         self._param_sync = ddp.require_forward_param_sync
-        before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
-        self._handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after)]
+        self._handles = [WrappedForward(ddp, self._before_forward, self._after_forward)]
 
     @override
     def detach(self) -> None:
@@ -113,7 +113,7 @@ class GradientSync(DDPBurst):
         del self._join
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
-        self.owes = self._armed = self._in_backward = False
+        self.owes = self._armed = False
 
     @override
     def synchronise(self, source: int) -> None:
@@ -271,13 +271,12 @@ class GradientSync(DDPBurst):
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, ddp: Any, args: Any) -> None:
+    def _before_forward(self) -> None:
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(_IN_TORCH_JOIN)
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
-            self._in_backward = False  # a backward that raised did not come to its end
             if self._ddp.find_unused_parameters:
                 self._watch_use()
             weighted = self._join.weight is not None
@@ -317,7 +316,7 @@ class GradientSync(DDPBurst):
         if buffers is not None:
             buffers.announced()
 
-    def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
+    def _after_forward(self, output: Any) -> None:
         if self._channel.shadowing:  # a dummy leaves no trace
             reducer.restore_buffers(self._ddp, self._buffers_before)
             self._buffers_before = []
@@ -346,27 +345,37 @@ class GradientSync(DDPBurst):
 
     def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
         """A gradient enters the module: the first one of a backward begins it."""
-        if self._in_backward or not self._handles:
+        backward = reducer.backward_under_way()
+        if backward == self._backward or not self._handles:
             return
-        self._in_backward = True
-        if self._unsynced or self._had_data or self._weights.window:
-            self._forget_zeroed()
+        self._backward, channel = backward, self._channel
         weighted = self._join.weight is not None
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         reduces = self._armed or synchronised
-        makes_no_difference = reduces and self._channel.in_lockstep and not weighted  # where all ranks give theirs
+        in_lockstep = channel.in_lockstep and channel.leave_loop is None
+        if reduces and in_lockstep and self._plain_in == channel.loop and not weighted:
+            if not (self._armed and self.owes):
+                self._announce_backward(weighted)
+            self._end_reduction()
+            return
+        if self._unsynced or self._had_data or self._weights.window:
+            self._forget_zeroed()
+        makes_no_difference = reduces and channel.in_lockstep and not weighted  # where all ranks give theirs
         if self._may_hold_result and not makes_no_difference:
             self._see_zeroed(values=True)
         if weighted:
+            self._plain_in = 0
             self._weights.begin_backward(holds_result=self._sets_result_aside())
         self._begin_use()
         if reduces:
             self._begin_reduction(weighted)
-        else:
-            self._unsynced |= not self._channel.shadowing
-            reducer.after_backward(self._end_backward)
+            return
+        self._unsynced |= not channel.shadowing
+        if self._weights.aside and not self._weights.window:
+            # Nothing but dummies: what was set aside must be there, to be zeroed or not.
+            reducer.after_backward(self._weights.put_back)
 
-    def _begin_reduction(self, weighted: bool) -> None:
+    def _announce_backward(self, weighted: bool) -> None:
         if not self._armed:  # a second backward, of which DDP itself would not reduce the gradients
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
@@ -379,6 +388,9 @@ class GradientSync(DDPBurst):
             self._with_buffers, self._weighted = False, weighted and not self._channel.shadowing
             self._channel.announce(self)
             self.owes = True  # still owed to the others, if this rank raises now
+
+    def _begin_reduction(self, weighted: bool) -> None:
+        self._announce_backward(weighted)
         holding = False
         if self._channel.in_lockstep:  # where ranks without data hold the last result, too
             if self._weights.agreed_in != self._channel.loop or self._weights.agreed != weighted:
@@ -392,25 +404,22 @@ class GradientSync(DDPBurst):
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
         self.owes, self._contributors = False, None
-        if self._scales:
+        scales = self._scales
+        if scales:
             self._count_contributors(self._weights.window if self._weighted else self._contribution)
         if holding:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if self._weights.window or self._weights.aside or self._scales or self._counts_use or self._rebuild.pending:
+        if self._weights.window or self._weights.aside or scales or self._counts_use or self._rebuild.pending:
             reducer.after_reduction(self._finish_reduction)
         else:  # nothing is done with the result, so it need not be there
-            reducer.after_backward(self._end_reduction)
-
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        if not self._weights.window:  # nothing but dummies: what was set aside must be there, to be zeroed or not
-            self._weights.put_back()
+            self._plain_in = self._channel.loop if self._channel.in_lockstep else 0
+            self._end_reduction()
 
     def _end_reduction(self) -> None:
-        self._in_backward = self._armed = self._unsynced = self._had_dummies = False
+        self.owes = self._armed = self._unsynced = self._had_dummies = False
         self._may_hold_result, self._had_data = True, 0
 
     def _finish_reduction(self) -> None:

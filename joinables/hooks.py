@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from joinables._torch_reducer import compiler_under_way, not_compiled
+from joinables._torch_reducer import compiler_under_way, not_compiled, uncompiled
 
 
 class ModuleHook:
@@ -23,17 +21,10 @@ class ModuleHook:
     @not_compiled
     def __call__(self, *args: Any) -> Any:
         """Do it."""
-        return self._call(*args) if compiler_under_way() is None else _uncompiled(self._call, *args)
+        return self._call(*args) if compiler_under_way() is None else uncompiled(self._call, *args)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ModuleHook, (_do_nothing,)
-
-
-def _run(call: Callable[..., Any], *args: Any) -> Any:
-    return call(*args)
-
-
-_uncompiled: Any = torch.compiler.disable(_run)  # a call through this is costly, also where nothing is compiled
 
 
 def _do_nothing(*_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -106,6 +107,55 @@ def copy_inside(rank: int) -> None:
 
 def test_copies_inside_and_after(pool: Pool) -> None:
     pool.run(copy_inside, ranks=2)
+
+
+def own_forwards(rank: int) -> None:
+    """What the user puts in the place of ``forward`` is called, before the block, in it and after it."""
+    ddp = DistributedDataParallel(build("mlp"))
+    x, _ = batch(rank, 0, 0)
+    calls: list[str] = []
+
+    def wrapped(name: str, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return forward(*args, **kwargs)
+
+        return run
+
+    first = ddp.forward = wrapped("first", ddp.forward)
+    with Join([ddp]):
+        assert copy.deepcopy(ddp).forward is first
+        for _ in range(rank):
+            ddp(x).sum().backward()
+    assert ddp.forward is first
+    assert calls == ["first"] * rank
+
+    with Join([ddp]):
+        second = ddp.forward = wrapped("second", ddp.forward)
+        for _ in range(rank):
+            ddp(x).sum().backward()
+    calls.clear()
+    assert ddp.forward is second
+    ddp(x).sum().backward()  # an ordinary DDP module's, on all ranks
+    assert calls == ["second", "first"]
+
+
+def test_a_forward_of_the_users(pool: Pool) -> None:
+    pool.run(own_forwards, ranks=2)
+
+
+def called_directly(rank: int) -> None:
+    ddp = DistributedDataParallel(build("mlp"))
+    with Join([ddp]):
+        for step in range(2 * rank):
+            ddp.forward(batch(rank, 0, step)[0]).sum().backward()
+        parameters = list(inspect.signature(ddp.forward).parameters)
+    assert parameters == list(inspect.signature(ddp.forward).parameters)
+    assert all(parameter.grad is not None for parameter in ddp.parameters())  # shadowed on the joined rank
+
+
+def test_a_forward_that_is_called_directly(pool: Pool) -> None:
+    pool.run(called_directly, ranks=2)
 
 
 def leaf_output(rank: int) -> None:

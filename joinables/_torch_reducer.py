@@ -75,8 +75,16 @@ def _run(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
 
-uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
-"""Calls a function that is not compiled, nor what it calls; costly, also where nothing is compiled."""
+call_uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
+"""Calls a function and leaves it uncompiled, with all that it calls. Costly, also where nothing is compiled."""
+
+
+# -- modules --------------------------------------------------------------------------------------------------------
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether forward hooks of any kind are registered at the module itself. Stands in for asking for them."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 # -- autograd -------------------------------------------------------------------------------------------------------

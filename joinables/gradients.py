@@ -23,7 +23,7 @@ from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
 from joinables.weights import Weights
-from joinables.wrapped_forward import WrappedForward
+from joinables.wrapped_forward import around_forward
 
 _IN_TORCH_JOIN = (
     "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
@@ -63,7 +63,7 @@ class GradientSync(DDPBurst):
         self._weights_agreed = False  # that all active ranks set a weight was made sure of
         self._armed = False  # the reducer will reduce in the next backward
         self._backward = -1  # the last one in which a gradient entered
-        self._plain_in = 0  # the number of a loop in lockstep in which reductions need nothing of what is done here
+        self._plain_in = 0  # the loop in lockstep, by its number, in which a reduction was a plain one
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
         self._had_dummies = False  # in lockstep: a rank had none in a backward since then
@@ -103,7 +103,7 @@ class GradientSync(DDPBurst):
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result, self._plain_in = _may_hold_result.get(ddp, True), 0
         self._param_sync = ddp.require_forward_param_sync
-        self._handles = [WrappedForward(ddp, self._before_forward, self._after_forward)]
+        self._handles = around_forward(ddp, self._before_forward, self._after_forward)
 
     @override
     def detach(self) -> None:
@@ -352,10 +352,11 @@ class GradientSync(DDPBurst):
         weighted = self._join.weight is not None
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         reduces = self._armed or synchronised
-        in_lockstep = channel.in_lockstep and channel.leave_loop is None
-        if reduces and in_lockstep and self._plain_in == channel.loop and not weighted:
+        is_in_loop = channel.in_lockstep and channel.leave_loop is None
+        if is_in_loop and self._plain_in == channel.loop and reduces and not weighted:
             if not (self._armed and self.owes):
                 self._announce_backward(weighted)
+            self.owes = False
             self._end_reduction()
             return
         if self._unsynced or self._had_data or self._weights.window:
@@ -414,12 +415,15 @@ class GradientSync(DDPBurst):
             self._static_graph.watch(self._collective)
         if self._weights.window or self._weights.aside or scales or self._counts_use or self._rebuild.pending:
             reducer.after_reduction(self._finish_reduction)
-        else:  # nothing is done with the result, so it need not be there
-            self._plain_in = self._channel.loop if self._channel.in_lockstep else 0
+        elif self._channel.in_lockstep:  # nothing is done with the result, so it need not be there
+            # The next one is as plain, if it is not weighted: that is all that may change in a loop.
+            self._plain_in = self._channel.loop
             self._end_reduction()
+        else:
+            reducer.after_backward(self._end_reduction)
 
     def _end_reduction(self) -> None:
-        self.owes = self._armed = self._unsynced = self._had_dummies = False
+        self._armed = self._unsynced = self._had_dummies = False
         self._may_hold_result, self._had_data = True, 0
 
     def _finish_reduction(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from joinables._torch_reducer import compiler_under_way, not_compiled, uncompiled
+from joinables._torch_reducer import call_uncompiled, compiler_under_way, not_compiled
 
 
 class ModuleHook:
@@ -21,7 +21,7 @@ class ModuleHook:
     @not_compiled
     def __call__(self, *args: Any) -> Any:
         """Do it."""
-        return self._call(*args) if compiler_under_way() is None else uncompiled(self._call, *args)
+        return self._call(*args) if compiler_under_way() is None else call_uncompiled(self._call, *args)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ModuleHook, (_do_nothing,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -39,11 +40,12 @@ def snapshot(ddp: Any, optimizer: Any, zero: Any) -> dict[str, Any]:
     }
 
 
-def leave_behind(rank: int, how: str) -> None:
+def leave_behind(rank: int, how: str, hooked: bool) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(build("mlp"))
-    user_hook = ddp.register_forward_hook(lambda *_: None)
+    if hooked:
+        ddp.register_forward_hook(lambda *_: None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     before = snapshot(ddp, optimizer, zero)
@@ -68,12 +70,12 @@ def leave_behind(rank: int, how: str) -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == RANKS
-    user_hook.remove()
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("how", ["normal", "exception", "disabled", "never entered"])
-def test_nothing_is_left(pool: Pool, how: str) -> None:
-    pool.run(leave_behind, how, ranks=RANKS)
+def test_nothing_is_left(pool: Pool, how: str, hooked: bool) -> None:
+    pool.run(leave_behind, how, hooked, ranks=RANKS)
 
 
 def copy_inside(rank: int) -> None:
@@ -109,39 +111,97 @@ def test_copies_inside_and_after(pool: Pool) -> None:
     pool.run(copy_inside, ranks=2)
 
 
+class Forward:
+    """A forward of the user's, with attributes of any name."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward, self._module, self.calls = forward, "the user's", 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._forward(*args, **kwargs)
+
+
 def own_forwards(rank: int) -> None:
     """What the user puts in the place of ``forward`` is called, before the block, in it and after it."""
     ddp = DistributedDataParallel(build("mlp"))
     x, _ = batch(rank, 0, 0)
     calls: list[str] = []
 
-    def wrapped(name: str, forward: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return forward(*args, **kwargs)
-
-        return run
-
-    first = ddp.forward = wrapped("first", ddp.forward)
-    with Join([ddp]):
-        assert copy.deepcopy(ddp).forward is first
+    def steps() -> None:
         for _ in range(rank):
             ddp(x).sum().backward()
+
+    first = ddp.forward = Forward(ddp.forward)
+    with Join([ddp]):
+        assert isinstance(copy.deepcopy(ddp).forward, Forward)
+        steps()
     assert ddp.forward is first
-    assert calls == ["first"] * rank
+    assert first.calls == rank
 
     with Join([ddp]):
-        second = ddp.forward = wrapped("second", ddp.forward)
-        for _ in range(rank):
-            ddp(x).sum().backward()
-    calls.clear()
+        inside = ddp.forward
+
+        @functools.wraps(inside)
+        def second(*args: Any, **kwargs: Any) -> Any:
+            calls.append("second")
+            return inside(*args, **kwargs)
+
+        ddp.forward = second
+        steps()
     assert ddp.forward is second
+    with Join([ddp]):
+        steps()
+    assert ddp.forward is second
+    assert calls == ["second"] * (2 * rank)
+    ddp.forward = inside  # kept from a block that is over
+    with Join([ddp]):
+        steps()
     ddp(x).sum().backward()  # an ordinary DDP module's, on all ranks
-    assert calls == ["second", "first"]
+    assert first.calls == 4 * rank + 1
 
 
 def test_a_forward_of_the_users(pool: Pool) -> None:
     pool.run(own_forwards, ranks=2)
+
+
+class Recursive(DistributedDataParallel):
+    """Its forward calls itself."""
+
+    def forward(self, x: torch.Tensor, *, again: bool = True) -> Any:
+        return self.forward(x, again=False) if again else super().forward(x)
+
+
+def calls_itself(rank: int) -> dict[str, torch.Tensor]:
+    ddp = Recursive(build("norm"))
+    with Join([ddp]) as join:
+        for step in join.iterate(range([0, 3, 1][rank]), dummy=lambda step: step):
+            ddp.zero_grad()
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+    assert "forward" not in vars(ddp)
+    return flat_state([parameter.grad for parameter in ddp.parameters()]) | flat_state(list(ddp.buffers()))
+
+
+def test_a_forward_that_calls_itself(pool: Pool) -> None:
+    first, *others = pool.run(calls_itself, ranks=RANKS)
+    for other in others:
+        assert_same(first, other)
+
+
+def hooked(rank: int) -> float:
+    """A hook of the user's changes a buffer, also on dummies, which leave no trace."""
+    ddp = DistributedDataParallel(build("norm"), forward_sync_buffers=False)
+    ddp.module.register_buffer("calls", torch.zeros(()))
+    ddp.register_forward_hook(lambda ddp, *_: ddp.module.calls.add_(1) and None)
+    with Join([ddp]) as join:
+        for step in join.iterate(range([2, 4][rank]), dummy="last"):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+        calls = float(ddp.module.calls)
+    return calls
+
+
+def test_what_hooks_of_the_users_do_to_buffers(pool: Pool) -> None:
+    assert pool.run(hooked, ranks=2) == [2, 4]
 
 
 def called_directly(rank: int) -> None:

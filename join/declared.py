@@ -17,6 +17,7 @@ One that declared too little finds out before its burst.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -29,6 +30,8 @@ from join.errors import JoinError, PeerError, ProtocolError
 from join.header import Header
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
+
+logger = logging.getLogger(__name__)
 
 
 class DeclaredChannel(Channel):
@@ -92,6 +95,10 @@ class DeclaredChannel(Channel):
     def someone_may_contribute_unseen(self) -> bool:
         # A rank that has just ended may have accumulated something, which only it knows.
         return self._step_of_header in self._steps
+
+    @override
+    def somebody_has_left(self) -> bool:
+        return not self._was_active  # who shadows a step cannot know whether those that have it run it or shadow, too
 
     @override
     def _send(self, fields: Sequence[int], announcing: int | None) -> Work:
@@ -181,8 +188,21 @@ class DeclaredChannel(Channel):
     @override
     def _tell(self, error: BaseException) -> None:
         self._failed = "" if self._wrong else f"{type(error).__name__}: {error}"
-        self._shadow_rest()
+        self._shadow_whatever_comes()
         self.exchange_ends()
+
+    def _shadow_whatever_comes(self) -> None:
+        """Come to the end, where the others wait, even if a burst raises behind its collectives."""
+        while True:
+            events = self._events
+            try:
+                return self._shadow_rest()
+            except (PeerError, ProtocolError):
+                raise
+            except Exception as secondary:
+                if self._events == events:
+                    raise  # it would go wrong for ever
+                logger.info("shadowing what was declared: %s", secondary)
 
     def exchange_ends(self) -> None:
         """All ranks are at the same place, the end or a burst that cannot go on: learn who leaves early, and why.

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, JoinError
+from join import Join, Joinable, JoinError, JoinHook
 from tests.joinables.test_failures import group_works, unhooked
 from tests.models import batch, build
 from tests.pool import Pool
@@ -51,6 +54,93 @@ def test_a_rank_that_raises(pool: Pool, model: str, where: str) -> None:
     first, second, third = pool.run(outcome, model, [3, 2, 0], [3, 2, 0], where, ranks=3)
     assert second == f"KeyError: '{where}'"
     assert first == third == f"PeerError: rank 1 failed: KeyError: '{where}'"
+
+
+def weighted_outcome(rank: int, model: str, steps: list[int], weight: Any) -> str:
+    """Rank 1 sets ``weight`` before its second step, or raises where that is ``None``."""
+    sharded = model == "sharded"
+    trained: Any = build("mlp")
+    trained = (
+        fully_shard(trained, mesh=init_device_mesh("cpu", (3,))) if sharded else DistributedDataParallel(build(model))
+    )
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    text = "fine"
+    join = Join([trained, optimizer], steps=steps[rank])
+    join.weight = 2
+    try:
+        with join:
+            for step in range(steps[rank]):
+                x, y = batch(rank, 0, step)
+                trained.zero_grad()
+                if rank == 1 and step == 1:
+                    if weight is None:
+                        raise KeyError(step)
+                    join.weight = weight
+                ((trained(x) - y) ** 2).mean().backward()
+                optimizer.step()
+    except (KeyError, ValueError, JoinError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    return text
+
+
+@pytest.mark.parametrize("weight", [None, -1])
+@pytest.mark.parametrize("steps", [[2, 3, 0], [2, 3, 2], [2, 4, 0], [3, 3, 3]])
+@pytest.mark.parametrize("model", ["mlp", "norm", "sharded"])
+def test_a_rank_that_raises_with_weights(pool: Pool, model: str, steps: list[int], weight: Any) -> None:
+    """It shadows steps that no other rank has: nothing weighs anything there, for which nobody is to blame."""
+    first, second, third = pool.run(weighted_outcome, model, steps, weight, ranks=3)
+    assert second.startswith("KeyError: 1" if weight is None else "ValueError: weight=-1 must be")
+    assert first == third == f"PeerError: rank 1 failed: {second}"
+
+
+class Fails(Joinable):
+    """A joinable with one all-reduce, whose hook raises behind it."""
+
+    join_device = torch.device("cpu")
+    join_process_group = None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        join_self = self
+
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                join_self.reduce()
+                raise KeyError("hook")
+
+        return Hook()
+
+    def reduce(self) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        self.reduce()
+
+
+def hook_fails(rank: int) -> str:
+    joinable, text = Fails(), "fine"
+    try:
+        with Join([joinable], steps=[1, 4, 3][rank]):
+            for _ in range([1, 4, 3][rank]):
+                joinable()
+    except (KeyError, JoinError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    return text
+
+
+def test_a_hook_that_raises_in_every_step(pool: Pool) -> None:
+    """Who runs it has yet to come to the end, where the others learn of it."""
+    first, second, third = pool.run(hook_fails, ranks=3)
+    assert first == third == "KeyError: 'hook'"
+    assert second == "PeerError: rank 0 failed: KeyError: 'hook'; rank 2 failed: KeyError: 'hook'"
+
+
+def test_weights_of_0_on_all_ranks(pool: Pool) -> None:
+    first, second, third = pool.run(weighted_outcome, "mlp", [1, 3, 0], 0, ranks=3)
+    assert second == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
+    assert first == third == f"PeerError: rank 1 failed: {second}"
 
 
 @pytest.mark.parametrize("made", [[3, 1, 0], [3, 3, 0], [3, 2, 1], [1, 2, 0]])

@@ -44,7 +44,12 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
         "prepare_for_backward",
         "prepare_for_forward",
     ),
-    DistributedDataParallel: ("_assign_modules_buffers", "_sync_module_buffers", "_check_sync_bufs_post_fwd"),
+    DistributedDataParallel: (
+        "_assign_modules_buffers",
+        "_check_sync_bufs_post_fwd",
+        "_get_ddp_logging_data",
+        "_sync_module_buffers",
+    ),
     _engine: ("queue_callback",),
     eval_frame: ("get_eval_frame_callback",),
     decorators: ("skip",),
@@ -266,6 +271,11 @@ class _Reach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         raise AssertionError("this graph is not meant to be run backward")
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether gradients go through a comm hook, the user's or one of torch's. Stands in for asking the reducer."""
+    return bool(ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def hooks_remember(ddp: DistributedDataParallel) -> bool:

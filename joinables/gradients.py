@@ -102,7 +102,7 @@ class GradientSync(DDPBurst):
         ddp = self._ddp
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result, self._plain_in = _may_hold_result.get(ddp, True), 0
-        self._param_sync = ddp.require_forward_param_sync
+        self._param_sync, self._has_comm_hook = ddp.require_forward_param_sync, reducer.has_comm_hook(ddp)
         self._handles = around_forward(ddp, self._before_forward, self._after_forward)
 
     @override
@@ -234,6 +234,7 @@ class GradientSync(DDPBurst):
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
+        self._normalise()
         if not (self._unsynced or holding):
             self._drop_gradients()
         elif holding:
@@ -408,6 +409,7 @@ class GradientSync(DDPBurst):
         scales = self._scales
         if scales:
             self._count_contributors(self._weights.window if self._weighted else self._contribution)
+            self._normalise()
         if holding:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
@@ -498,6 +500,19 @@ class GradientSync(DDPBurst):
             self._contributors = count, self._collective.all_reduce(count)
 
     @property
+    def _normalises(self) -> bool:
+        """Whether gradients are parts of the mean before they are reduced."""
+        return self._weighted and self._has_comm_hook
+
+    def _normalise(self) -> None:
+        """Where there is a comm hook, wait for the sum of weights, and make parts of the mean of the gradients."""
+        if self._normalises and self._contributors is not None:
+            total, work = self._contributors
+            work.wait()
+            if total:
+                self._weights.normalise(self._collective.world_size / total.item())
+
+    @property
     def _contribution(self) -> float:
         """Whether this rank contributes to its own backward: not with dummies alone."""
         return float(not self._channel.in_lockstep or self._had_data >> self._collective.rank & 1)
@@ -528,7 +543,7 @@ class GradientSync(DDPBurst):
             contributors = count.item()
         if self._weighted and contributors == 0 and not self._channel.somebody_has_left():
             raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
-        if contributors in (0, self._collective.world_size):
+        if contributors in (0, self._collective.world_size) or self._normalises:
             return
         factor = self._collective.world_size / contributors
         with torch.no_grad():

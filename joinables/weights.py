@@ -2,7 +2,9 @@
 
 The weight is applied where a gradient reaches its parameter, not at the module's outputs: these may be computed from
 one another, and would be weighed twice. So a sum over ranks and micro-batches, divided by the sum of their weights, is
-the weighted mean. What is in ``grad`` already, the last reduction's result, is no part of it, and is set aside.
+the weighted mean. A comm hook, which may round or carry errors over to the next step, is given parts of that mean
+itself: there the sum of weights is awaited before the backward. What is in ``grad`` already, the last reduction's
+result, is no part of it, and is set aside.
 
 In a loop in lockstep, no header tells of weights. There the first reduction begins with one more all-reduce::
 
@@ -43,6 +45,7 @@ class Weights:
         """The last reduction's results that were set aside, by position among the parameters."""
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
+        self._unit = 1.0  # what the weights of the backward under way are multiplied by
         self.silent = False
         """Whether gradients count for nothing: those of a batch that is not there. Needs ``watch(always=True)``."""
 
@@ -104,14 +107,16 @@ class Weights:
 
     def _weigh(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         weight = 0.0 if self.silent else self._join.weight
-        if weight is None or weight == 1.0:
+        if weight is None or weight * self._unit == 1.0:
             return None
         if gradient is None:
             # SyncBatchNorm says so for the zeros of an empty batch, and FSDP would not reduce them, as other ranks do.
             if weight == 0 and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             return None
-        return gradient * weight if weight else torch.zeros_like(gradient)  # also what is NaN: an empty batch's mean
+        if not weight:
+            return torch.zeros_like(gradient)  # also of what is NaN: an empty batch's mean
+        return gradient * (weight * self._unit)
 
     def begin_backward(self, *, holds_result: bool) -> None:
         """Where weights are in use, a backward begins.
@@ -126,6 +131,7 @@ class Weights:
                         self.aside[index] = parameter.grad.clone()
                         parameter.grad.zero_()
         self.window += self._join.weight or 0.0
+        self._unit = 1.0
 
     def take_back(self, share: float) -> None:
         """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""
@@ -134,6 +140,14 @@ class Weights:
                 gradient = self._parameters[index].grad
                 if gradient is not None:
                     gradient.add_(result, alpha=share)
+
+    def normalise(self, unit: float) -> None:
+        """A reduction begins: let weights count in units of their mean, in what was accumulated and what comes."""
+        self._unit = unit
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(unit)
 
     def put_back(self, used: Callable[[], Sequence[int]] | None = None) -> None:
         """Let gradients be again what was set aside: all, or those that ``used`` says nobody used, so none reduced."""

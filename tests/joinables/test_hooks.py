@@ -69,6 +69,54 @@ def test_comm_hook_equals_padded_ddp(pool: Pool, hook: str, zero: bool) -> None:
         assert_same(state, padded[0], TOLERANCE)
 
 
+def weight_of(rank: int, epoch: int, step: int) -> int:
+    return 20_000 * (1 + (rank + epoch + 3 * step) % 4)
+
+
+def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[str, torch.Tensor]:
+    """Where it is padded, losses are multiplied by what makes a weighted mean of DDP's."""
+    ddp = DistributedDataParallel(build("mlp"))
+    register(ddp, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    padded = way == "padded"
+    for epoch, counts in enumerate(COUNTS):
+        steps = accumulation * (max(counts) if padded else counts[rank])
+        join = Join([ddp, optimizer], steps=counts[rank] if way == "declared" else None)
+        join.weight = 1
+        with nullcontext() if padded else join:
+            for step, _ in enumerate(join.iterate(range(steps), dummy="last") if way == "iterate" else range(steps)):
+                window = range(step // accumulation * accumulation, step + 1)
+                is_last = len(window) == accumulation
+                weights = [
+                    weight_of(each, epoch, within) * (step < accumulation * counts[each])
+                    for each in range(RANKS)
+                    for within in range(window[0], window[0] + accumulation)
+                ]
+                x, y = batch(rank, epoch, step)
+                mine = weight_of(rank, epoch, step)
+                factor = RANKS * mine / sum(weights) * (step < accumulation * counts[rank]) if padded else 1.0
+                if not padded:
+                    join.weight = mine
+                with nullcontext() if is_last else ddp.no_sync():
+                    (((ddp(x) - y) ** 2).mean() * factor).backward()
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
+@pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
+def test_weights_under_a_comm_hook_equal_padded_ddp(pool: Pool, hook: str, way: str, accumulation: int) -> None:
+    """Which is given parts of the weighted mean: they stay in the range of float16, and errors in their units."""
+    states = pool.run(train_weighted, hook, way, accumulation, ranks=RANKS)
+    padded = pool.run(train_weighted, hook, "padded", accumulation, ranks=RANKS)
+    for state in states:
+        assert_same(state, states[0])
+        assert_same(state, padded[0], 1e-4 if "fp16" in hook else TOLERANCE)
+
+
 def buffer_hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
     state["calls"] += 1
     return [dist.broadcast(buffer, 1, group=state["group"], async_op=True).get_future() for buffer in buffers.values()]

@@ -188,10 +188,13 @@ def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
 # -- DistributedDataParallel: gradients -----------------------------------------------------------------------------
 
 
-def named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP keeps in step. Stands in for ``parameters_to_ignore``, which has no public setter."""
-    ignored = cast("set[str]", ddp.parameters_to_ignore)
-    return {name: parameter for name, parameter in ddp.module.named_parameters() if name not in ignored}
+def parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters that DDP keeps in step, in an order that is the same on all ranks.
+
+    Stands in for ``ddp.module.parameters()`` without ``parameters_to_ignore``: those that are spread over the ranks of
+    a tensor-parallel module are no parameters of it any more once its first forward has run.
+    """
+    return list(ddp._module_parameters)
 
 
 def named_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
@@ -202,12 +205,12 @@ def named_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters in the reducer's order: without those that were frozen when the module was wrapped."""
-    parameters = cast("list[torch.nn.Parameter]", list(ddp._module_parameters))
-    if all(parameter.requires_grad for parameter in parameters):
-        return parameters
+    found = parameters(ddp)
+    if all(parameter.requires_grad for parameter in found):
+        return found
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-    return [parameter for parameter in parameters if id(parameter) in reduced]
+    return [parameter for parameter in found if id(parameter) in reduced]
 
 
 def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor]) -> None:

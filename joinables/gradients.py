@@ -121,7 +121,7 @@ class GradientSync(DDPBurst):
 
         Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
         """
-        broadcast_tensors(self._collective, list(reducer.named_parameters(self._ddp).values()), source)
+        broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
         accumulated, may_hold_result = self._unsynced, self._may_hold_result
         may_hold_result = adopt_gradients(
             self._collective, self._parameters, source, accumulated=accumulated, also=may_hold_result

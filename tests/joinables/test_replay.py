@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -359,8 +360,8 @@ def test_synchronised_norm_equals_one_process_on_gpus(pool: Pool, name: str, bac
     check_normed(pool, replace(NORMED_ON_GPUS[name], device="cuda"), backend=backend)
 
 
-def train_tensor_parallel(rank: int) -> dict[str, torch.Tensor]:
-    """Two ranks share a batch and a layer; two pairs of them are data parallel."""
+def train_tensor_parallel(rank: int, how: str) -> dict[str, torch.Tensor]:
+    """Two ranks share a batch and a layer; two pairs of them are data parallel, by FSDP2 or DDP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -368,17 +369,26 @@ def train_tensor_parallel(rank: int) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model: Any = build("mlp")
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if how == "fully_shard":
+        fully_shard(model, mesh=mesh["data"])
+        trained = model
+    else:
+        trained = DistributedDataParallel(model, device_mesh=mesh["data"])
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     pair = rank // 2
     for epoch, counts in enumerate(TENSOR_PARALLEL.counts):
-        with Join([model, optimizer, scheduler], divide_by_initial_world_size=False):
-            for step in range(counts[pair]):
+        with Join([trained, optimizer, scheduler], divide_by_initial_world_size=False) as join:
+            steps = range(counts[pair])
+            for step in join.iterate(steps, dummy="last") if how == "DDP, iterate" else steps:
                 optimizer.zero_grad()
-                forward(model, TENSOR_PARALLEL, pair, epoch, step).backward()
+                forward(trained, TENSOR_PARALLEL, pair, epoch, step).backward()
                 optimizer.step()
-                scheduler.step()
+                if not join.shadowing:
+                    scheduler.step()
+    if how != "fully_shard":  # its first forward has made attributes of the parameters that are spread
+        names = [f"{index}.{name}" for index in (0, 2, 4) for name in ("weight", "bias")]
+        return flat_state({name: whole(operator.attrgetter(name)(model)) for name in names})
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
 
 
@@ -386,8 +396,15 @@ TENSOR_PARALLEL = Case(counts=((0, 2), (3, 1), (2, 0)))
 
 
 def test_tensor_parallel(pool: Pool) -> None:
-    for state in pool.run(train_tensor_parallel, ranks=4):
+    for state in pool.run(train_tensor_parallel, "fully_shard", ranks=4):
         assert_same(state, reference(TENSOR_PARALLEL), TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["DDP", "DDP, iterate"])
+def test_ddp_around_tensor_parallel(pool: Pool, how: str) -> None:
+    expected = reference(TENSOR_PARALLEL)
+    for state in pool.run(train_tensor_parallel, how, ranks=4):
+        assert_same(state, {name: expected[name] for name in state}, TOLERANCE)
 
 
 class Refuses(torch.nn.Sequential):

@@ -234,7 +234,6 @@ class GradientSync(DDPBurst):
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
         self._count_contributors(self._weights.window if self._weighted else float(self._unsynced))
-        self._normalise()
         if not (self._unsynced or holding):
             self._drop_gradients()
         elif holding:
@@ -409,7 +408,6 @@ class GradientSync(DDPBurst):
         scales = self._scales
         if scales:
             self._count_contributors(self._weights.window if self._weighted else self._contribution)
-            self._normalise()
         if holding:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)
@@ -497,20 +495,17 @@ class GradientSync(DDPBurst):
         self._contributors = None
         if self._weighted or not (self._divide_by_initial_world_size or self._header_tells_contributors):
             count = torch.tensor(mine, dtype=torch.float64)
-            self._contributors = count, self._collective.all_reduce(count)
+            work = self._collective.all_reduce(count)
+            self._contributors = count, work
+            if self._normalises:
+                work.wait()
+                if count:
+                    self._weights.normalise(self._collective.world_size / count.item())
 
     @property
     def _normalises(self) -> bool:
-        """Whether gradients are parts of the mean before they are reduced."""
+        """Whether gradients are parts of the mean before they are reduced, since a comm hook is given them."""
         return self._weighted and self._has_comm_hook
-
-    def _normalise(self) -> None:
-        """Where there is a comm hook, wait for the sum of weights, and make parts of the mean of the gradients."""
-        if self._normalises and self._contributors is not None:
-            total, work = self._contributors
-            work.wait()
-            if total:
-                self._weights.normalise(self._collective.world_size / total.item())
 
     @property
     def _contribution(self) -> float:

@@ -58,11 +58,11 @@ def test_a_rank_that_raises(pool: Pool, model: str, where: str) -> None:
 
 def weighted_outcome(rank: int, model: str, steps: list[int], weight: Any) -> str:
     """Rank 1 sets ``weight`` before its second step, or raises where that is ``None``."""
-    sharded = model == "sharded"
-    trained: Any = build("mlp")
-    trained = (
-        fully_shard(trained, mesh=init_device_mesh("cpu", (3,))) if sharded else DistributedDataParallel(build(model))
-    )
+    trained: Any
+    if model == "sharded":
+        trained = fully_shard(build("mlp"), mesh=init_device_mesh("cpu", (3,)))
+    else:
+        trained = DistributedDataParallel(build(model))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     text = "fine"
     join = Join([trained, optimizer], steps=steps[rank])

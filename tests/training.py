@@ -48,7 +48,7 @@ class Case:
     replay: bool = False  # the module is listed to be replayed
     synchronised: bool = False  # its batch norms are
     device: str = "cpu"  # or "cuda": with NCCL a device for each rank, with gloo one for all
-    iterate: str = ""  # over join.iterate, with these dummies: "empty" or "last"
+    iterate: str = ""  # over join.iterate, with these dummies: "empty", "last" or "a function"
     lookahead: int = 1
     until: str = "all"
     stop: int | None = None  # all ranks break out of join.iterate after as many steps
@@ -102,6 +102,12 @@ def data_of(case: Case, rank: int, epoch: int, step: int) -> tuple[torch.Tensor,
     return x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
 
 
+def longer(data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A dummy that somebody makes of their last batch."""
+    x, y = data
+    return torch.cat([x, x + 1]), torch.cat([y, y])
+
+
 def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's batches of an epoch; in lockstep, if the case has it so, and then with dummies."""
     device = device_of(case)
@@ -110,8 +116,9 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
     if not case.in_lockstep(epoch):
         return mine
     loader = mine if case.declared else iter(mine)
-    options: Any = {"until": case.until, "dummy": case.iterate, "lookahead": case.lookahead}
-    return join.iterate(loader, **options)
+    dummy: Any = longer if case.iterate == "a function" else case.iterate
+    until: Any = case.until
+    return join.iterate(loader, until, dummy=dummy, lookahead=case.lookahead)
 
 
 def build(case: Case) -> nn.Module:

@@ -78,15 +78,11 @@ CASES = {
         model="norm", accumulate=3, to_none=False, optimizer="sgd", counts=((3, 2, 5), (6, 0, 0), (6, 0, 3))
     ),
     "zero_grad keeps tensors, batch norm, initial": Case(model="norm", to_none=False, initial=True),
-    "weights": Case(weighted=True),
-    "weights, zero, initial": Case(weighted=True, zero=True, initial=True),
-    "weights, batch norm": Case(weighted=True, model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))),
-    "weights, batch norm, initial": Case(weighted=True, model="norm", initial=True),
     "weights, accumulation, zero": Case(
         weighted=True, accumulate=3, zero=True, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
     ),
-    "weights, accumulation, initial": Case(
-        weighted=True, accumulate=2, initial=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+    "weights, batch norm, leaders leave in turn": Case(
+        weighted=True, model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))
     ),
     "weights, find_unused_parameters": Case(
         weighted=True, model="branches", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
@@ -104,6 +100,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
+
+
+WEIGHTED = [name for name, case in CASES.items() if not case.weighted]
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_equals_one_process_with_weights(pool: Pool, name: str) -> None:
+    check(pool, replace(CASES[name], weighted=True))
 
 
 # Not those where gradients are kept, whose steps cannot be declared.
@@ -133,6 +137,7 @@ def test_equals_one_process_where_ranks_without_data_replay(pool: Pool, name: st
 LOCKSTEP: dict[str, dict[str, Any]] = {
     "empty": {"iterate": "empty"},
     "last": {"iterate": "last"},
+    "a function": {"iterate": "a function"},
     "declared": {"iterate": "empty", "declared": True},
     "ahead": {"iterate": "empty", "lookahead": 2},
 }
@@ -153,7 +158,7 @@ OTHERWISE = [
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(name, "empty") for name in CASES] + [(name, how) for how in ("last", "declared", "ahead") for name in OTHERWISE],
+    [(name, "empty") for name in CASES] + [(name, how) for how in LOCKSTEP if how != "empty" for name in OTHERWISE],
 )
 def test_equals_one_process_in_lockstep(pool: Pool, name: str, how: str) -> None:
     check(pool, replace(CASES[name], **LOCKSTEP[how]))

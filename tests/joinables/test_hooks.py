@@ -22,6 +22,7 @@ from tests.pool import Pool
 
 COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
 RANKS = 3
+WAYS = ["plain", "declared", "iterate"]
 
 
 def register(ddp: DistributedDataParallel, hook: str) -> None:
@@ -39,19 +40,21 @@ def register(ddp: DistributedDataParallel, hook: str) -> None:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def train(rank: int, hook: str, joining: bool, zero: bool) -> dict[str, torch.Tensor]:
+def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(build("mlp"))
     register(ddp, hook)
     cls, options = OPTIMIZERS["adam"]
     optimizer: Any = cls(ddp.parameters(), **options)
-    if zero and joining:
+    padded = way == "padded"
+    if zero and not padded:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
     for epoch, counts in enumerate(COUNTS):
-        steps = counts[rank] if joining else max(counts)
-        with Join([ddp, optimizer]) if joining else nullcontext():
-            for step in range(steps):
+        join = Join([ddp, optimizer], steps=counts[rank] if way == "declared" else None)
+        with nullcontext() if padded else join:
+            steps = range(max(counts) if padded else counts[rank])
+            for step in join.iterate(steps, dummy="last") if way == "iterate" else steps:
                 x, y = batch(rank, epoch, step)
                 optimizer.zero_grad()
                 (((ddp(x) - y) ** 2).mean() * (step < counts[rank])).backward()
@@ -62,11 +65,12 @@ def train(rank: int, hook: str, joining: bool, zero: bool) -> dict[str, torch.Te
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
 def test_comm_hook_equals_padded_ddp(pool: Pool, hook: str, zero: bool) -> None:
-    states = pool.run(train, hook, True, zero, ranks=RANKS)
-    padded = pool.run(train, hook, False, False, ranks=RANKS)
-    for state in states:
-        assert_same(state, states[0])
-        assert_same(state, padded[0], TOLERANCE)
+    padded = pool.run(train, hook, "padded", False, ranks=RANKS)
+    for way in WAYS:
+        states = pool.run(train, hook, way, zero, ranks=RANKS)
+        for state in states:
+            assert_same(state, states[0])
+            assert_same(state, padded[0], TOLERANCE)
 
 
 def weight_of(rank: int, epoch: int, step: int) -> int:
@@ -106,15 +110,15 @@ def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[st
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
 @pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
-def test_weights_under_a_comm_hook_equal_padded_ddp(pool: Pool, hook: str, way: str, accumulation: int) -> None:
+def test_weights_under_a_comm_hook_equal_padded_ddp(pool: Pool, hook: str, accumulation: int) -> None:
     """Which is given parts of the weighted mean: they stay in the range of float16, and errors in their units."""
-    states = pool.run(train_weighted, hook, way, accumulation, ranks=RANKS)
     padded = pool.run(train_weighted, hook, "padded", accumulation, ranks=RANKS)
-    for state in states:
-        assert_same(state, states[0])
-        assert_same(state, padded[0], 1e-4 if "fp16" in hook else TOLERANCE)
+    for way in WAYS:
+        states = pool.run(train_weighted, hook, way, accumulation, ranks=RANKS)
+        for state in states:
+            assert_same(state, states[0])
+            assert_same(state, padded[0], 1e-4 if "fp16" in hook else TOLERANCE)
 
 
 def buffer_hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
@@ -122,14 +126,16 @@ def buffer_hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futu
     return [dist.broadcast(buffer, 1, group=state["group"], async_op=True).get_future() for buffer in buffers.values()]
 
 
-def train_with_buffer_hook(rank: int, location: str, joining: bool) -> tuple[dict[str, torch.Tensor], int]:
+def train_with_buffer_hook(rank: int, location: str, way: str) -> tuple[dict[str, torch.Tensor], int]:
     ddp = DistributedDataParallel(build("norm"))
     state = {"group": ddp.process_group, "calls": 0}
     ddp._register_buffer_comm_hook(state, buffer_hook, _BufferCommHookLocation[location])
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     counts = [2, 5, 3]  # rank 1, from which the hook broadcasts, goes on longest
-    with Join([ddp, optimizer]) if joining else nullcontext():
-        for step in range(counts[rank] if joining else max(counts)):
+    steps = range(max(counts) if way == "padded" else counts[rank])
+    join = Join([ddp, optimizer], steps=counts[rank] if way == "declared" else None)
+    with nullcontext() if way == "padded" else join:
+        for step in join.iterate(steps, dummy="last") if way == "iterate" else steps:
             x, y = batch(rank, 0, step)
             optimizer.zero_grad()
             (((ddp(x) - y) ** 2).mean() * (step < counts[rank])).backward()
@@ -139,11 +145,12 @@ def train_with_buffer_hook(rank: int, location: str, joining: bool) -> tuple[dic
 
 @pytest.mark.parametrize("location", ["PRE_FORWARD", "POST_FORWARD"])
 def test_buffer_comm_hook(pool: Pool, location: str) -> None:
-    results = pool.run(train_with_buffer_hook, location, True, ranks=RANKS)
-    padded = pool.run(train_with_buffer_hook, location, False, ranks=RANKS)
-    assert [calls for _, calls in results] == [5, 5, 5]
-    for state, _ in results:
-        assert_same(state, padded[1][0], TOLERANCE)
+    padded = pool.run(train_with_buffer_hook, location, "padded", ranks=RANKS)
+    for way in WAYS:
+        results = pool.run(train_with_buffer_hook, location, way, ranks=RANKS)
+        assert [calls for _, calls in results] == [5, 5, 5]
+        for state, _ in results:
+            assert_same(state, padded[1][0], TOLERANCE)
 
 
 def accumulate(rank: int, model: str, initial: bool) -> dict[str, torch.Tensor]:
@@ -170,14 +177,16 @@ def test_gradients_left_over_from_one_epoch_to_the_next(pool: Pool, model: str, 
         assert_same(state, states[0])
 
 
-def train_in_groups(rank: int) -> dict[str, torch.Tensor]:
+def train_in_groups(rank: int, way: str) -> dict[str, torch.Tensor]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]
     ddp = DistributedDataParallel(build("norm"), process_group=group)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
-    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
-        for step in range([0, 2, 3, 5][rank]):
-            x, y = batch(rank, 0, step)
+    count = (0, 2, 3, 5)[rank]
+    steps = count if way == "declared" else None
+    with Join([ddp, optimizer], divide_by_initial_world_size=False, steps=steps) as join:
+        mine = [batch(rank, 0, step) for step in range(count)]
+        for x, y in join.iterate(mine) if way == "iterate" else mine:
             optimizer.zero_grad()
             ((ddp(x) - y) ** 2).mean().backward()
             optimizer.step()
@@ -185,8 +194,9 @@ def train_in_groups(rank: int) -> dict[str, torch.Tensor]:
     return flat_state(ddp.module.state_dict(), optimizer.state_dict())
 
 
-def test_sub_groups(pool: Pool) -> None:
-    states = pool.run(train_in_groups, ranks=4)
+@pytest.mark.parametrize("way", WAYS)
+def test_sub_groups(pool: Pool, way: str) -> None:
+    states = pool.run(train_in_groups, way, ranks=4)
     assert_same(states[0], states[2])
     assert_same(states[1], states[3])
     model = build("norm")

@@ -7,8 +7,10 @@ itself; the single-process reference computes for every rank that has a batch, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -95,7 +97,7 @@ def two_passes(nets: Nets, data: Data, rank: int, step: int, scale: float) -> No
         (scale * loss(nets["a"](x), y)).backward()
 
 
-def chain(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def encode_and_decode(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
     x, y = data[0]
     (scale * loss(nets["b"](nets["a"](x)), y)).backward()
 
@@ -129,6 +131,7 @@ class Program:
     subset: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
     counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+    every: int = 1  # so many steps have one backward
 
 
 def narrow() -> nn.Module:
@@ -138,10 +141,10 @@ def narrow() -> nn.Module:
 PROGRAMS = {
     "eval forward inside": Program(((eval_inside, "a"),), {"a": Norm}),
     "eval forward with grad, on one rank": Program(((eval_with_grad, "a"),)),
-    "skipped backward": Program(((skip_by_all, "a"),)),
+    "skipped backward": Program(((skip_by_all, "a"),), every=2),
     # The leader does not leave between a skipped backward and the next: that forward would not sync buffers again.
     "skipped backward, batch norm": Program(
-        ((skip_by_all, "a"),), {"a": Norm}, counts=((0, 3, 1), (3, 0, 5), (3, 1, 0))
+        ((skip_by_all, "a"),), {"a": Norm}, counts=((0, 3, 1), (3, 0, 5), (3, 1, 0)), every=2
     ),
     "two forwards": Program(((forwards(2), "a"),)),
     "three forwards, batch norm": Program(((forwards(3), "a"),), {"a": Norm}),
@@ -156,9 +159,9 @@ PROGRAMS = {
     "zero_grad after step": Program(zero_first=False),
     "an optimizer for some parameters": Program(subset=True),
     "an optimizer for some parameters, initial": Program(subset=True, initial=True),
-    "encoder and decoder": Program(((chain, "ab"),), {"a": MLP, "b": narrow}),
+    "encoder and decoder": Program(((encode_and_decode, "ab"),), {"a": MLP, "b": narrow}),
     "encoder and decoder, initial, tiny buckets": Program(
-        ((chain, "ab"),), {"a": MLP, "b": narrow}, initial=True, ddp={"bucket_cap_mb": 1e-5}
+        ((encode_and_decode, "ab"),), {"a": MLP, "b": narrow}, initial=True, ddp={"bucket_cap_mb": 1e-5}
     ),
     "GAN 2:1": Program(
         ((discriminate, "b"), (discriminate, "b"), (generate, "a")), {"a": MLP, "b": narrow}
@@ -192,37 +195,42 @@ def run_phase(program: Program, compute: Callable[[], None], which: str, optimiz
         zero()
 
 
-def run(rank: int, name: str, dummy: Any = None) -> dict[str, torch.Tensor]:
+def weight_of(rank: int, step: int) -> int:
+    return 1 + (rank + 3 * step) % 4
+
+
+def run(
+    rank: int, name: str, dummy: Any = None, *, weighted: bool = False, declared: bool = False
+) -> dict[str, torch.Tensor]:
     """Run a program on one rank; in lockstep, if there is a ``dummy`` for it."""
     program = PROGRAMS[name]
     raw, optimizers = build(program)
     nets = {key: DistributedDataParallel(net, **program.ddp) for key, net in raw.items()}
     for counts in program.counts:
-        keywords = {"divide_by_initial_world_size": program.initial}
-        if program.nested:
-            outer = Join([nets["a"], optimizers["a"]], **keywords)
-            inner = Join([nets["b"], optimizers["b"]], **keywords)
-        else:
-            outer = Join([part for key in nets for part in (nets[key], optimizers[key])], **keywords)
-            inner = None
-        with outer:
-            if inner is not None:
-                inner.__enter__()
+        keywords: dict[str, Any] = {"divide_by_initial_world_size": program.initial}
+        if declared:
+            keywords["steps"] = -(-counts[rank] // program.every)
+        listed = [[nets[key], optimizers[key]] for key in nets]
+        joins = [Join(each, **keywords) for each in (listed if program.nested else [[*chain.from_iterable(listed)]])]
+        with ExitStack() as blocks:
+            for join in joins:
+                join.weight = 1 if weighted else None
+                blocks.enter_context(join)
             mine = [streams(rank, step) for step in range(counts[rank])]
-            for step, data in enumerate(outer.iterate(mine, dummy=dummy) if dummy else mine):
+            for step, data in enumerate(joins[0].iterate(mine, dummy=dummy) if dummy else mine):
+                for join in joins:
+                    join.weight = weight_of(rank, step) if weighted else None
                 for compute, which in program.phases:
                     run_phase(program, partial(compute, nets, data, rank, step, 1.0), which, optimizers)
-            if inner is not None:
-                inner.__exit__(None, None, None)
     return flat_state(*(net.state_dict() for net in raw.values()), *(o.state_dict() for o in optimizers.values()))
 
 
-def compute_all(nets: Nets, compute: Compute, ranks: list[int], step: int, scale: float) -> None:
-    """Every rank's gradients, added up; each starts from the same buffers, and the lowest rank's are kept."""
+def compute_all(nets: Nets, compute: Compute, scales: dict[int, float], step: int) -> None:
+    """The gradients of all these ranks, added up; each starts from the same buffers, and the lowest rank's are kept."""
     buffers = [buffer for net in nets.values() for buffer in net.buffers()]
     shared = [buffer.clone() for buffer in buffers]
     kept: list[torch.Tensor] = []
-    for rank in ranks:
+    for rank, scale in scales.items():
         for buffer, value in zip(buffers, shared, strict=True):
             buffer.copy_(value)
         compute(nets, streams(rank, step), rank, step, scale)
@@ -231,24 +239,63 @@ def compute_all(nets: Nets, compute: Compute, ranks: list[int], step: int, scale
         buffer.copy_(value)
 
 
-def reference(name: str) -> dict[str, torch.Tensor]:
+def reference(name: str, *, weighted: bool = False) -> dict[str, torch.Tensor]:
     program = PROGRAMS[name]
     nets, optimizers = build(program)
     for counts in program.counts:
         for step in range(max(counts)):
             ranks = [rank for rank in range(RANKS) if counts[rank] > step]
-            scale = 1.0 / (RANKS if program.initial else len(ranks))
+            if weighted:
+                total = sum(weight_of(rank, step) for rank in ranks)
+                scales = {rank: weight_of(rank, step) / total for rank in ranks}
+            else:
+                scales = dict.fromkeys(ranks, 1.0 / (RANKS if program.initial else len(ranks)))
             for compute, which in program.phases:
-                run_phase(program, partial(compute_all, nets, compute, ranks, step, scale), which, optimizers)
+                run_phase(program, partial(compute_all, nets, compute, scales, step), which, optimizers)
     return flat_state(*(net.state_dict() for net in nets.values()), *(o.state_dict() for o in optimizers.values()))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_equals_one_process(pool: Pool, name: str) -> None:
-    states = [*pool.run(run, name, ranks=RANKS), reference(name)]
+def check(pool: Pool, name: str, dummy: Any = None, *, weighted: bool = False, declared: bool = False) -> None:
+    way = partial(run, weighted=weighted, declared=declared)
+    states = [*pool.run(way, name, dummy, ranks=RANKS), reference(name, weighted=weighted)]
     if PROGRAMS[name].ddp.get("forward_sync_buffers") is False:  # each rank keeps statistics of its own
         states = [{key: value for key, value in s.items() if ".1." not in key} for s in states]
     *states, expected = states
     for other in states[1:]:
         assert_same(states[0], other)
     assert_same(states[0], expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_equals_one_process(pool: Pool, name: str, weighted: bool) -> None:
+    check(pool, name, weighted=weighted)
+
+
+# One module, and gradients that are zeroed before each backward.
+DECLARED = [
+    "eval forward inside",
+    "eval forward with grad, on one rank",
+    "skipped backward",
+    "skipped backward, batch norm",
+    "two forwards",
+    "three forwards, batch norm",
+    "buffers of one's own",
+    "zero_grad after step",
+    "an optimizer for some parameters",
+]
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_program_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
+    check(pool, name, declared=True)
+
+
+# Where modules, and not only forwards, see that a batch has no samples.
+EMPTY = ["encoder and decoder", "GAN 2:1, batch norm", "three forwards, batch norm", "skipped backward, batch norm"]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("name", "dummy"), [(n, "last") for n in PROGRAMS] + [(n, "empty") for n in EMPTY])
+def test_program_equals_one_process_in_lockstep(pool: Pool, name: str, dummy: str, weighted: bool) -> None:
+    check(pool, name, dummy, weighted=weighted)

@@ -34,6 +34,7 @@ from tests.training import (
     reference,
     shard,
     tolerance_of,
+    weight_of,
     whole,
 )
 
@@ -84,13 +85,11 @@ CASES = {
         syncs="all-reduces when it steps",
         counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
     ),
-    "declared": Sharded(declared=True),
-    "declared, weights, clipping, initial": Sharded(declared=True, weighted=True, clip=True, initial=True),
-    "lockstep": Sharded(iterate="empty"),
-    "lockstep, clipping, initial": Sharded(iterate="last", clip=True, initial=True),
-    "lockstep, weights, accumulation": Sharded(
-        iterate="empty", weighted=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    "never resharded, clipping": Sharded(reshard=False, clip=True),
+    "never resharded, accumulation": Sharded(
+        reshard=False, accumulate=2, initial=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
     ),
+    "weights, clipping, initial": Sharded(weighted=True, clip=True, initial=True),
     "even": Sharded(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
     "nothing at all": Sharded(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
 }
@@ -101,35 +100,54 @@ def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.accumulate == 1 and case.to_none])
+def test_sharded_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
+    check(pool, replace(CASES[name], declared=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "dummy"), [(name, "empty") for name in CASES] + [("adamw with clipping", "last"), ("replicas", "last")]
+)
+def test_sharded_equals_one_process_in_lockstep(pool: Pool, name: str, dummy: str) -> None:
+    check(pool, replace(CASES[name], iterate=dummy))
+
+
 def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
     return loss_of(model, case, 0, data_of(case, rank, epoch, step))
 
 
-def in_half(rank: int, joining: bool) -> dict[str, torch.Tensor]:
+IN_HALF = ((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))
+
+
+def in_half(rank: int, replicas: int, how: str) -> dict[str, torch.Tensor]:
     """Train with parameters in bfloat16; without Join, ranks that have no data take part with a loss of zero."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model, mesh = build("mlp"), mesh_of()
+    model, mesh = build("mlp"), mesh_of(replicas=replicas)
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     model = fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch, counts in enumerate(Case.counts):
-        with Join([model, optimizer], enable=joining):
-            for step in range(counts[rank] if joining else max(counts)):
+    for epoch, counts in enumerate(IN_HALF):
+        mine = [batch(rank, epoch, step) for step in range(max(counts) if how == "by hand" else counts[rank])]
+        steps = counts[rank] if how == "declared" else None
+        with Join([model, optimizer], enable=how != "by hand", steps=steps) as join:
+            for step, (x, y) in enumerate(join.iterate(mine) if how == "lockstep" else mine):
                 optimizer.zero_grad()
-                loss = forward(model, Case(), rank, epoch, step)
-                (loss if step < counts[rank] else 0 * loss).backward()
+                loss = ((model(x) - y) ** 2).mean()
+                (loss if step < counts[rank] or how == "lockstep" else 0 * loss).backward()
                 optimizer.step()
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))
 
 
-def test_mixed_precision(pool: Pool) -> None:
-    by_hand = pool.run(in_half, False)
-    for state, expected in zip(pool.run(in_half, True), by_hand, strict=True):
-        assert_same(state, expected)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_mixed_precision(pool: Pool, replicas: int) -> None:
+    by_hand = pool.run(in_half, replicas, "by hand", ranks=4)
+    for how in ("block", "declared", "lockstep"):
+        for state, expected in zip(pool.run(in_half, replicas, how, ranks=4), by_hand, strict=True):
+            assert_same(state, expected)
 
 
 def without_optimizer(rank: int, listed: bool) -> str:
@@ -230,12 +248,9 @@ NORMED = {
         accumulate=2, initial=True, ddp={"find_unused_parameters": True}, counts=((4, 2, 0), (3, 6, 1), (0, 4, 3))
     ),
     "ddp, evaluation and a skipped backward": Case(hook="loop"),
-    "ddp, declared": Case(declared=True),
-    "ddp, lockstep": Case(iterate="empty"),
     "a plain module": Case(hook="plain"),
     "a plain module, example": Case(hook="plain, example"),
     "fully_shard": Case(hook="sharded"),
-    "fully_shard, lockstep": Case(hook="sharded", iterate="empty"),
 }
 
 
@@ -328,6 +343,18 @@ def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
     check_normed(pool, NORMED[name])
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, case in NORMED.items() if case.accumulate == 1 and "loop" not in case.hook]
+)
+def test_synchronised_norm_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
+    check_normed(pool, replace(NORMED[name], declared=True))
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_synchronised_norm_equals_one_process_in_lockstep(pool: Pool, name: str) -> None:
+    check_normed(pool, replace(NORMED[name], iterate="empty"))
+
+
 def on_gpus(test: Any) -> Any:
     """Marks a test that has two ranks on one GPU, over gloo, or each on its own, over NCCL."""
     needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
@@ -360,7 +387,7 @@ def test_synchronised_norm_equals_one_process_on_gpus(pool: Pool, name: str, bac
     check_normed(pool, replace(NORMED_ON_GPUS[name], device="cuda"), backend=backend)
 
 
-def train_tensor_parallel(rank: int, how: str) -> dict[str, torch.Tensor]:
+def train_tensor_parallel(rank: int, how: str, way: str) -> dict[str, torch.Tensor]:
     """Two ranks share a batch and a layer; two pairs of them are data parallel, by FSDP2 or DDP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -377,16 +404,19 @@ def train_tensor_parallel(rank: int, how: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.Adam(trained.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     pair = rank // 2
-    for epoch, counts in enumerate(TENSOR_PARALLEL.counts):
-        with Join([trained, optimizer, scheduler], divide_by_initial_world_size=False) as join:
-            steps = range(counts[pair])
-            for step in join.iterate(steps, dummy="last") if how == "DDP, iterate" else steps:
+    case = replace(TENSOR_PARALLEL, weighted=way == "weights")
+    for epoch, counts in enumerate(case.counts):
+        steps = counts[pair] if way == "declared" else None
+        join = Join([trained, optimizer, scheduler], divide_by_initial_world_size=False, steps=steps)
+        with join:
+            mine = range(counts[pair])
+            for step in join.iterate(mine, dummy="last") if way == "lockstep" else mine:
+                join.weight = weight_of(case, pair, epoch, step) if case.weighted else None
                 optimizer.zero_grad()
-                forward(trained, TENSOR_PARALLEL, pair, epoch, step).backward()
+                forward(trained, case, pair, epoch, step).backward()
                 optimizer.step()
-                if not join.shadowing:
-                    scheduler.step()
-    if how != "fully_shard":  # its first forward has made attributes of the parameters that are spread
+                scheduler.step()
+    if how == "DDP":  # its first forward has made attributes of the parameters that are spread
         names = [f"{index}.{name}" for index in (0, 2, 4) for name in ("weight", "bias")]
         return flat_state({name: whole(operator.attrgetter(name)(model)) for name in names})
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
@@ -395,15 +425,11 @@ def train_tensor_parallel(rank: int, how: str) -> dict[str, torch.Tensor]:
 TENSOR_PARALLEL = Case(counts=((0, 2), (3, 1), (2, 0)))
 
 
-def test_tensor_parallel(pool: Pool) -> None:
-    for state in pool.run(train_tensor_parallel, "fully_shard", ranks=4):
-        assert_same(state, reference(TENSOR_PARALLEL), TOLERANCE)
-
-
-@pytest.mark.parametrize("how", ["DDP", "DDP, iterate"])
-def test_ddp_around_tensor_parallel(pool: Pool, how: str) -> None:
-    expected = reference(TENSOR_PARALLEL)
-    for state in pool.run(train_tensor_parallel, how, ranks=4):
+@pytest.mark.parametrize("way", ["block", "declared", "lockstep", "weights"])
+@pytest.mark.parametrize("how", ["fully_shard", "DDP"])
+def test_tensor_parallel(pool: Pool, how: str, way: str) -> None:
+    expected = reference(replace(TENSOR_PARALLEL, weighted=way == "weights"))
+    for state in pool.run(train_tensor_parallel, how, way, ranks=4):
         assert_same(state, {name: expected[name] for name in state}, TOLERANCE)
 
 

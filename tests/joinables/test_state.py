@@ -126,14 +126,15 @@ def test_transform_that_raises_on_a_joined_rank(pool: Pool) -> None:
     assert pool.run(bad_transform, ranks=3) == ["not on a joined rank", peer, peer]
 
 
-def closures(rank: int) -> dict[str, torch.Tensor]:
+def closures(rank: int, way: str) -> dict[str, torch.Tensor]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
-    with Join([ddp, optimizer], divide_by_initial_world_size=False):
-        for step in range(COUNTS[rank]):
-            x, y = batch(rank, 0, step)
+    steps = COUNTS[rank] if way == "declared" else None
+    with Join([ddp, optimizer], divide_by_initial_world_size=False, steps=steps) as join:
+        mine = [batch(rank, 0, step) for step in range(COUNTS[rank])]
+        for x, y in join.iterate(mine) if way == "iterate" else mine:
 
             def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
                 optimizer.zero_grad()
@@ -145,8 +146,9 @@ def closures(rank: int) -> dict[str, torch.Tensor]:
     return flat_state(ddp.module.state_dict())
 
 
-def test_zero_step_with_closure(pool: Pool) -> None:
-    states = pool.run(closures, ranks=3)
+@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
+def test_zero_step_with_closure(pool: Pool, way: str) -> None:
+    states = pool.run(closures, way, ranks=3)
     model = build("mlp")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(4):

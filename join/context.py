@@ -178,11 +178,11 @@ class Join:
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
         self._check_not_over("weight")
-        declared = isinstance(self._steps, int)
-        if self._entered and declared and checked is not None and not self._channel.weighted:
+        declared = self._is_open and isinstance(self._steps, int)
+        if declared and (checked is not None) != self._channel.weighted:
             raise JoinError(
-                "with steps=, all ranks must know on entering that weights are in use: join = Join(..., steps=n);"
-                " join.weight = w; with join: ..."
+                "with steps=, all ranks must know on entering whether weights are in use, and they are in all of the"
+                " block or in none of it: join = Join(..., steps=n); join.weight = w; with join: ..."
             )
         self._weight = checked
 

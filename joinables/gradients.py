@@ -22,7 +22,7 @@ from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
-from joinables.weights import Weights
+from joinables.weights import Weights, weighs_on_some
 from joinables.wrapped_forward import around_forward
 
 _IN_TORCH_JOIN = (
@@ -60,7 +60,7 @@ class GradientSync(DDPBurst):
         self._divide_by_initial_world_size = True
         self._with_buffers = False  # this burst's header covers the buffers too
         self._weighted = False  # in this burst, weights are summed
-        self._weights_agreed = False  # that all active ranks set a weight was made sure of
+        self._weighs = False  # in a plain block: all active ranks set weights in the last burst
         self._armed = False  # the reducer will reduce in the next backward
         self._backward = -1  # the last one in which a gradient entered
         self._plain_in = 0  # the loop in lockstep, by its number, in which a reduction was a plain one
@@ -160,6 +160,8 @@ class GradientSync(DDPBurst):
         if self._channel.in_lockstep:
             self._see_zeroed(values=False)
             self._agree()
+        elif self._weighted != self._weighs:
+            self._weigh_as_all()
         has_data = not self._join.shadowing or self._unsynced
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._armed = False
@@ -212,8 +214,9 @@ class GradientSync(DDPBurst):
 
     @override
     def main_hook(self) -> None:
-        with_buffers, holding, _, weighted = self._channel.flags(self)
-        self._with_buffers, self._weighted = with_buffers > 0, weighted == self._channel.announced(self)
+        with_buffers, holding, _, _ = self._channel.flags(self)
+        self._with_buffers = with_buffers > 0
+        self._weigh_as_all()
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if self._channel.in_lockstep:
@@ -396,6 +399,7 @@ class GradientSync(DDPBurst):
         if self._channel.in_lockstep:  # where ranks without data hold the last result, too
             if self._weights.agreed_in != self._channel.loop or self._weights.agreed != weighted:
                 self._agree()
+                self._weights.check_unchanged()
             self._weighted = self._weights.agreed
         else:
             self._check_weights()
@@ -470,25 +474,24 @@ class GradientSync(DDPBurst):
         return self._weighted or not self._divide_by_initial_world_size
 
     def _check_weights(self) -> None:
-        """Make sure, once a block, that all active ranks sum weights in this burst.
-
-        A rank that finds itself alone with its weight gives it up, so that its collectives match, and then raises.
-        """
+        """Make sure that all active ranks sum weights in this burst, or none: where this rank begins or ceases to."""
         if self._weighted != self._weights.in_use:
             raise ValueError("join.weight was set or unset between forward and backward; set it before the forward")
-        if self._channel.declared and self._weighted != self._channel.weighted:
-            raise ValueError(
-                "with steps=, set join.weight before entering the block, so that all ranks know that it is"
-            )
-        if not self._weighted:
-            return
-        if not self._weights_agreed:
-            if self._channel.flags(self)[3] != self._channel.announced(self):
-                self._weighted = False
-                raise ValueError(
-                    "join.weight is set on this rank and not on all others; set it on all ranks or on none"
-                )
-            self._weights_agreed = True
+        if self._weighted != self._weighs and not self._weigh_as_all():
+            using = self._channel.flags(self)[3]
+            raise weighs_on_some(using, self._channel.announced(self) - using)
+
+    def _weigh_as_all(self) -> bool:
+        """Sum weights in this burst, or not, as all active ranks do; whether they all do the same.
+
+        If not, it is as the last burst was, on all ranks, whose collectives so match.
+        """
+        using = self._channel.flags(self)[3]
+        agree = using in (0, self._channel.announced(self))
+        if agree:
+            self._weighs = using > 0
+        self._weighted = self._weighs
+        return agree
 
     def _count_contributors(self, mine: float) -> None:
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""

@@ -23,7 +23,7 @@ from joinables.replayed import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedM
 from joinables.replayed_forward import ReplayedForward
 from joinables.sharding import is_dtensor
 from joinables.tensors import adopt_gradients, hides_tensors, tensors_with_grad
-from joinables.weights import Weights
+from joinables.weights import Weights, weighs_on_some
 
 # Over blocks: what a rank has not yet reduced.
 _unsynced: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -188,6 +188,8 @@ class ReplayedBackward(ReplayedBurst):
                 f"a backward goes through a forward of {type(self._of.module).__name__} that is more than"
                 f" {REMEMBERED} forwards ago, or of an earlier block"
             )
+        if self._channel.in_lockstep and not self._in_backward:
+            self._weights.check_unchanged()
         entered.done, self._entered = True, graph
         entered.outputs.clear()  # large ones should not outlive the backward
         if self._in_backward:
@@ -238,7 +240,7 @@ class ReplayedBackward(ReplayedBurst):
             self._had_data |= self._channel.active_ranks | accumulated
             self._contributors = float(self._had_data.bit_count())
         elif 0 < weighted < announced:
-            raise ValueError("join.weight is set on some ranks and not on all others; set it on all ranks or on none")
+            raise weighs_on_some(weighted, announced - weighted)
         else:
             self._weighted, self._contributors = weighted > 0, float(contributors)
         if self._weighted and not self._reduction.weighs:

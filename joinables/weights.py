@@ -76,15 +76,23 @@ class Weights:
             ranks that bring gradients, as a bit mask: those of a time before the loop.
 
         Raises:
-            ValueError: if weights are in use on some ranks only, or no more.
+            ValueError: on all ranks, if weights are in use on some ranks only.
         """
         accumulated = 0
         if self.agreed_in != self._channel.loop:
             self.agreed_in = self._channel.loop
             accumulated = self._vote(has_accumulated)
-        if self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
-            raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
         return self.agreed, accumulated
+
+    def check_unchanged(self) -> None:
+        """In lockstep, as this rank's own backward begins.
+
+        Raises:
+            ValueError: if this rank uses weights, and ranks have agreed on none, or the other way round.
+        """
+        agreed = self.agreed_in == self._channel.loop
+        if agreed and self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
+            raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
 
     def _vote(self, has_accumulated: bool) -> int:
         collective, in_use = self._join.collective, self.in_use
@@ -92,11 +100,9 @@ class Weights:
         votes = torch.tensor([in_use, not (in_use or self._channel.shadowing), *brings], dtype=torch.int64)
         collective.all_reduce(votes).wait()
         using, not_using, *bringing = cast("list[int]", votes.tolist())
-        if using and not_using:
-            raise ValueError(
-                f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none"
-            )
         self.agreed, self.brought = using > 0, any(bringing)
+        if using and not_using:
+            raise weighs_on_some(using, not_using)
         return sum(1 << rank for rank, brings in enumerate(bringing) if brings)
 
     def watch(self, *, always: bool = False) -> None:
@@ -169,3 +175,8 @@ class Weights:
         """What was accumulated is reduced, or was zeroed."""
         self.window = 0.0
         self.aside.clear()
+
+
+def weighs_on_some(using: int, not_using: int) -> ValueError:
+    """The error for weights that are in use on so many ranks and not on others."""
+    return ValueError(f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none")

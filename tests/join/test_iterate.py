@@ -8,6 +8,8 @@ from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from threading import Event
 from typing import Any
 
 import pytest
@@ -76,6 +78,38 @@ def test_what_is_read_ahead_is_pending() -> None:
     result = run_threads(2, lambda collective: in_lockstep(collective, [3, 1], until="first"))[0]
     assert [batch for batch, *_ in result["seen"]] == [[0]]
     assert result["pending"] == [[1]]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_nobody_waits_for_the_step_that_another_is_in(slow: int, lookahead: int) -> None:
+    """The header of a window was launched when the one before it began, and has so long to come through."""
+    came = Event()
+
+    def run(collective: ThreadCollective) -> bool:
+        there = False
+        with Join([Counter(collective)]) as join:
+            for step, _ in enumerate(join.iterate(batches(collective.rank, 6 * lookahead), lookahead=lookahead)):
+                if collective.rank == slow and step == 2 * lookahead:
+                    there = came.wait(5)
+                elif collective.rank != slow and step == 4 * lookahead - 1:
+                    came.set()
+        return there
+
+    assert run_threads(2, run)[slow]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_no_batch_is_lost(lookahead: int) -> None:
+    """What was handed out, what is pending and what the iterator still has are all there was."""
+
+    def run(collective: ThreadCollective) -> list[int]:
+        loader = batches(collective.rank, [9, 4, 7][collective.rank])
+        with Join([Counter(collective)]) as join:
+            seen = list(join.iterate(loader, until="first", lookahead=lookahead))
+        return [int(batch) for batch in chain(seen, join.pending, loader)]
+
+    assert run_threads(3, run) == [[100 * rank + step for step in range(count)] for rank, count in enumerate([9, 4, 7])]
 
 
 @pytest.mark.parametrize("dummy", ["last", lambda batch: batch + 1000])
@@ -628,9 +662,12 @@ def test_a_loader_is_let_go_with_its_loop(breaks: bool) -> None:
     assert run_threads(2, run) == [True, True]
 
 
-def test_disabled() -> None:
+@pytest.mark.parametrize("steps", [None, 2, "loader"])
+def test_disabled(steps: Any) -> None:
     def run(collective: ThreadCollective) -> list[int]:
-        with Join([Counter(collective)], enable=False) as join:
+        with Join([Counter(collective)], enable=False, steps=steps) as join:
+            join.weight = 2
+            assert join.weight == 2
             return [int(batch) for batch in join.iterate(batches(0, collective.rank))]
 
     assert run_threads(2, run) == [[], [0]]

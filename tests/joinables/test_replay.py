@@ -529,7 +529,7 @@ def test_what_cannot_be_declared(pool: Pool, fault: str) -> None:
     assert third.startswith("PeerError: rank 0 failed: ValueError: with steps=, each forward of")
 
 
-LATE = "JoinError: with steps=, all ranks must know on entering that weights are in use"
+LATE = "JoinError: with steps=, all ranks must know on entering whether weights are in use"
 DISK = "OSError: disk"
 STOPPED = "ProtocolError: rank 0 declared steps=2 and made 0"
 BEFORE_THE_FIRST_FORWARD = {
@@ -637,7 +637,7 @@ def test_a_module_that_hides_its_outputs(pool: Pool) -> None:
 
 def test_weights_that_make_no_sense(pool: Pool) -> None:
     for text in pool.run(outcome, "weight on one rank"):
-        assert "join.weight is set on some ranks and not on all others" in text
+        assert "join.weight is set on 1 ranks and not on 1; set it on all ranks or on none" in text
     for text in pool.run(outcome, "weight 0 on all"):
         assert "join.weight is 0 on all ranks at once" in text
 

@@ -7,30 +7,45 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, PeerError
-from tests.models import TOLERANCE, batch, build
+from join import Join, JoinError
+from tests.joinables.test_failures import group_works
+from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.training import Sharded, shard
+
+pytestmark = pytest.mark.usefixtures("fsdp")
 
 
-def outcome(rank: int, weights: tuple[tuple[Any, ...], ...], initial: bool = True) -> str:
+def outcome(
+    rank: int, weights: tuple[tuple[Any, ...], ...], way: str = "plain", kind: str = "ddp", initial: bool = True
+) -> str:
     """Train with ``weights[rank]``, one a step, and tell how it ended."""
-    ddp = DistributedDataParallel(build("mlp"))
+    trained: Any = DistributedDataParallel(build("mlp")) if kind == "ddp" else shard(Sharded())
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    steps: Any = {"declared": len(weights[rank]), "known lengths": "loader"}.get(way)
     text = "fine"
     try:
-        with Join([ddp], divide_by_initial_world_size=initial) as join:
-            for step, weight in enumerate(weights[rank]):
+        join = Join([trained, optimizer], divide_by_initial_world_size=initial, steps=steps)
+        join.weight = None if steps is None else 1
+        with join:
+            in_lockstep = way in ("lockstep", "known lengths")
+            mine = [(batch(rank, 0, step)[0], weight) for step, weight in enumerate(weights[rank])]
+            for x, weight in join.iterate(mine) if in_lockstep else mine:
                 join.weight = weight
-                ddp.zero_grad()
-                ddp(batch(rank, 0, step)[0]).sum().backward()
-    except (ValueError, TypeError, PeerError) as error:
+                trained.zero_grad()
+                trained(x).sum().backward()
+                optimizer.step()
+    except (ValueError, TypeError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    assert ones.item() == dist.get_world_size()
+    group_works()
     return text
+
+
+WAYS = ["plain", "declared", "lockstep", "known lengths"]
+KINDS = ["ddp", "sharded"]
+every_way = pytest.mark.parametrize(("way", "kind"), [(way, kind) for way in WAYS for kind in KINDS])
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", True])
@@ -41,8 +56,16 @@ def test_a_bad_weight_on_one_rank(pool: Pool, weight: Any) -> None:
     assert f"weight={weight!r} must be" in first
 
 
-def test_weight_0_on_some_ranks(pool: Pool) -> None:
-    assert pool.run(outcome, ((2, 0), (0, 3, 1)), ranks=2) == ["fine", "fine"]
+@every_way
+def test_a_bad_weight_wherever_it_is_set(pool: Pool, way: str, kind: str) -> None:
+    first, second, third = pool.run(outcome, ((2, 2, 2), (2, -1, 2), ()), way, kind)
+    assert second.startswith("ValueError: weight=-1 must be")
+    assert first == third == f"PeerError: rank 1 failed: {second}"
+
+
+@every_way
+def test_weight_0_on_some_ranks(pool: Pool, way: str, kind: str) -> None:
+    assert pool.run(outcome, ((2, 0), (0, 3, 1), ()), way, kind) == ["fine"] * 3
 
 
 def has_nan(rank: int) -> float:
@@ -61,18 +84,83 @@ def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
     assert pool.run(has_nan, ranks=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
-def test_weight_0_on_all_ranks(pool: Pool) -> None:
-    for text in pool.run(outcome, ((2, 0), (1, 0), ()), ranks=3):
-        assert text == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
+@every_way
+def test_weight_0_on_all_ranks(pool: Pool, way: str, kind: str) -> None:
+    told = "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
+    texts = pool.run(outcome, ((2, 0), (1, 0), ()), way, kind)
+    assert told in texts
+    assert all(told in text for text in texts)  # who sees others leave first says that of them
+
+
+ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1; set it on all ranks or on none"
 
 
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("weights", [(2, 2), (None, 2)])
 def test_weight_on_one_rank_only(pool: Pool, weights: tuple[int | None, int], initial: bool) -> None:
-    first, second, third = pool.run(outcome, ((None, None), weights, ()), initial, ranks=3)
-    assert second.startswith("ValueError: join.weight is set on this rank and not on all others")
-    assert first.startswith("PeerError: rank 1 failed")
-    assert third.startswith("PeerError: rank 1 failed")
+    first, second, third = pool.run(outcome, ((None, None), weights, ()), "plain", "ddp", initial)
+    assert second == ON_SOME
+    assert first == third == f"PeerError: rank 1 failed: {second}"
+
+
+@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), *[(way, kind) for way in WAYS[2:] for kind in KINDS]])
+def test_weight_on_one_rank_only_where_all_see_it(pool: Pool, way: str, kind: str) -> None:
+    assert pool.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
+
+
+CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), ())]
+
+
+@pytest.mark.parametrize("weights", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS[2:])
+def test_weight_that_is_set_or_unset_in_a_loop_in_lockstep(pool: Pool, way: str, kind: str, weights: Any) -> None:
+    first, second, third = pool.run(outcome, weights, way, kind)
+    assert first == "ValueError: join.weight was set or unset inside the loop; set it at every step or at none"
+    assert second == third == f"PeerError: rank 0 failed: {first}"
+
+
+@pytest.mark.parametrize("weights", CHANGES)
+def test_weight_that_is_set_or_unset_in_a_plain_loop(pool: Pool, weights: Any) -> None:
+    first, second, third = pool.run(outcome, weights)
+    assert first == ON_SOME
+    assert second == third == f"PeerError: rank 0 failed: {first}"
+    for text in pool.run(outcome, weights, "plain", "sharded"):
+        assert ON_SOME in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_that_is_unset_where_steps_are_declared(pool: Pool, kind: str) -> None:
+    first, second, third = pool.run(outcome, CHANGES[0], "declared", kind)
+    assert first.startswith("JoinError: with steps=, all ranks must know on entering whether weights are in use")
+    assert second == third == f"PeerError: rank 0 failed: {first}"
+
+
+def begins_to_weigh(rank: int, counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """All ranks weigh in the third step of a plain loop, and not before, nor in the fourth."""
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for step in range(counts[rank]):
+            join.weight = 1 + rank if step == 2 else None
+            optimizer.zero_grad()
+            ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize("counts", [(4, 2, 4), (1, 4, 3), (3, 4, 0)])
+def test_weight_that_is_set_and_unset_on_all_ranks(pool: Pool, counts: tuple[int, ...]) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        weights = {rank: 1 + rank if step == 2 else 1 for rank in range(3) if counts[rank] > step}
+        optimizer.zero_grad()
+        for rank, weight in weights.items():
+            (model(batch(rank, 0, step)[0]).pow(2).mean() * weight / sum(weights.values())).backward()
+        optimizer.step()
+    for state in pool.run(begins_to_weigh, counts):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
 
 
 def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:

@@ -27,6 +27,8 @@ import contextlib
 import time
 from collections.abc import Callable, Generator
 
+import torch.distributed as dist
+
 from join.collectives import Work
 from join.errors import JoinError, PeerError, ProtocolError
 from join.farewell import LIMIT_SECONDS
@@ -126,7 +128,7 @@ class EarlyExit:
             if some_end:
                 self._shadow_rest(limit)  # the others read it when this window is over
                 windows.farewell.part("left", limit)
-                if error is None:
+                if error is None or (self._may_come_of_peers and _is_of_collective(error)):
                     windows.check(windows.replies)
                 return None
             self._next = windows.read("left the loop over join.iterate")
@@ -223,3 +225,8 @@ class EarlyExit:
             )
             self._windows.failed(told)
             self._channel.close_with(told)
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether a process group raised it; gloo's errors are told by the file that they name."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

@@ -279,11 +279,8 @@ def test_a_parameter_nobody_uses(pool: Pool, views: bool) -> None:
     pool.run(unused_stays_untouched, views, ranks=RANKS)
 
 
-class FullyShardedDataParallel(nn.Sequential):
-    """Named like FSDP1's class, which is how it is told."""
-
-
 def refused(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(build("mlp"))
@@ -298,8 +295,10 @@ def refused(rank: int) -> None:
     norm.module.forward_is_over = True  # as the trainer's wrapper says of itself
     with pytest.raises(ValueError, match=r"SyncBatchNorm \('1'\)"):
         Join([norm])
-    with pytest.raises(TypeError, match=r"FSDP1.*fully_shard"):
-        Join([FullyShardedDataParallel(nn.Linear(2, 2))])
+    fsdp1 = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    for module in (fsdp1, nn.Sequential(fsdp1)):
+        with pytest.raises(TypeError, match=r"FSDP1.*fully_shard"):
+            Join([module])
     sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     sharded._overlap_with_ddp = True
     with pytest.raises(ValueError, match="overlap_with_ddp=False"):
@@ -316,6 +315,7 @@ def refused(rank: int) -> None:
         pass
 
 
+@pytest.mark.usefixtures("fsdp")
 def test_what_cannot_join_is_refused(pool: Pool) -> None:
     pool.run(refused, ranks=2)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
 from tests.joinables.test_failures import group_works
-from tests.joinables.test_loops import RANKS, Data, Nets, compute_all, loss, streams
+from tests.joinables.test_loops import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.joinables.test_state import Summer
 from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
@@ -604,14 +606,26 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.x[index], self.y[index]
 
 
+@contextmanager
+def workers_allowed() -> Iterator[None]:
+    """Ranks of the pool end with the tests, and such processes may start none of their own."""
+    config = multiprocessing.current_process()._config
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setitem(config, "daemon", False)
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork where there are threads
+        yield
+
+
 def loaded(rank: int) -> tuple[dict[str, torch.Tensor], list[int], bool | None]:
     torch.manual_seed(0)
     ddp, summer = DistributedDataParallel(MLP()), Summer()
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     totals = []
     for counts in COUNTS:
-        loader = DataLoader(Samples(rank, counts[rank]), batch_size=2)
-        with Join([summer, ddp, optimizer], divide_by_initial_world_size=False) as join:
+        workers = int(counts is COUNTS[-1])  # in one epoch; to end them takes torch seconds
+        loader = DataLoader(Samples(rank, counts[rank]), batch_size=2, num_workers=workers)
+        block = Join([summer, ddp, optimizer], divide_by_initial_world_size=False)
+        with workers_allowed(), block as join:
             for x, y in join.iterate(loader):
                 join.weight = len(x)
                 summer()
@@ -638,6 +652,77 @@ def test_a_data_loader_and_a_joinable_of_others(pool: Pool) -> None:
         assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
         assert totals == [3 * 3, 3 * 7, 3 * 10]  # every rank is in the body of every step
         assert last is (rank == 0)
+
+
+class Unreadable(Samples):
+    """A sample of the second batch cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 2:
+            raise OSError("disk")
+        return super().__getitem__(index)
+
+
+def unreadable(rank: int, steps: Any) -> str:
+    ddp = DistributedDataParallel(MLP())
+    loader = DataLoader((Unreadable if rank == 1 else Samples)(rank, 3 - rank), batch_size=2)
+    text = "fine"
+    try:
+        with Join([ddp], steps=steps) as join:
+            for x, y in join.iterate(loader):
+                loss(ddp(x), y).backward()
+                if not steps:  # else the others learn of it at the end of the loop, and nobody shadows this
+                    dist.all_reduce(torch.ones(1))
+    except (OSError, JoinError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    return text
+
+
+@pytest.mark.parametrize("steps", [None, "loader"])
+def test_a_data_loader_that_raises(pool: Pool, steps: Any) -> None:
+    peer = "PeerError: rank 1 failed: OSError: disk"
+    assert pool.run(unreadable, steps, ranks=RANKS) == [peer, "OSError: disk", peer]
+
+
+@dataclass
+class Named:
+    """A batch of one's own."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str
+
+
+def of_dataclasses(rank: int, dummy: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(MLP())
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    loader = [Named(*streams(rank, step)[0], f"{rank} {step}") for step in range((2, 1, 0)[rank])]
+    names: list[str] = []
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for each in join.iterate(loader, dummy=dummy):
+            names.append(each.name)
+            optimizer.zero_grad()
+            loss(ddp(each.x), each.y).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict()), names
+
+
+@pytest.mark.parametrize("dummy", ["empty", "last"])
+def test_batches_of_a_class_of_ones_own(pool: Pool, dummy: Any) -> None:
+    """Also on a rank that gets another one's for its dummies."""
+    torch.manual_seed(0)
+    net = MLP()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for ranks in ([0, 1], [0]):
+        optimizer.zero_grad()
+        compute_all({"a": net}, plain, dict.fromkeys(ranks, 1 / len(ranks)), len(ranks) % 2)
+        optimizer.step()
+    results = pool.run(of_dataclasses, dummy, ranks=RANKS)
+    assert [names for _, names in results] == [["0 0", "0 1"], ["1 0", "1 0"], ["0 0", "0 0"]]
+    for state, _ in results:
+        assert_same(state, flat_state(net.state_dict()), TOLERANCE)
 
 
 def alive(rank: int, lookahead: int) -> list[int]:

@@ -357,6 +357,25 @@ def rank_main(rank: int, ranks: int, path: str, how: str, over_group: bool, resu
         # Rank 1's process ends here: this sets the others free.
 
 
+def accumulating_main(rank: int, ranks: int, path: str, how: str, results: Any) -> None:
+    """Between machines, where a rank that leaves cannot see which backwards of the others reduce nothing."""
+    join.early_exit.LIMIT_SECONDS = 3.0
+    os.environ[SWITCH] = "0"
+    dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+    body = Accumulating()
+    try:
+        with Join(body.listed) as block:
+            for step, (x, y) in enumerate(block.iterate([batch(rank, 0, step) for step in range(6 + rank)])):
+                if rank == 1 and step == 4:
+                    if how == "break":
+                        break
+                    raise ValueError("mine")
+                for _ in body.places(x, y, step):
+                    pass
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+
+
 def in_a_plain_block(rank: int, ranks: int, path: str, results: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
     ddp = DistributedDataParallel(build("mlp"))
@@ -390,7 +409,8 @@ def run_to_the_end(main: Any, ranks: int, path: Path, *arguments: Any) -> dict[i
     return dict(results.get(timeout=5) for _ in range(ranks))
 
 
-@pytest.mark.parametrize(("how", "over_group"), [("raise", False), ("break", False), ("raise", True)])
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("how", ["raise", "break"])
 def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: bool) -> None:
     texts = run_to_the_end(rank_main, 3, tmp_path, how, over_group)
     mine = "ValueError: mine" if how == "raise" else "ProtocolError: rank 1 left the loop over join.iterate early"
@@ -398,6 +418,18 @@ def test_all_processes_end_and_say_why(tmp_path: Path, how: str, over_group: boo
     for rank in (0, 2):
         assert texts[rank].startswith("PeerError: ")
         assert f"rank 1 failed: {mine}" in texts[rank]
+
+
+@pytest.mark.parametrize("how", ["raise", "break"])
+def test_all_processes_end_where_shards_accumulate(tmp_path: Path, how: str) -> None:
+    texts = run_to_the_end(accumulating_main, 3, tmp_path, how)
+    told = "ranks [1] left the loop over join.iterate early"
+    assert texts[1].startswith("ValueError: mine" if how == "raise" else f"ProtocolError: {told}")
+    for rank in (0, 2):
+        if how == "raise":
+            assert texts[rank] == "PeerError: rank 1 failed: ValueError: mine"
+        else:
+            assert texts[rank].startswith(f"ProtocolError: {told}")
 
 
 def test_ranks_that_only_see_others_end_say_why_they_did(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from joinables.metric_at_end import MetricAtEnd
 from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool
+from tests.training import Sharded, shard
 
 EPOCHS = [[0, 4, 2], [3, 0, 1], [0, 2, 0]]
 RESET_AFTER = 1
@@ -61,25 +62,29 @@ def values(metrics: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def distributed(rank: int) -> list[dict[str, float]]:
+def distributed(rank: int, kind: str, way: str) -> list[dict[str, float]]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a metric communicated by itself")
 
     gather, dist.all_gather = dist.all_gather, refuse
     metrics, results = make(), []
-    ddp = DistributedDataParallel(build("mlp"))
-    optimizer = torch.optim.Adam(ddp.parameters())
+    model = shard(Sharded()) if kind == "sharded" else DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.Adam(model.parameters())
     try:
         for epoch, counts in enumerate(EPOCHS):
-            with Join([ddp, optimizer, *metrics.values()], divide_by_initial_world_size=False):
-                for step in range(counts[rank]):
+            steps = counts[rank] if way == "declared" else None
+            listed = [model, optimizer, *metrics.values()]
+            with Join(listed, divide_by_initial_world_size=False, steps=steps) as join:
+                mine = range(counts[rank])
+                for step in join.iterate(mine, dummy="last") if way == "lockstep" else mine:
                     optimizer.zero_grad()
-                    ddp(batch(rank, epoch, step)[0]).sum().backward()
+                    model(batch(rank, epoch, step)[0]).sum().backward()
                     optimizer.step()
                     see(metrics, rank, epoch, step)
-                    own = metrics["mean"].compute()
-                    metrics["mean"].update(own.new_empty(0))
-                    assert own == metrics["mean"].compute()
+                    if not join.shadowing:
+                        own = metrics["mean"].compute()
+                        metrics["mean"].update(own.new_empty(0))
+                        assert own == metrics["mean"].compute()
             results.append(values(metrics))
             assert results[-1] == values(metrics)  # and again
             if epoch == RESET_AFTER:
@@ -102,9 +107,12 @@ def alone() -> Iterator[dict[str, float]]:
                 metric.reset()
 
 
-def test_values_are_those_of_one_process(pool: Pool) -> None:
+@pytest.mark.usefixtures("fsdp")
+@pytest.mark.parametrize("way", ["plain", "declared", "lockstep"])
+@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+def test_values_are_those_of_one_process(pool: Pool, kind: str, way: str) -> None:
     expected = list(alone())
-    for results in pool.run(distributed, ranks=3):
+    for results in pool.run(distributed, kind, way, ranks=3):
         for result, each in zip(results, expected, strict=True):
             assert result.keys() == each.keys()
             assert result == pytest.approx(each, abs=1e-6)

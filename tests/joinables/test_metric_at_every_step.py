@@ -21,6 +21,7 @@ from tests.join.counter import Counter, Leading
 from tests.joinables.test_metric import on_threads
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.training import Sharded, shard, whole
 
 COUNTS = [0, 4, 2]
 
@@ -318,15 +319,15 @@ def test_a_copy_is_in_no_block(duplicate: Any) -> None:
 
 
 def train(rank: int, name: str, dummy: Any, with_metrics: bool) -> tuple[Any, list[Any], list[Any]]:
-    ddp = DistributedDataParallel(build(name))
-    optimizer = torch.optim.Adam(ddp.parameters())
+    model = shard(Sharded()) if name == "sharded" else DistributedDataParallel(build(name))
+    optimizer = torch.optim.Adam(model.parameters())
     metrics, found, outputs = make(), [], []
     listed = [every_step(each) for each in metrics.values()] if with_metrics else []
     loader = [batch(rank, 0, step) for step in range(COUNTS[rank])]
-    with Join([ddp, optimizer, *listed], divide_by_initial_world_size=False) as join:
+    with Join([model, optimizer, *listed], divide_by_initial_world_size=False) as join:
         for x, y in join.iterate(loader, dummy=dummy) if dummy else loader:
             optimizer.zero_grad()
-            output = ddp(x)
+            output = model(x)
             if with_metrics:
                 seen = output.detach().flatten(), y.flatten()
                 found.append(call(metrics, *seen))
@@ -335,10 +336,14 @@ def train(rank: int, name: str, dummy: Any, with_metrics: bool) -> tuple[Any, li
             optimizer.step()
     if with_metrics:
         found.append(flat({key: each.compute() for key, each in metrics.items()}))
-    return flat_state(ddp.state_dict(), optimizer.state_dict()), found, outputs
+    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict())), found, outputs
 
 
-@pytest.mark.parametrize(("name", "dummy"), [("mlp", None), ("norm", None), ("mlp", "empty"), ("norm", "last")])
+@pytest.mark.usefixtures("fsdp")
+@pytest.mark.parametrize(
+    ("name", "dummy"),
+    [("mlp", None), ("norm", None), ("sharded", None), ("mlp", "empty"), ("norm", "last"), ("sharded", "empty")],
+)
 def test_between_the_forward_and_the_backward_of_a_module(pool: Pool, name: str, dummy: Any) -> None:
     results = pool.run(train, name, dummy, True, ranks=3)
     plain = pool.run(train, name, dummy, False, ranks=3)

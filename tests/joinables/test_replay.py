@@ -18,6 +18,7 @@ from join import EarlyTerminationError, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from joinables import Replay, SharedCall
 from tests.join.counter import Counter
+from tests.joinables.test_failures import group_works
 from tests.models import TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
@@ -433,6 +434,57 @@ def test_tensor_parallel(pool: Pool, how: str, way: str) -> None:
         assert_same(state, {name: expected[name] for name in state}, TOLERANCE)
 
 
+def with_statistics(rank: int, way: str, counts: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The report of a block, and the running mean at the end of this rank's loop and after the block."""
+    model = shard(Sharded(model="norm"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    statistics = model.get_submodule("1").running_mean
+    with Join([model, optimizer], steps=counts[rank] if way == "declared" else None) as join:
+        mine = [batch(rank, 0, step) for step in range(counts[rank])]
+        for x, y in join.iterate(mine) if way == "lockstep" else mine:
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        before = statistics.clone()
+    return join.report, before, statistics
+
+
+@pytest.mark.parametrize("counts", [(1, 4, 2), (3, 0, 1)])
+@pytest.mark.parametrize("way", ["block", "declared", "lockstep"])
+def test_report_and_statistics(pool: Pool, way: str, counts: tuple[int, ...]) -> None:
+    """Statistics are those of the last rank that had data, each batch of which counts once."""
+    results = pool.run(with_statistics, way, counts)
+    last = counts.index(max(counts))
+    assert results[last][1].any()
+    for report, _, statistics in results:
+        assert torch.equal(statistics, results[last][1])
+        assert not report.even
+        assert [(row.steps, row.shadowed) for row in report.ranks] == [(n, max(counts) - n) for n in counts]
+        assert str(report) == str(results[0][0])
+
+
+def weighs_synchronised(rank: int, way: str) -> str:
+    net = normed(CPUSyncBatchNorm)
+    with sync_batch_norm_on_cpu(), pytest.raises((ValueError, JoinError)) as caught:
+        ddp = DistributedDataParallel(net)
+        join = Join([ddp], steps=2 if way == "declared" else None)
+        join.weight = 3
+        with join:
+            mine = [batch(rank, 0, step)[0] for step in range(2)]
+            for x in join.iterate(mine) if way == "lockstep" else mine:
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+    group_works()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["block", "declared", "lockstep"])
+def test_weights_where_ranks_compute_together(pool: Pool, way: str) -> None:
+    for text in pool.run(weighs_synchronised, way, ranks=2):
+        assert "join.weight cannot weigh the gradients of DistributedDataParallel, in whose forward and" in text
+        assert "leave it None and multiply the loss by what it should weigh" in text
+
+
 class Refuses(torch.nn.Sequential):
     """Does not take empty batches."""
 
@@ -447,6 +499,9 @@ class Hides(torch.nn.Sequential):
 
     def forward(self, x: torch.Tensor) -> Any:
         return Opaque(super().forward(x))
+
+
+MADE_MORE = {"declared, one more": (1, 0, 0), "declared, one fewer": (0, -1, 0), "declared, some": (0, 0, 2)}
 
 
 def outcome(rank: int, fault: str) -> str:
@@ -464,7 +519,7 @@ def outcome(rank: int, fault: str) -> str:
     text = "fine"
     try:
         with Join([listed, optimizer], steps=(2, 3, 0)[rank] if "declared" in fault else None) as join:
-            for step in range((2, 3, 0)[rank]):
+            for step in range((2, 3, 0)[rank] + MADE_MORE.get(fault, (0, 0, 0))[rank]):
                 if "accumulates" in fault:
                     model.set_requires_gradient_sync(step == 0 if "declared" in fault else rank == 0)
                 if fault == "declared, evaluates" and step == 1:
@@ -543,6 +598,18 @@ BEFORE_THE_FIRST_FORWARD = {
 def test_who_was_to_tell_how_the_module_is_called_does_not_come_to_it(pool: Pool, fault: str) -> None:
     for text, expected in zip(pool.run(outcome, fault), BEFORE_THE_FIRST_FORWARD[fault], strict=True):
         assert text.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("declared, one more", "rank 0 declared steps=2 and began step 3"),
+        ("declared, one fewer", "rank 1 declared steps=3 and made 2"),
+        ("declared, some", "rank 2 declared steps=0 and began step 1"),
+    ],
+)
+def test_wrong_declarations(pool: Pool, fault: str, told: str) -> None:
+    assert pool.run(outcome, fault) == [f"ProtocolError: {told}"] * 3
 
 
 def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:

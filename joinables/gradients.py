@@ -21,6 +21,7 @@ from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
+from joinables.unlisted import Unlisted
 from joinables.usage import Usage
 from joinables.weights import Weights, weighs_on_some
 from joinables.wrapped_forward import around_forward
@@ -56,6 +57,7 @@ class GradientSync(DDPBurst):
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._weights = Weights(self._parameters)
         self._usage = Usage(self._parameters)
+        self._unlisted = Unlisted(type(cast("torch.nn.Module", ddp.module)).__name__, self._parameters)
         self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
         self._divide_by_initial_world_size = True
         self._with_buffers = False  # this burst's header covers the buffers too
@@ -98,6 +100,7 @@ class GradientSync(DDPBurst):
         self._all_ranks = (1 << self._collective.world_size) - 1
         self._weights.attach(join)
         self._usage.attach(join)
+        self._unlisted.attach(join)
         self._static_graph.check()
         ddp = self._ddp
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
@@ -110,6 +113,7 @@ class GradientSync(DDPBurst):
         super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._weights.detach()
         self._usage.detach()
+        self._unlisted.detach()
         del self._join
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
@@ -128,6 +132,8 @@ class GradientSync(DDPBurst):
         )
         if not accumulated:
             self._may_hold_result = may_hold_result
+        if self._collective.rank == source:
+            self._unlisted.warn()
 
     # -- the header ---------------------------------------------------------------------------------------------------
 
@@ -402,6 +408,8 @@ class GradientSync(DDPBurst):
                 self._weights.check_unchanged()
             self._weighted = self._weights.agreed
         else:
+            if self._unlisted.is_due:
+                self._unlisted.look()
             self._check_weights()
             holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
             if holding and self._channel.declared:

@@ -1,6 +1,6 @@
 """Random models, trained in random ways on random numbers of batches: always what one process gets, never a hang.
 
-``make soak`` draws hundreds of them, other ones each time. It prints a case that failed: make it an ``@example`` below,
+``make soak`` draws hundreds of them, other ones each time. It prints a case that failed: put it into ``FOUND`` below,
 and leave it there once it is mended.
 """
 

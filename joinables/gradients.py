@@ -21,7 +21,6 @@ from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
-from joinables.unlisted import Unlisted
 from joinables.usage import Usage
 from joinables.weights import Weights, weighs_on_some
 from joinables.wrapped_forward import around_forward
@@ -57,12 +56,12 @@ class GradientSync(DDPBurst):
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._weights = Weights(self._parameters)
         self._usage = Usage(self._parameters)
-        self._unlisted = Unlisted(type(cast("torch.nn.Module", ddp.module)).__name__, self._parameters)
         self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
         self._divide_by_initial_world_size = True
         self._with_buffers = False  # this burst's header covers the buffers too
         self._weighted = False  # in this burst, weights are summed
-        self._weighs = False  # in a plain block: all active ranks set weights in the last burst
+        self._weighs = False  # in a plain block: all active ranks set weights in the last burst in which they did alike
+        self._window_weighs = False  # what was accumulated since the last reduction is weighted
         self._armed = False  # the reducer will reduce in the next backward
         self._backward = -1  # the last one in which a gradient entered
         self._plain_in = 0  # the loop in lockstep, by its number, in which a reduction was a plain one
@@ -100,7 +99,6 @@ class GradientSync(DDPBurst):
         self._all_ranks = (1 << self._collective.world_size) - 1
         self._weights.attach(join)
         self._usage.attach(join)
-        self._unlisted.attach(join)
         self._static_graph.check()
         ddp = self._ddp
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
@@ -113,7 +111,6 @@ class GradientSync(DDPBurst):
         super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._weights.detach()
         self._usage.detach()
-        self._unlisted.detach()
         del self._join
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
@@ -132,8 +129,6 @@ class GradientSync(DDPBurst):
         )
         if not accumulated:
             self._may_hold_result = may_hold_result
-        if self._collective.rank == source:
-            self._unlisted.warn()
 
     # -- the header ---------------------------------------------------------------------------------------------------
 
@@ -142,6 +137,8 @@ class GradientSync(DDPBurst):
         if active:
             holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
             return (self._with_buffers, holding, True, self._weighted)
+        if self._unsynced:
+            self._forget_zeroed()
         return (False, False, self._unsynced, False)
 
     @override
@@ -173,6 +170,7 @@ class GradientSync(DDPBurst):
         self._armed = False
         if self._rebuild.pending:
             self._rebuild.run()
+        self._weights.end_refused()
         if missed:
             self._channel.protest(
                 f"rank {self._collective.rank} skipped {self.join_name}, which others ran, so it has no gradients where"
@@ -222,7 +220,8 @@ class GradientSync(DDPBurst):
     def main_hook(self) -> None:
         with_buffers, holding, _, _ = self._channel.flags(self)
         self._with_buffers = with_buffers > 0
-        self._weigh_as_all()
+        if not self._channel.in_lockstep:
+            self._weigh_as_all()
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if self._channel.in_lockstep:
@@ -239,6 +238,8 @@ class GradientSync(DDPBurst):
         Args:
             holding: whether an active rank still has the last reduction's result in its gradients.
         """
+        if self._unsynced:
+            self._forget_zeroed()
         self._begin_use()
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
@@ -250,8 +251,7 @@ class GradientSync(DDPBurst):
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         self._unsynced = False
         self._weights.end_reduction(self._used_anywhere)
-        self._scale()
-        self._end_use()
+        self._scale_and_end_use()
 
     @property
     @override
@@ -370,6 +370,12 @@ class GradientSync(DDPBurst):
             return
         if self._unsynced or self._had_data or self._weights.window:
             self._forget_zeroed()
+        if self._unsynced and weighted != self._window_weighs and not channel.shadowing:
+            self._weights.refused = ValueError(
+                "join.weight was set or unset in a window of accumulation; set it at every step or at none"
+            )
+            if not reduces:
+                self._weights.end_refused()
         makes_no_difference = reduces and channel.in_lockstep and not weighted  # where all ranks give theirs
         if self._may_hold_result and not makes_no_difference:
             self._see_zeroed(values=True)
@@ -380,7 +386,8 @@ class GradientSync(DDPBurst):
         if reduces:
             self._begin_reduction(weighted)
             return
-        self._unsynced |= not channel.shadowing
+        if not channel.shadowing:
+            self._unsynced, self._window_weighs = True, weighted
         if self._weights.aside and not self._weights.window:
             # Nothing but dummies: what was set aside must be there, to be zeroed or not.
             reducer.after_backward(self._weights.put_back)
@@ -405,11 +412,9 @@ class GradientSync(DDPBurst):
         if self._channel.in_lockstep:  # where ranks without data hold the last result, too
             if self._weights.agreed_in != self._channel.loop or self._weights.agreed != weighted:
                 self._agree()
-                self._weights.check_unchanged()
+                self._weights.refused = self._weights.refused or self._weights.change()
             self._weighted = self._weights.agreed
         else:
-            if self._unlisted.is_due:
-                self._unlisted.look()
             self._check_weights()
             holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
             if holding and self._channel.declared:
@@ -425,7 +430,8 @@ class GradientSync(DDPBurst):
             self._held = self._exchange_held(mine)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if self._weights.window or self._weights.aside or scales or self._counts_use or self._rebuild.pending:
+        waits = scales or self._counts_use or self._rebuild.pending
+        if waits or self._weights.window or self._weights.aside or self._weights.refused:
             reducer.after_reduction(self._finish_reduction)
         elif self._channel.in_lockstep:  # nothing is done with the result, so it need not be there
             # The next one is as plain, if it is not weighted: that is all that may change in a loop.
@@ -441,12 +447,12 @@ class GradientSync(DDPBurst):
     def _finish_reduction(self) -> None:
         try:
             self._weights.end_reduction(self._used_anywhere)
-            self._scale()
-            self._end_use()
+            self._scale_and_end_use()
         finally:
             self._end_reduction()
         if self._rebuild.pending:
             self._rebuild.run()
+        self._weights.end_refused()
 
     def _agree(self) -> None:
         """In lockstep, a reduction begins."""
@@ -468,6 +474,12 @@ class GradientSync(DDPBurst):
         if not self._had_data:
             self._usage.begin_window(brought=self._unsynced)
 
+    def _scale_and_end_use(self) -> None:
+        try:
+            self._scale()
+        finally:  # whatever that raises, maybe on this rank alone: the collectives must stay in step
+            self._end_use()
+
     def _end_use(self) -> None:
         """A reduction is over: in lockstep, what only dummies used is put back."""
         if self._channel.in_lockstep and self._counts_use:
@@ -482,12 +494,17 @@ class GradientSync(DDPBurst):
         return self._weighted or not self._divide_by_initial_world_size
 
     def _check_weights(self) -> None:
-        """Make sure that all active ranks sum weights in this burst, or none: where this rank begins or ceases to."""
+        """Make sure that all active ranks sum weights in this burst, or none: where this rank begins or ceases to.
+
+        Where something is wrong, the burst still is as on the others, and what is wrong is raised after it.
+        """
         if self._weighted != self._weights.in_use:
-            raise ValueError("join.weight was set or unset between forward and backward; set it before the forward")
+            self._weights.refused = ValueError(
+                "join.weight was set or unset between forward and backward; set it before the forward"
+            )
         if self._weighted != self._weighs and not self._weigh_as_all():
             using = self._channel.flags(self)[3]
-            raise weighs_on_some(using, self._channel.announced(self) - using)
+            self._weights.refused = weighs_on_some(using, self._channel.announced(self) - using)
 
     def _weigh_as_all(self) -> bool:
         """Sum weights in this burst, or not, as all active ranks do; whether they all do the same.

@@ -188,8 +188,8 @@ class ReplayedBackward(ReplayedBurst):
                 f"a backward goes through a forward of {type(self._of.module).__name__} that is more than"
                 f" {REMEMBERED} forwards ago, or of an earlier block"
             )
-        if self._channel.in_lockstep and not self._in_backward:
-            self._weights.check_unchanged()
+        if self._channel.in_lockstep and not self._in_backward and (change := self._weights.change()):
+            raise change  # nothing was announced yet
         entered.done, self._entered = True, graph
         entered.outputs.clear()  # large ones should not outlive the backward
         if self._in_backward:
@@ -237,6 +237,8 @@ class ReplayedBackward(ReplayedBurst):
         self._complete, self._total = complete, None
         if self._channel.in_lockstep:
             self._weighted, accumulated = self._weights.agree(self._unsynced)
+            if self._weights.refused is not None:
+                raise self._weights.refused  # on all ranks, before the module's own collectives
             self._had_data |= self._channel.active_ranks | accumulated
             self._contributors = float(self._had_data.bit_count())
         elif 0 < weighted < announced:

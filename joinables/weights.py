@@ -46,12 +46,14 @@ class Weights:
         self.window = 0.0
         """The sum of the weights of all backwards since the last reduction."""
         self._unit = 1.0  # what the weights of the backward under way are multiplied by
+        self.refused: ValueError | None = None
+        """What the reduction under way is to raise when it is over, on this rank: weights that ranks do not share."""
         self.silent = False
         """Whether gradients count for nothing: those of a batch that is not there. Needs ``watch(always=True)``."""
 
     def attach(self, join: Join) -> None:
         """A block is entered."""
-        self._join, self._channel = join, join.channel
+        self._join, self._channel, self.refused = join, join.channel, None
 
     def detach(self) -> None:
         """The block is left."""
@@ -73,10 +75,8 @@ class Weights:
 
         Returns:
             Whether weights are in use; who has only dummies cannot know. And, in the first reduction of a loop, the
-            ranks that bring gradients, as a bit mask: those of a time before the loop.
-
-        Raises:
-            ValueError: on all ranks, if weights are in use on some ranks only.
+            ranks that bring gradients, as a bit mask: those of a time before the loop. If weights are in use on some
+            ranks only, they are for now, and ``refused`` is set on all ranks.
         """
         accumulated = 0
         if self.agreed_in != self._channel.loop:
@@ -84,15 +84,21 @@ class Weights:
             accumulated = self._vote(has_accumulated)
         return self.agreed, accumulated
 
-    def check_unchanged(self) -> None:
-        """In lockstep, as this rank's own backward begins.
+    def change(self) -> ValueError | None:
+        """In lockstep, as this rank's own backward begins: what is wrong if it uses weights and ranks agreed on none.
 
-        Raises:
-            ValueError: if this rank uses weights, and ranks have agreed on none, or the other way round.
+        Or the other way round.
         """
         agreed = self.agreed_in == self._channel.loop
         if agreed and self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
-            raise ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
+            return ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
+        return None
+
+    def end_refused(self) -> None:
+        """A reduction is over, in which this rank's collectives were those of the others: raise what it refuses."""
+        refused, self.refused = self.refused, None
+        if refused is not None and not self._channel.leaving:
+            raise refused
 
     def _vote(self, has_accumulated: bool) -> int:
         collective, in_use = self._join.collective, self.in_use
@@ -102,7 +108,7 @@ class Weights:
         using, not_using, *bringing = cast("list[int]", votes.tolist())
         self.agreed, self.brought = using > 0, any(bringing)
         if using and not_using:
-            raise weighs_on_some(using, not_using)
+            self.refused = weighs_on_some(using, not_using)
         return sum(1 << rank for rank, brings in enumerate(bringing) if brings)
 
     def watch(self, *, always: bool = False) -> None:
@@ -138,6 +144,7 @@ class Weights:
                         parameter.grad.zero_()
         self.window += self._join.weight or 0.0
         self._unit = 1.0
+        self.watch()  # unless the forward did
 
     def take_back(self, share: float) -> None:
         """A reduction begins: add the last result as often as this rank contributes, so that the mean has it once."""

@@ -177,6 +177,38 @@ def test_gradients_left_over_from_one_epoch_to_the_next(pool: Pool, model: str, 
         assert_same(state, states[0])
 
 
+def drops_its_last_window(rank: int, unused: bool, initial: bool, weighted: bool) -> dict[str, torch.Tensor]:
+    """A window that is not full when a rank has run out is zeroed, and contributes nothing."""
+    ddp = DistributedDataParallel(build("mlp"), find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with Join([ddp, optimizer], divide_by_initial_world_size=initial) as join:
+        for step in range((3, 0, 6)[rank]):
+            join.weight = 2 if weighted else None
+            with nullcontext() if step % 2 else ddp.no_sync():
+                ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.zero_grad()
+    return flat_state(ddp.module.state_dict())
+
+
+@pytest.mark.parametrize(("initial", "weighted"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_window_that_is_dropped(pool: Pool, unused: bool, initial: bool, weighted: bool) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window, ranks in enumerate([[0, 2], [2], [2]]):
+        optimizer.zero_grad()
+        divisor = 2 * len(ranks) if weighted else RANKS if initial else len(ranks)
+        for rank in ranks:
+            for step in (2 * window, 2 * window + 1):
+                (model(batch(rank, 0, step)[0]).pow(2).mean() / divisor).backward()
+        optimizer.step()
+    for state in pool.run(drops_its_last_window, unused, initial, weighted, ranks=RANKS):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
 def train_in_groups(rank: int, way: str) -> dict[str, torch.Tensor]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = groups[rank % 2]

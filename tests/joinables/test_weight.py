@@ -34,7 +34,8 @@ def outcome(
             mine = [(batch(rank, 0, step)[0], weight) for step, weight in enumerate(weights[rank])]
             for x, weight in join.iterate(mine) if in_lockstep else mine:
                 join.weight = weight
-                trained.zero_grad()
+                if way != "kept":
+                    trained.zero_grad()
                 trained(x).sum().backward()
                 optimizer.step()
     except (ValueError, TypeError, JoinError) as error:
@@ -161,6 +162,57 @@ def test_weight_that_is_set_and_unset_on_all_ranks(pool: Pool, counts: tuple[int
         optimizer.step()
     for state in pool.run(begins_to_weigh, counts):
         assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+def changes_in_a_window(rank: int, way: str, weights: tuple[Any, ...]) -> str:
+    ddp, text = DistributedDataParallel(build("mlp")), "fine"
+    try:
+        with Join([ddp]) as join:
+            for step in join.iterate(range(4)) if way == "lockstep" else range(4):
+                join.weight = weights[step] if rank == 1 else 2
+                with nullcontext() if step % 2 else ddp.no_sync():
+                    ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+                if step % 2:
+                    ddp.zero_grad()
+    except (ValueError, JoinError) as error:
+        text = f"{type(error).__name__}: {error}"
+    group_works()
+    return text
+
+
+@pytest.mark.parametrize("weights", [(2, None, 2, 2), (None, 2, 2, 2), (2, 2, 2, None)])
+@pytest.mark.parametrize("way", ["plain", "lockstep"])
+def test_weight_that_is_set_or_unset_in_a_window(pool: Pool, way: str, weights: Any) -> None:
+    first, second = pool.run(changes_in_a_window, way, weights, ranks=2)
+    assert second.startswith("ValueError: join.weight ")
+    assert first.removeprefix("PeerError: rank 1 failed: ").startswith("ValueError: join.weight ")
+
+
+def weighs_late(rank: int, way: str) -> float:
+    """Set the weight between forward and backward, in the first step."""
+    ddp = DistributedDataParallel(build("mlp"))
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for step in join.iterate(range(1)) if way == "lockstep" else range(1):
+            loss = ddp(batch(rank, 0, step)[0]).pow(2).mean()
+            join.weight = 1 + 3 * rank
+            loss.backward()
+    return sum(parameter.grad.abs().sum().item() for parameter in ddp.parameters())
+
+
+@pytest.mark.parametrize("way", ["plain", "lockstep"])
+def test_weight_that_is_set_after_the_forward(pool: Pool, way: str) -> None:
+    model = build("mlp")
+    for rank in range(2):
+        (model(batch(rank, 0, 0)[0]).pow(2).mean() * (1 + 3 * rank) / 5).backward()
+    expected = sum(parameter.grad.abs().sum().item() for parameter in model.parameters())
+    assert pool.run(weighs_late, way, ranks=2) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize("weights", CHANGES)
+def test_weight_that_is_set_or_unset_while_gradients_are_kept(pool: Pool, weights: Any) -> None:
+    first, second = pool.run(outcome, weights[:2], "kept", ranks=2)
+    assert first == ON_SOME
+    assert second == f"PeerError: rank 0 failed: {first}"
 
 
 def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:

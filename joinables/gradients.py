@@ -424,7 +424,9 @@ class GradientSync(DDPBurst):
         self.owes, self._contributors = False, None
         scales = self._scales
         if scales:
-            self._count_contributors(self._weights.window if self._weighted else self._contribution)
+            mine = self._weights.window if self._weighted else self._contribution
+            # What is refused must not leave others with a sum of 0, which is another mistake.
+            self._count_contributors(1.0 if self._weights.refused else mine)
         if holding:
             mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
             self._held = self._exchange_held(mine)

@@ -121,6 +121,15 @@ def test_weight_that_is_set_or_unset_in_a_loop_in_lockstep(pool: Pool, way: str,
     assert second == third == f"PeerError: rank 0 failed: {first}"
 
 
+@pytest.mark.parametrize("way", WAYS[2:])
+def test_weight_that_all_unset_in_a_loop_in_lockstep(pool: Pool, way: str) -> None:
+    first, second, third = pool.run(outcome, ((2, None), (2, None), ()), way)
+    assert (
+        first == second == "ValueError: join.weight was set or unset inside the loop; set it at every step or at none"
+    )
+    assert third.startswith(f"PeerError: rank 0 failed: {first}")
+
+
 @pytest.mark.parametrize("weights", CHANGES)
 def test_weight_that_is_set_or_unset_in_a_plain_loop(pool: Pool, weights: Any) -> None:
     first, second, third = pool.run(outcome, weights)

@@ -6,6 +6,9 @@ the weighted mean. A comm hook, which may round or carry errors over to the next
 itself: there the sum of weights is awaited before the backward. What is in ``grad`` already, the last reduction's
 result, is no part of it, and is set aside.
 
+Where weights do not fit, on this rank or with those of others, a DDP module's reduction still runs as on the other
+ranks, and raises when it is over (``refused``). A replayed module's raises before its own collectives, on all ranks.
+
 In a loop in lockstep, no header tells of weights. There the first reduction begins with one more all-reduce::
 
     rank with data                                 rank without data

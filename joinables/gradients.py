@@ -428,8 +428,8 @@ class GradientSync(DDPBurst):
             # What is refused must not leave others with a sum of 0, which is another mistake.
             self._count_contributors(1.0 if self._weights.refused else mine)
         if holding:
-            mine = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
-            self._held = self._exchange_held(mine)
+            held = [parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters]
+            self._held = self._exchange_held(held)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
         waits = scales or self._counts_use or self._rebuild.pending
@@ -504,21 +504,20 @@ class GradientSync(DDPBurst):
             self._weights.refused = ValueError(
                 "join.weight was set or unset between forward and backward; set it before the forward"
             )
-        if self._weighted != self._weighs and not self._weigh_as_all():
-            using = self._channel.flags(self)[3]
-            self._weights.refused = weighs_on_some(using, self._channel.announced(self) - using)
+        if self._weighted != self._weighs:
+            self._weights.refused = self._weigh_as_all() or self._weights.refused
 
-    def _weigh_as_all(self) -> bool:
-        """Sum weights in this burst, or not, as all active ranks do; whether they all do the same.
+    def _weigh_as_all(self) -> ValueError | None:
+        """Sum weights in this burst, or not, as all active ranks do; what is wrong if they do not all do the same.
 
-        If not, it is as the last burst was, on all ranks, whose collectives so match.
+        Then it is as the last burst was, on all ranks, whose collectives so match.
         """
-        using = self._channel.flags(self)[3]
-        agree = using in (0, self._channel.announced(self))
+        using, announced = self._channel.flags(self)[3], self._channel.announced(self)
+        agree = using in (0, announced)
         if agree:
             self._weighs = using > 0
         self._weighted = self._weighs
-        return agree
+        return None if agree else weighs_on_some(using, announced - using)
 
     def _count_contributors(self, mine: float) -> None:
         """Sum the contributors, or their weights, in this burst, if its header could not know them."""

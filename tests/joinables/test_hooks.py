@@ -40,6 +40,15 @@ def register(ddp: DistributedDataParallel, hook: str) -> None:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+def check_ways(pool: Pool, train: Any, hook: str, more: Any, padded: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Every way to train ends the same on all ranks, and as padded DDP."""
+    for way in WAYS:
+        states = pool.run(train, hook, way, more, ranks=RANKS)
+        for state in states:
+            assert_same(state, states[0])
+            assert_same(state, padded, tolerance)
+
+
 def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(build("mlp"))
     register(ddp, hook)
@@ -66,11 +75,7 @@ def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("hook", ["none", "allreduce", "fp16", "builtin fp16", "powersgd"])
 def test_comm_hook_equals_padded_ddp(pool: Pool, hook: str, zero: bool) -> None:
     padded = pool.run(train, hook, "padded", False, ranks=RANKS)
-    for way in WAYS:
-        states = pool.run(train, hook, way, zero, ranks=RANKS)
-        for state in states:
-            assert_same(state, states[0])
-            assert_same(state, padded[0], TOLERANCE)
+    check_ways(pool, train, hook, zero, padded[0], TOLERANCE)
 
 
 def weight_of(rank: int, epoch: int, step: int) -> int:
@@ -114,11 +119,7 @@ def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[st
 def test_weights_under_a_comm_hook_equal_padded_ddp(pool: Pool, hook: str, accumulation: int) -> None:
     """Which is given parts of the weighted mean: they stay in the range of float16, and errors in their units."""
     padded = pool.run(train_weighted, hook, "padded", accumulation, ranks=RANKS)
-    for way in WAYS:
-        states = pool.run(train_weighted, hook, way, accumulation, ranks=RANKS)
-        for state in states:
-            assert_same(state, states[0])
-            assert_same(state, padded[0], 1e-4 if "fp16" in hook else TOLERANCE)
+    check_ways(pool, train_weighted, hook, accumulation, padded[0], 1e-4 if "fp16" in hook else TOLERANCE)
 
 
 def buffer_hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:

@@ -109,6 +109,7 @@ def test_weight_on_one_rank_only_where_all_see_it(pool: Pool, way: str, kind: st
     assert pool.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
 
 
+IN_THE_LOOP = "ValueError: join.weight was set or unset inside the loop; set it at every step or at none"
 CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), ())]
 
 
@@ -117,16 +118,14 @@ CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), 
 @pytest.mark.parametrize("way", WAYS[2:])
 def test_weight_that_is_set_or_unset_in_a_loop_in_lockstep(pool: Pool, way: str, kind: str, weights: Any) -> None:
     first, second, third = pool.run(outcome, weights, way, kind)
-    assert first == "ValueError: join.weight was set or unset inside the loop; set it at every step or at none"
+    assert first == IN_THE_LOOP
     assert second == third == f"PeerError: rank 0 failed: {first}"
 
 
 @pytest.mark.parametrize("way", WAYS[2:])
 def test_weight_that_all_unset_in_a_loop_in_lockstep(pool: Pool, way: str) -> None:
     first, second, third = pool.run(outcome, ((2, None), (2, None), ()), way)
-    assert (
-        first == second == "ValueError: join.weight was set or unset inside the loop; set it at every step or at none"
-    )
+    assert first == second == IN_THE_LOOP
     assert third.startswith(f"PeerError: rank 0 failed: {first}")
 
 

@@ -25,7 +25,7 @@ test: .venv/.test-installed
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py tests/join/test_early_exit.py
+	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py tests/failures
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

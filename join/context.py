@@ -37,13 +37,12 @@ from join.arguments import (
 )
 from join.collectives import Collective, Work, collective_of
 from join.declared import DeclaredChannel
-from join.dummies import cannot_take_empty
 from join.errors import JoinError, ProtocolError
 from join.iteration import Iteration, check_arguments
 from join.joinable import Joinable, JoinConfig
 from join.lockstep import LockstepChannel
 from join.members import Member, Scope
-from join.protocol import Channel
+from join.protocol import Channel, Outcome
 from join.read_ahead import ReadAhead
 from join.report import JoinReport, RankReport
 
@@ -325,10 +324,7 @@ class Join:
                 settings |= {"steps": self._steps}
             check_agreement(self._collective, self._joinables, settings, self._channel.wait)
             self._channel.agree()
-            self._configure()
-            for joinable in self._joinables:
-                joinable.attach(self)
-                self._attached.append(joinable)
+            self._attach()
         except BaseException:
             self._leave()
             raise
@@ -345,15 +341,49 @@ class Join:
             self._unconfigure()
             return
         try:
-            if self._iteration is not None and self._iteration.running:
-                self._leave_loop(self._iteration, error)
-            if error is not None:
-                self._channel.fail(error)
-            else:
-                self._finish()
-                self._warn_of_no_loop()
+            self._leave_block(error)
         finally:
             self._leave()
+
+    def _attach(self) -> None:
+        self._configure()
+        try:
+            for joinable in self._joinables:
+                joinable.attach(self)
+                self._attached.append(joinable)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _leave_block(self, error: BaseException | None) -> None:
+        iteration = None if self._iteration is None or not self._iteration.running else self._iteration
+        if error is not None:
+            if iteration is not None:
+                iteration.fail(error)
+            self._fail(error)
+            return
+        try:
+            if iteration is not None:
+                iteration.leave()
+            ran_out = time.monotonic()
+            outcome = self._channel.drain()
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        try:
+            self._finish(outcome, ran_out)
+            self._warn_of_no_loop()
+        except Exception as failure:
+            cause = self._channel.explain(failure)
+            if cause is not None:
+                raise cause from failure
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave the block with ``error``; raises what it comes of, if that is another rank's failure."""
+        cause = self._channel.fail(error)
+        if cause is not None:
+            raise cause from error
 
     def _warn_of_no_loop(self) -> None:
         if self._steps == "loader" and self._iteration is None:
@@ -377,18 +407,10 @@ class Join:
         _channels[key] = channel
         return channel
 
-    def _leave_loop(self, iteration: Iteration, error: BaseException | None) -> None:
-        text = ""
-        if isinstance(error, Exception) and iteration.is_empty_dummy:
-            text = cannot_take_empty(error, self._collective.rank, [j.join_target for j in self._joinables])
-        iteration.leave(error, text)
-        if text:
-            raise JoinError(text) from error
-
-    def _finish(self) -> None:
-        ran_out = None if self._iteration is None else self._iteration.joined_at
-        joined_at = (time.monotonic() if ran_out is None else ran_out) - self._started
-        outcome = self._channel.drain()
+    def _finish(self, outcome: Outcome, ran_out: float) -> None:
+        """All ranks have run out: synchronise state, and gather the report."""
+        in_loop = None if self._iteration is None else self._iteration.joined_at
+        joined_at = (ran_out if in_loop is None else in_loop) - self._started
         ended_at = time.monotonic() - self._started
         with ExitStack() as calls:  # runs them all, whatever one of them raises: the collectives must stay in step
             calls.callback(self._gather_report, outcome.even, joined_at, ended_at)

@@ -8,16 +8,12 @@ would have come. A *step* is one burst of every announcing member, in the order 
     its first burst, by the user's own code        main_hook of the first burst
     its second, ...                                main_hook of the second, ...
 
-    leaving, all ranks: one all-reduce of who failed, and who made another number of steps than declared
-
-A rank that leaves early, because it raised or declared too much, shadows what it owes the others up to the last step,
-so nobody hangs; the others learn of it when they leave, or in a burst for which it would have to tell them something.
-One that declared too little finds out before its burst.
+A rank that makes another number of steps than it declared raises :class:`ProtocolError` where it finds out: before its
+burst, or when it leaves. The others learn of that as of any failure (``join.peers``).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -26,12 +22,10 @@ from typing_extensions import override
 
 from join.collectives import Collective, Work
 from join.collectives.work import DONE
-from join.errors import JoinError, PeerError, ProtocolError
+from join.errors import JoinError, ProtocolError
 from join.header import Header
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
-
-logger = logging.getLogger(__name__)
 
 
 class DeclaredChannel(Channel):
@@ -51,8 +45,6 @@ class DeclaredChannel(Channel):
         self._mine = steps
         self._steps = [steps]  # by rank, once agreed
         self._longest = steps
-        self._wrong = ""  # how this rank's steps differ from what it declared
-        self._failed = ""  # else, what it has raised
         self._step_of_header = 0
         self._events = 0  # bursts run so far, by this rank and then by others, but for those that interject
 
@@ -67,6 +59,7 @@ class DeclaredChannel(Channel):
 
     @override
     def agree(self) -> None:
+        super().agree()
         self._steps = [int(each) for each in self.collective.all_gather(torch.tensor([self._mine]))]
         self._longest = max(self._steps)
 
@@ -97,10 +90,6 @@ class DeclaredChannel(Channel):
         return self._step_of_header in self._steps
 
     @override
-    def somebody_has_left(self) -> bool:
-        return not self._was_active  # who shadows a step cannot know whether those that have it run it or shadow, too
-
-    @override
     def _send(self, fields: Sequence[int], announcing: int | None) -> Work:
         assert announcing is not None
         member = self._members[announcing]
@@ -124,7 +113,6 @@ class DeclaredChannel(Channel):
             self._mistake(f"declared steps={self._mine} and began step {self._step + 1}")
 
     def _mistake(self, what: str) -> NoReturn:
-        self._wrong = what
         raise ProtocolError(f"rank {self._rank} {what}")
 
     def _compute(self, announcing: int) -> None:
@@ -157,16 +145,11 @@ class DeclaredChannel(Channel):
         made, part = divmod(self._events, len(self._cycle))
         if (made, part) != (self._mine, 0):
             unfinished = f" and {part} of {len(self._cycle)} parts of another" if part else ""
-            self._wrong = f"declared steps={self._mine} and made {made}{unfinished}"
+            self._mistake(f"declared steps={self._mine} and made {made}{unfinished}")
         even = min(self._steps) == self._longest
         if self.throws and not even:
             self.terminate_early(exhausted=True)
-        try:
-            self._shadow_rest()
-        except Exception as error:
-            self.fail(error)
-            raise
-        self.exchange_ends()
+        self._shadow_rest()
         if not even:
             self.leader = self._steps.index(self._longest)
         return Outcome(even=even, last=self._mine == self._longest)
@@ -186,36 +169,5 @@ class DeclaredChannel(Channel):
             self.settle()
 
     @override
-    def _tell(self, error: BaseException) -> None:
-        self._failed = "" if self._wrong else f"{type(error).__name__}: {error}"
-        self._shadow_whatever_comes()
-        self.exchange_ends()
-
-    def _shadow_whatever_comes(self) -> None:
-        """Come to the end, where the others wait, even if a burst raises behind its collectives."""
-        while True:
-            events = self._events
-            try:
-                return self._shadow_rest()
-            except (PeerError, ProtocolError):
-                raise
-            except Exception as secondary:
-                if self._events == events:
-                    raise  # it would go wrong for ever
-                logger.info("shadowing what was declared: %s", secondary)
-
-    def exchange_ends(self) -> None:
-        """All ranks are at the same place, the end or a burst that cannot go on: learn who leaves early, and why.
-
-        Raises:
-            ProtocolError: if a rank has made another number of steps than it declared.
-            PeerError: if a rank has raised something.
-        """
-        if not self.collective.reduce_boolean_decision(bool(self._failed or self._wrong), all=False):
-            return
-        ends = self.collective.all_gather_object((self._failed, self._wrong))
-        mistakes = [f"rank {rank} {text}" for rank, (_, text) in enumerate(ends) if text]
-        if mistakes:
-            self.close_with(ProtocolError("; ".join(mistakes)))
-        failures = [f"rank {rank} failed: {text}" for rank, (text, _) in enumerate(ends) if text]
-        self.close_with(PeerError("; ".join(failures)))
+    def _can_part(self) -> bool:
+        return False

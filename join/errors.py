@@ -1,12 +1,23 @@
 """What can go wrong inside a :class:`join.Join` block, one class a cause.
 
-Every one of them is raised on all ranks that the cause concerns, and none of them leaves a collective half done, so
-the process group can be used afterwards. The exception is :class:`JoinTimeoutError`: the missing rank never took part.
+A rank that raises leaves its block at once, with its own exception. Every other rank ends with :class:`PeerError`,
+which names the first cause: at its next header, or, from inside a collective, when the process of that rank has ended.
+``group_is_usable`` of these errors says whether the process group works afterwards. It does where all ranks have
+stopped at the same place, between two bursts of a plain block; the parameters may differ there, so go on from a
+checkpoint. Anywhere else an operation may be half done: restart the processes.
 """
+
+from __future__ import annotations
 
 
 class JoinError(RuntimeError):
-    """Base of all errors of this package: a ``Join`` block could not be carried out as written."""
+    """Base of all errors of this package: a ``Join`` block could not be carried out as written.
+
+    Attributes:
+        group_is_usable: whether the process group can be used afterwards.
+    """
+
+    group_is_usable: bool = True
 
 
 class EarlyTerminationError(JoinError):
@@ -14,12 +25,20 @@ class EarlyTerminationError(JoinError):
 
 
 class PeerError(JoinError):
-    """Another rank raised inside the block; the message carries its rank and its exception's text."""
+    """Another rank failed inside the block; the message has its rank, and its exception's class and text.
+
+    Attributes:
+        rank: the rank that failed first, as far as it is known.
+    """
+
+    rank: int | None = None
 
 
 class ProtocolError(JoinError):
-    """Active ranks announced different things, so their collectives could not have matched."""
+    """What ranks do does not fit together: they announced different things, or one left out what others run."""
 
 
 class JoinTimeoutError(JoinError):
-    """A rank did not announce anything within ``timeout`` seconds; the message says who announced what."""
+    """A rank did not come within ``timeout`` seconds; the message says who announced what."""
+
+    group_is_usable = False

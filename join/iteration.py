@@ -15,7 +15,14 @@ many is told in one roll call for every window of ``lookahead`` steps::
 
 So nothing waits in the steady state: a roll call has a window's time to come through. A rank whose loader raises says
 so in the next roll call; all ranks raise where that is read. With declared lengths, one all-gather takes the place of
-all roll calls but the last. How a loop is left before its end is told in ``join.early_exit``.
+all roll calls but the last.
+
+A rank that leaves the loop by ``break`` waits until all others have left it at the same step::
+
+    all leave at the same step                       a rank leaves alone
+    the last of its window: roll call is read        the same
+    tell that they have left; wait for all           tells that it has left; sees that others are in later steps
+    the loop is over                                 raises ProtocolError, and fails by the rule of ``join.peers``
 """
 
 from __future__ import annotations
@@ -25,8 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal, TypeAlias, cast
 
 from join.arguments import check_same
-from join.dummies import duplicate, emptied
-from join.early_exit import EarlyExit
+from join.dummies import duplicate, emptied, hint_at_empty_batch
 from join.errors import JoinError, PeerError, ProtocolError
 from join.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
@@ -74,8 +80,8 @@ class Iteration:
         self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # in how many of these steps there was no batch
-        self._longest, self._since = 0.0, 0.0  # seconds: the longest step, the beginning of this one
         self._gave_way = False
+        self._failed: BaseException | None = None  # what the next roll call says that this rank raises
         self.running = False
         """Whether the loop has begun and has not come to its end."""
         self.joined_at: float | None = None
@@ -110,7 +116,7 @@ class Iteration:
                 yield self._batch() if self._has_data else self._make_dummy()
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
-                self._channel.leave_first(lambda: self.leave(None))  # not here, where nothing can be raised
+                self._channel.leave_first(self.leave)  # not here, where nothing can be raised
             raise
 
     # The calls here find cold caches after a step's arithmetic and cost microseconds each: there are few.
@@ -121,9 +127,6 @@ class Iteration:
         if self.running:
             if not channel.closed:
                 channel.end_step()  # what goes wrong here is known to this rank alone
-            took = time.monotonic() - self._since
-            if took > self._longest:
-                self._longest = took
         elif self._gave_way:
             raise JoinError(ONE_AT_A_TIME)
         elif self._windows is not None:
@@ -135,30 +138,23 @@ class Iteration:
                     self._begin_next_window(windows)
                 if windows.steps and self._length is None:
                     self._tell_next_window(windows)
-                if windows.missed is not None:
-                    channel.has_missed(*windows.missed)
                 if not windows.steps:
                     self._end(windows)
                     return False
             if self._throw and windows.at >= min(windows.counts):
-                windows.farewell.stop()
                 channel.terminate_early(exhausted=windows.mine <= windows.at)
             self._step += 1
-            if channel.meets:
-                channel.meet(f"came to step {self._step} of join.iterate")
+            channel.meet(f"came to step {self._step} of join.iterate")
             self._has_data = windows.at < windows.mine
             channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
         except JoinError:
-            if channel.knows_alone:
-                raise  # as from the body
-            self._over()  # the others learn of it here, too, or have told it
-            if self._ahead.error is not None:  # what the others are told is this
-                raise self._ahead.error from None
+            self._over()
+            if self._failed is not None:  # what the others are told is this
+                raise self._failed from None
             raise
         except Exception:
             self._over()
             raise  # an interrupt, of which nobody else knows, is for the end of the block
-        self._since = time.monotonic()
         return True
 
     def _batch(self) -> Any:
@@ -227,7 +223,12 @@ class Iteration:
     def _tell_next_window(self, windows: Windows) -> None:
         ahead = self._ahead
         count = ahead.read(self._lookahead)
-        windows.call(count if ahead.error is None else windows.failed(ahead.error))
+        windows.call(count if ahead.error is None else self._fails(windows, ahead.error))
+
+    def _fails(self, windows: Windows, error: BaseException) -> int:
+        """This rank does not go on; the answer that tells the others, who raise at the same place."""
+        self._failed = error
+        return windows.failed(error)
 
     def _share_template(self, windows: Windows) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -250,7 +251,7 @@ class Iteration:
         if not self._ahead.batches:
             self._ahead.read(1)
         if self._ahead.error is not None:
-            error = self._ahead.error
+            error = self._failed = self._ahead.error
             return None, PeerError(f"rank {rank} failed: {type(error).__name__}: {error}")
         if not self._ahead.batches:
             return None, ProtocolError(f"rank {rank} {self._too_few(0)}")
@@ -270,8 +271,8 @@ class Iteration:
         """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
             self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
-        windows.call(windows.wrong(self._wrong) if self._wrong else 0)
-        windows.ends_well = not self._wrong
+        wrong = ProtocolError(f"rank {self._collective.rank} {self._wrong}") if self._wrong else None
+        windows.call(0 if wrong is None else self._fails(windows, wrong))
         windows.read("came to the end of join.iterate")
         self._channel.end()
         self._over()
@@ -283,32 +284,49 @@ class Iteration:
             ProtocolError, PeerError: as :meth:`leave`.
         """
         self._gave_way = True
-        self.leave(None)
+        self.leave()
 
-    def leave(self, error: BaseException | None, text: str = "") -> None:
-        """The block is left, or another loop begins, in the middle of this one.
-
-        Args:
-            error: what this rank raised, if it did.
-            text: what to tell the others of it, if not that.
+    def leave(self) -> None:
+        """The loop was left before its end: all ranks must have left it at this step.
 
         Raises:
-            ProtocolError, PeerError: as :meth:`join.early_exit.EarlyExit.leave`.
+            ProtocolError: if not all have.
+            PeerError: if another rank has failed.
         """
-        assert self._windows is not None
+        windows, channel = self._windows, self._channel
+        assert windows is not None
         self.running = False
-        self._channel.leave_first(None)
+        channel.leave_first(None)
         try:
-            if self._channel.closed:
+            if channel.closed:
                 return  # nothing can be told any more
-            EarlyExit(self._channel, self._windows, self._longest).leave(error, text)
+            channel.end_step()
+            channel.complete_followers()
+            channel.has_left = True
+            if windows.at == windows.steps:
+                self._begin_next_window(windows)
+                if not windows.steps:  # this step was the last
+                    self._end(windows)
+                    return
+            channel.agree_to_leave()
+            channel.end()
+        except JoinError:
+            if self._failed is not None:
+                raise self._failed from None
+            raise
         finally:
             self._over()
+
+    def fail(self, error: BaseException) -> None:
+        """The block is left with ``error`` in the middle of the loop."""
+        if isinstance(error, Exception) and self.is_empty_dummy:
+            hint_at_empty_batch(error)
+        self._over()
 
     def _over(self) -> None:
         self.running, self._template = False, None
         self._ahead.close()
-        self._channel.loop_over()
+        self._channel.leave_first(None)
 
 
 def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None:

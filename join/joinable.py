@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -119,6 +120,17 @@ class Joinable(ABC):
         return self
 
 
+class BurstState(Enum):
+    """Where a burst is, between its announcement and its end."""
+
+    IDLE = auto()
+    """Nothing is under way."""
+    OWED = auto()
+    """It is announced, and none of its collectives is issued: a *credit*."""
+    RUNNING = auto()
+    """Some of its collectives may be issued, and others not."""
+
+
 class Burst(Joinable):
     """A joinable that announces each of its bursts itself, wherever it stands in the list."""
 
@@ -138,8 +150,9 @@ class Burst(Joinable):
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
-    owes = False
-    """Whether a burst is announced but not run: a *credit*."""
+    state = BurstState.IDLE
+    """Where its last burst is, as far as it says. One that is always ``IDLE`` is taken to be over when its rank raises,
+    so it must raise before its collectives or behind them."""
 
     is_covered: ClassVar[bool] = False
     """Whether another burst's announcement covers this one wherever numbers of steps are declared."""
@@ -183,4 +196,4 @@ class Burst(Joinable):
         return False
 
     def fulfil(self) -> None:
-        """Run the burst that is owed with nothing to say, leaving the object as it is."""
+        """Run the burst that is owed with nothing to say, leaving the object as it is; its state is ``IDLE`` then."""

@@ -18,7 +18,17 @@ diverged), and elects a new leader (one more all-reduce, min of rank) if the old
 All ranks settle header i after burst i and before header i+1, so what they raise they raise at the same place.
 
 *Credits.* A burst may be announced before it runs. Until then it is owed; whoever is about to announce something else,
-to leave, or to fail runs it first with nothing to say. So an exception leaves every rank at the same place.
+to leave, or to fail runs it first with nothing to say.
+
+*Failing.* A rank that raises between two bursts runs what it owes and says in one more header that it fails; all others
+raise when they have read it, and the group works afterwards. One that raises inside a burst of its own, whose
+collectives are half done, sends nothing more. Both leave a note first (``join.peers``)::
+
+    rank that fails between bursts                   every other rank
+    the burst that is owed                           the same, as announced
+    header: FAILED                                   header: what it announces, or has joined
+    main_hook of what was announced, if anything     the burst, or its main_hook
+    raises its own exception                         reads the header: PeerError
 
 *Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the channel is of that
 kind (``Burst.runs_ahead``), it need not: whoever announced something else reads its header before its burst, finds the
@@ -39,11 +49,14 @@ from typing import NoReturn
 import torch
 
 from join.collectives import Collective, Sum, Work
+from join.collectives.board import Progress
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
-from join.joinable import Burst, Joinable
+from join.joinable import Burst, BurstState, Joinable
 from join.members import Member, Scope
-from join.patience import Patience
+from join.peers import Peers
+from join.timeouts import timeouts
+from join.waiting import is_done_within
 
 logger = logging.getLogger("join")
 
@@ -87,7 +100,7 @@ class Channel:
     weighted = False
     """Where they do: whether ``join.weight`` is in use."""
     leaving = False
-    """Whether this rank leaves with an exception, or leaves a loop early; then nothing else is its business."""
+    """Whether this rank leaves with an exception; then nothing else is its business."""
     in_lockstep = False
     """Whether all ranks run the same steps (``Join.iterate``), so that nothing is announced or shadowed."""
     active_ranks = 0
@@ -106,15 +119,6 @@ class Channel:
     early: Burst | None = None
     """The burst that may announce long before it runs, if any."""
 
-    @property
-    def shadows_for_nobody(self) -> bool:
-        """There: whether this rank has left, and what it shadows may be a step that nobody makes."""
-        return self.leaving and self.in_lockstep
-
-    def somebody_has_left(self) -> bool:
-        """There: whether a rank has left, so that what this one takes part in is not what it seems; asks the store."""
-        return False
-
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self._rank, self._world_size = collective.rank, collective.world_size
@@ -124,8 +128,9 @@ class Channel:
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
         self.closed = ""
         """Why nothing can be announced any more, if so."""
-        self.key = f"join/{collective.next_block()}"
-        """Prefix of this channel's keys in the store."""
+        self.group_is_usable = True
+        """Whether nothing is half done on the group, after an exception."""
+        self.peers = Peers(collective, collective.next_block(), self.progress)
         self._members: list[Member] = []
         self._arrange()
         self._work: Sum | None = None
@@ -138,6 +143,8 @@ class Channel:
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._last_sent = time.monotonic()
         self._away = 0.0
+        self._doing = ""  # what this rank waits for, where that is no header
+        self._parts_until = 0.0  # when a rank that fails gives up the group
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
@@ -151,11 +158,26 @@ class Channel:
     def agree(self) -> None:
         """All ranks have entered: exchange what else is to be known on entering."""
         self._line = self.collective.line()
+        self.peers.use(self.collective.board())
 
     def close(self, scope: Scope) -> None:
         """A block is left."""
         self.scopes.remove(scope)
         self._arrange()
+        if not self.scopes:
+            self.peers.end()
+            if not self.group_is_usable:
+                self.collective.hold()
+
+    def progress(self) -> Progress:
+        """How far this rank is, for others who wait for it; called in another thread."""
+        if self._doing:
+            doing = self._doing
+        else:
+            sender = self._sent_by
+            doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
+            doing += f" (header {self.tally.headers})"
+        return Progress(headers=self.tally.headers, doing=doing)
 
     def _arrange(self) -> None:
         self._members = [member for scope in self.scopes for member in scope.announcing]
@@ -262,26 +284,75 @@ class Channel:
         """Wait for the last header, without passing judgement on it."""
         if self._header is None:
             assert self._work is not None
-            if self.timeout is None:
-                self._work.wait()
-            else:
-                sender = self._sent_by
-                doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
-                self.wait(self._work, f"{doing} (header {self.tally.headers})")
+            self.wait(self._work)
             self._header = self._code.unpack(self._work.total())
             for index in self._header.announcements:
                 self._last_of[id(self._members[index].joinable)] = self._header
         return self._header
 
-    def wait(self, work: Work, doing: str) -> None:
-        """Wait for ``work``, under ``timeout`` with a limit; ``doing`` tells the others what this rank has done."""
-        if self.timeout is None:
-            work.wait()
-            return
+    def wait(self, work: Work, doing: str = "") -> None:
+        """Wait for ``work`` of the control line, and look meanwhile whether others fail.
+
+        Args:
+            work: what to wait for.
+            doing: what this rank is doing, for the others to read; empty for the last header.
+
+        Raises:
+            PeerError: if another rank has failed, or is gone.
+            JoinTimeoutError: if a rank does not come within ``timeout``, or another one has waited for so long.
+        """
         try:
-            Patience(self.collective, self.key, self.timeout).wait(work, doing, away=self._away)
-        except JoinTimeoutError as error:
+            if work.is_completed():
+                work.wait()
+            else:
+                self._doing = doing
+                self._wait_and_look(work)
+                self._doing = ""
+            if self.timeout is not None and self._away >= self.timeout / 2:  # the others may have given up this rank
+                self.peers.look_again()
+        except (PeerError, JoinTimeoutError) as error:
             self.close_with(error)
+        except JoinError:
+            raise  # known to this rank alone
+        except RuntimeError as error:
+            cause = self.explain(error)
+            if cause is None:
+                raise
+            raise cause from error
+
+    def _wait_and_look(self, work: Work) -> None:
+        started = time.monotonic()
+        patience = float("inf") if self.timeout is None else self.timeout
+        while not is_done_within(work, min(timeouts().look, patience)):
+            self._look()
+            now = time.monotonic()
+            if now - started >= patience:
+                raise self._time_out()
+            if self.leaving and now >= self._parts_until:
+                raise TimeoutError("the others do not come to the next header")
+
+    def _look(self) -> None:
+        """This rank waits: see whether another one has failed."""
+        self.peers.look()
+
+    def _time_out(self) -> JoinTimeoutError:
+        mine, told = self.progress(), self.peers.ask(limit=timeouts().note)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        missing = [rank for rank in others if rank not in told or _is_behind(told[rank], mine)]
+        here = [(rank, progress) for rank, progress in [*told.items(), (self._rank, mine)] if rank not in missing]
+        doing = "; ".join(f"rank {rank} {progress.doing}" for rank, progress in sorted(here))
+        if missing:
+            text = (
+                f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
+                " a collective that this rank does not come to: in join.iterate, run the whole body on all ranks; else"
+                " list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop over"
+                " join.iterate"
+            )
+        else:
+            text = f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same"
+        error = JoinTimeoutError(f"{text}. The process group has a collective pending and cannot be used any more")
+        self.peers.leave(error)
+        return error
 
     def announced(self, burst: Burst) -> int:
         """How many ranks announced ``burst`` in the last header; waits for it."""
@@ -297,7 +368,7 @@ class Channel:
         """Run what is announced and owed, and, if ``complete``, the followers that go with it."""
         owed = False
         for burst in self._owing:
-            if burst.owes and burst is not but:
+            if burst.state is BurstState.OWED and burst is not but:
                 burst.fulfil()
                 owed = True
         if owed and complete:
@@ -318,7 +389,7 @@ class Channel:
             self._end_diverged(header)
         self._unsettled = False
         if header.failed:
-            self.close_with(PeerError(self._failures(header.failed)))
+            self.close_with(self.peers.failures(header.failed))
         if not self._leads:
             self.lead()
 
@@ -359,7 +430,7 @@ class Channel:
             if header.active == 0:
                 self._unsettled = False
                 if header.failed:
-                    self.close_with(PeerError(self._failures(header.failed)))
+                    self.close_with(self.peers.failures(header.failed))
                 even = header.fresh == self._world_size
                 if not even:
                     self.leader = self.elect(fresh)
@@ -367,39 +438,59 @@ class Channel:
             if self.throws:
                 self._stop(header, exhausted=True)
             fresh = False
-            try:
-                self._shadow(header)
-            except Exception as error:  # of a hook; if it came behind the burst's collectives, the others can be told
-                self.fail(error)
-                raise
+            self._shadow(header)
             self.settle()
 
-    def fail(self, error: BaseException) -> None:
-        """Leave the block with ``error``: bring the peers to the end of their burst and tell them why."""
-        if self.closed:
-            return
+    def fail(self, error: BaseException) -> JoinError | None:
+        """Leave the block with ``error``, and see to it that the others learn why.
+
+        Returns:
+            What to raise instead, if ``error`` comes of another rank's failure.
+        """
+        cause = self.explain(error)
+        if cause is not None or self.closed:
+            return cause
+        self.closed = f"this rank raised {type(error).__name__}"
         self.leaving = True
+        parts = self._can_part()
+        self.peers.leave(error, parts=parts)
+        if not (parts and self._part()):
+            self.group_is_usable = False
+            if parts:
+                self.peers.leave(error)
+        if isinstance(error, JoinError):
+            error.group_is_usable = self.group_is_usable
+        return None
+
+    def explain(self, error: BaseException) -> JoinError | None:
+        """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
+        cause = self.peers.cause_of(error)
+        if cause is not None:
+            self.closed = self.closed or f"{type(cause).__name__}: {cause}"
+            self.group_is_usable = False
+        return cause
+
+    def _can_part(self) -> bool:
+        """Whether this rank is between two bursts, so that the next header can tell the others that it fails."""
+        return not any(burst.state is BurstState.RUNNING for _, burst in self._bursts)
+
+    def _part(self) -> bool:
+        """Come to the next header with the others, who learn there that this rank fails; whether they have come."""
+        self._parts_until = time.monotonic() + timeouts().part
         try:
             self.fulfil()
             self.complete_followers()
             self.settle()
-            self._tell(error)
-        except (PeerError, ProtocolError):
-            pass  # the block was over for everybody before: nobody listens
+            header = self._exchange([FAILED])
+            if header.active and not header.stopping:
+                self._shadow(header)
+        except JoinError as told:  # the block is over for everybody: nobody listens
+            return told.group_is_usable
         except Exception as secondary:
             # The user's exception is under way and must not be replaced by ours.
             logger.info("could not tell the peers about the exception: %s", secondary)
-        finally:
-            self.closed = self.closed or f"this rank raised {type(error).__name__}"
-
-    def _tell(self, error: BaseException) -> None:
-        """Tell the peers, who are at the end of a burst, that this rank leaves with ``error``."""
-        number = self.collective.add(f"{self.key}/failures", 1)
-        text = f"rank {self.collective.rank} failed: {type(error).__name__}: {error}"
-        self.collective.set(f"{self.key}/failure/{number}", text)
-        header = self._exchange([FAILED])
-        if header.active and not header.stopping:
-            self._shadow(header)
+            return False
+        return True
 
     def _shadow(self, header: Header) -> None:
         if header.diverged:
@@ -409,7 +500,12 @@ class Channel:
             self._shadow_member(self._members[index])
 
     def _shadow_member(self, member: Member) -> None:
-        member.hook.main_hook()
+        if member.burst is None:
+            member.hook.main_hook()
+        else:
+            member.burst.state = BurstState.RUNNING
+            member.hook.main_hook()
+            member.burst.state = BurstState.IDLE
         self._outstanding += member.followers
         if not any(burst.holds_followers for _, burst in self._bursts):
             self.complete_followers()
@@ -480,16 +576,13 @@ class Channel:
             )
         )
 
-    def _failures(self, count: int) -> str:
-        return "; ".join(self.collective.get(f"{self.key}/failure/{number}") for number in range(1, count + 1))
-
     def _refuse(self) -> NoReturn:
         raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
 
     def _stop(self, header: Header, *, exhausted: bool) -> NoReturn:
         """A rank is exhausted under ``throw_on_early_termination``: all raise that, unless there is worse to tell."""
         if header.failed:
-            self.close_with(PeerError(self._failures(header.failed)))
+            self.close_with(self.peers.failures(header.failed))
         self.terminate_early(exhausted=exhausted)
 
     def terminate_early(self, *, exhausted: bool) -> NoReturn:
@@ -501,6 +594,7 @@ class Channel:
     def close_with(self, error: JoinError) -> NoReturn:
         """Raise ``error``, after which nothing can be announced any more."""
         self.closed = f"{type(error).__name__}: {error}"
+        self.group_is_usable &= error.group_is_usable
         raise error
 
     def protest(self, why: str) -> None:
@@ -514,4 +608,11 @@ class Channel:
 
     def _break_off_with(self, error: JoinError) -> NoReturn:
         self.fail(error)
+        error.group_is_usable = self.group_is_usable
         self.close_with(error)
+
+
+def _is_behind(told: Progress, mine: Progress) -> bool:
+    """Whether a rank has not come to where this one waits."""
+    places = [(each.headers, each.loop, each.step, each.meetings) for each in (told, mine)]
+    return places[0] < places[1]

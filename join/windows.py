@@ -3,38 +3,47 @@
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
 never meets what the loop's body sends. The order is told in ``join.iteration``.
 
-Beside its answer each rank tells how many bursts it has run since its last one. A rank that has left one out, and whose
-next bursts have met the last ones of the others since, learns that these ran more.
+In a roll call each rank answers how many batches it has for a window, or how it ended. Packed with that it tells how
+many bursts it has begun since its last answer. A rank that has left one out, and whose next bursts have met the last
+ones of the others since, learns that these ran more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from join.answers import Answers
 from join.collectives import RollCall
-from join.errors import PeerError, ProtocolError
-from join.farewell import Farewell
 from join.lockstep import LockstepChannel
 
+_BURST_BITS = 5  # for how many bursts a rank begins in a step: more are not told apart
 
-class Missed(NamedTuple):
-    """What a rank has left out.
 
-    Attributes:
-        bursts: how many fewer it ran than the rank that ran most.
-        steps: in which steps of the loop, counted from 1.
-        by: that other rank.
+class Answers:
+    """What a rank may answer in a roll call, as one number.
+
+    Args:
+        window: the most batches it may have.
     """
 
-    bursts: int
-    steps: range
-    by: int
+    def __init__(self, window: int) -> None:
+        self.failed = window + 1
+        """It does not go on: its loader has raised, or had another number of batches than declared."""
+        self._bits = _BURST_BITS + (window - 1).bit_length()
+        self._most = (1 << self._bits) - 1
+        self.largest = self.packed(self.failed, self._most)
+        """The largest packed number."""
+
+    def packed(self, answer: int, bursts: int) -> int:
+        """An answer, and how many bursts its rank has begun since its last one."""
+        return answer << self._bits | min(bursts, self._most)
+
+    def unpacked(self, packed: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The answers, and the numbers of bursts; one that is too large to be told is the largest that can."""
+        return [each >> self._bits for each in packed], [each & self._most for each in packed]
 
 
 class Windows:
@@ -51,11 +60,9 @@ class Windows:
         self._until_first = until_first
         self._channel, self._collective = channel, channel.collective
         self._rank = self._collective.rank
-        self._line = self._collective.line(1)
-        self.key = f"{channel.key}/loop/{channel.loop}"
         self.counts: list[int] = []
         """How many batches each rank has in this window."""
-        self._counts_before: list[int] = []  # in the one before
+        self._steps_before = 0  # how many steps the window before had
         self.mine = 0
         """How many this rank has."""
         self.steps = 0
@@ -65,23 +72,17 @@ class Windows:
         # Up to which step of the window which ranks have a batch, as a bit mask; and the place that the loop is at.
         self._stretches: list[tuple[int, int]] = []
         self._stretch = 0
-        self.missed: Missed | None = None
-        """What this rank has left out, as the last roll call shows that was read."""
-        self._ran = 0  # how many bursts it had run when it called last
+        self._begun = 0  # how many bursts this rank had begun when it called last
         self._told: list[int] = []  # all that ranks told in the roll call that was read last, and their answers in it
         self._replies: list[int] = []
-        self.farewell = Farewell(self._collective, channel, self.key)
-        channel.has_been_left = self.farewell.has_begun
         self.under_way: RollCall | None = None
         """The roll call, if a call was started and not read."""
-        self.ends_well = False
-        """Whether it is the last one, in which this rank has said that all is well."""
         if size is not None:
             self._hold_roll_calls(size)
 
     def _hold_roll_calls(self, size: int) -> None:
         self.answers = Answers(size)
-        self._roll_call = self._line.roll_call(self.answers.largest)
+        self._roll_call = self._channel.roll_calls.roll_call(self.answers.largest)
 
     def declare(self, length: int) -> list[int]:
         """Tell each other how many batches there are: one all-gather."""
@@ -92,7 +93,7 @@ class Windows:
     def begin(self, counts: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
         self.at = self._stretch = 0
-        self._counts_before = self.counts
+        self._steps_before = self.steps
         if counts is self.counts:
             return
         self.counts, self.mine, self.steps = counts, counts[self._rank], self._steps_of(counts)
@@ -111,21 +112,14 @@ class Windows:
             self._stretch += 1
         return self._stretches[self._stretch][1]
 
-    def active_before(self, steps: int) -> int:
-        """The ranks that had a batch so many steps before the last one that began, as a bit mask."""
-        counts, at = self.counts, self.at - steps
-        if at < 1 and self._counts_before:
-            counts, at = self._counts_before, at + self._steps_of(self._counts_before)
-        return sum(1 << rank for rank, count in enumerate(counts) if count >= at)
-
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, answer: int, seconds: float | None = None) -> None:
-        """Start a roll call; ``seconds`` as for :meth:`join.collectives.Line.sum`."""
+    def call(self, answer: int) -> None:
+        """Start a roll call."""
         channel, call = self._channel, self._roll_call
-        ran = channel.ran
-        call.call(self.answers.packed(answer, ran - self._ran), seconds)
-        self._ran, self.under_way = ran, call
+        begun = channel.begun
+        call.call(self.answers.packed(answer, begun - self._begun))
+        self._begun, self.under_way = begun, call
         channel.tally.count(call.nbytes)
 
     def begin_as_before(self) -> bool:
@@ -147,8 +141,8 @@ class Windows:
             How many batches each rank has.
 
         Raises:
-            PeerError: if a rank has failed.
-            ProtocolError: if a rank has left the loop, or had another number of batches than it declared.
+            PeerError: if the loader of a rank has failed.
+            ProtocolError: if a rank has begun more bursts than this one.
         """
         assert self.under_way is not None
         channel, started = self._channel, time.monotonic()
@@ -157,10 +151,9 @@ class Windows:
             channel.tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
-        if replies is not self.counts and self.answers.some_end(replies):  # the very same have been looked at
-            with contextlib.suppress(Exception):  # of collectives that peers left; what they told says more
-                self.farewell.part("stopped")
-            self.check(replies)
+        if replies is not self.counts and max(replies) == self.answers.failed:  # the very same have been looked at
+            others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
+            channel.close_with(channel.peers.failures(len(others)))
         return replies
 
     def is_last(self, doing: str) -> bool:
@@ -168,7 +161,7 @@ class Windows:
         assert self.under_way is not None
         self._channel.wait(self.under_way, doing)
         replies = self.replies
-        return not (self.answers.some_end(replies) or self._steps_of(replies))  # an end is told when it is read
+        return not self._steps_of(replies)  # a failure is told when it is read
 
     @property
     def replies(self) -> list[int]:
@@ -184,58 +177,13 @@ class Windows:
         replies, bursts = self.answers.unpacked(told)
         if replies != self._replies:  # the same list as long as they are equal: counts that repeat are looked at once
             self._replies = replies
-        most, mine = max(bursts), bursts[self._rank]
-        self.missed = None
-        if mine < most and not self._channel.meets and not self.answers.some_end(replies):  # who leaves runs more
+        most = max(bursts)
+        if bursts[self._rank] < most:
             last = self._channel.steps - self.at
-            first = last - self._steps_of(self._counts_before) + 1
-            self.missed = Missed(most - mine, range(first, last + 1), bursts.index(most))
-
-    def check(self, replies: list[int]) -> None:
-        """Raise what :meth:`read` raises."""
-        failed = [rank for rank, reply in enumerate(replies) if self.answers.has_failed(reply)]
-        if failed:
-            self._channel.close_with(PeerError(self._texts(failed)))
-        wrong = [rank for rank, reply in enumerate(replies) if reply == self.answers.wrong]
-        if wrong:
-            self._channel.close_with(ProtocolError(self._texts(wrong)))
-        left = [rank for rank, reply in enumerate(replies) if self.answers.has_left(reply)]
-        if left:
-            self._channel.close_with(
-                ProtocolError(
-                    f"ranks {left} left the loop over join.iterate early, and the others did not. End it on all ranks"
-                    " at the same step, by something that all ranks know"
-                )
-            )
-
-    # -- texts --------------------------------------------------------------------------------------------------------
+            steps = range(last - self._steps_before + 1, last + 1)
+            self._channel.left_out("something", steps, bursts.index(most))
 
     def failed(self, error: BaseException) -> int:
-        """Publish that this rank raised ``error``; the answer that says so."""
-        return self._publish(f"failed: {type(error).__name__}: {error}", self.answers.failed(self.at))
-
-    def wrong(self, text: str) -> int:
-        """Publish how this rank's batches differ from what it declared; the answer that says so."""
-        return self._publish(text, self.answers.wrong)
-
-    def _publish(self, text: str, answer: int) -> int:
-        self._collective.set(f"{self.key}/ended/{self._collective.rank}", f"rank {self._collective.rank} {text}")
-        return answer
-
-    def _texts(self, ranks: list[int]) -> str:
-        return "; ".join(self._collective.get(f"{self.key}/ended/{rank}") for rank in ranks)
-
-    @property
-    def has_lost_peers(self) -> bool:
-        """Whether processes of other ranks are gone, though they have answered."""
-        return bool(self._line.lost())
-
-    def check_peers(self) -> None:
-        """Raise a ``PeerError`` if another rank has published its end."""
-        ranks = [rank for rank in range(self._collective.world_size) if rank != self._collective.rank]
-        try:
-            ended = [rank for rank in ranks if self._collective.check(f"{self.key}/ended/{rank}")]
-        except Exception:
-            return  # the store is gone with a peer
-        if ended:
-            self._channel.close_with(PeerError(self._texts(ended)))
+        """Tell the others that this rank does not go on because of ``error``; the answer that says so."""
+        self._channel.peers.leave(error, parts=True)
+        return self.answers.failed

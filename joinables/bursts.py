@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
+from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.stand_in import Announcing
@@ -53,16 +54,17 @@ class BufferSync(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self.owes = False
+        self.state = BurstState.IDLE
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
 
     @override
     def main_hook(self) -> None:
-        self.owes = False
+        self.state = BurstState.RUNNING
         # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
         # step before still has what all have to start from.
         reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._channel.leader)
+        self.state = BurstState.IDLE
 
     @override
     def fulfil(self) -> None:
@@ -70,13 +72,13 @@ class BufferSync(DDPBurst):
 
     def announced(self) -> None:
         """A header that covers the buffers was sent; with a comm hook for after the forward they can wait."""
-        self.owes = True
+        self.state = BurstState.OWED
         if not self._after_forward:
             self.main_hook()
 
     def forward_ended(self) -> None:
         """The forward is over, so buffers that waited for it are due."""
-        if self.owes:
+        if self.state is BurstState.OWED:
             self.main_hook()
 
     @override
@@ -102,7 +104,9 @@ class BucketRebuild(DDPBurst):
     @override
     def main_hook(self) -> None:
         self.due = False
+        self.state = BurstState.RUNNING
         reducer.rebuild_buckets(self._ddp)
+        self.state = BurstState.IDLE
         self.pending = reducer.will_rebuild_buckets(self._ddp)
 
     def expect(self) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives import Work
+from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
@@ -114,7 +115,7 @@ class GradientSync(DDPBurst):
         del self._join
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
-        self.owes = self._armed = False
+        self._armed = False
 
     @override
     def synchronise(self, source: int) -> None:
@@ -159,7 +160,7 @@ class GradientSync(DDPBurst):
         Raises:
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
-        self.owes = False
+        self.state = BurstState.RUNNING
         if self._channel.in_lockstep:
             self._see_zeroed(values=False)
             self._agree()
@@ -168,6 +169,7 @@ class GradientSync(DDPBurst):
         has_data = not self._join.shadowing or self._unsynced
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._armed = False
+        self.state = BurstState.IDLE
         if self._rebuild.pending:
             self._rebuild.run()
         self._weights.end_refused()
@@ -226,10 +228,7 @@ class GradientSync(DDPBurst):
             self._buffers.main_hook()
         if self._channel.in_lockstep:
             self._agree()
-        if self._channel.shadows_for_nobody:  # it must change nothing here
-            self._miss_reduction()
-        else:
-            self._shadow_reduction(holding > 0)
+        self._shadow_reduction(holding > 0)
         self._rebuild.expect()
 
     def _shadow_reduction(self, holding: bool) -> None:
@@ -291,7 +290,7 @@ class GradientSync(DDPBurst):
             weighted = self._join.weight is not None
             if weighted:
                 self._weights.watch()
-            if self._ddp.require_backward_grad_sync and not self.owes:
+            if self._ddp.require_backward_grad_sync and self.state is not BurstState.OWED:
                 self._weighted = weighted and not self._channel.shadowing
                 self._announce_forward()
         if self._channel.shadowing:
@@ -319,7 +318,7 @@ class GradientSync(DDPBurst):
         self._with_buffers = early and buffers is not None
         if early:
             channel.announce(self)
-            self.owes = True
+            self.state = BurstState.OWED
         elif buffers is not None:
             channel.announce(buffers)
         if buffers is not None:
@@ -363,9 +362,8 @@ class GradientSync(DDPBurst):
         reduces = self._armed or synchronised
         is_in_loop = channel.in_lockstep and channel.leave_loop is None
         if is_in_loop and self._plain_in == channel.loop and reduces and not weighted:
-            if not (self._armed and self.owes):
+            if not (self._armed and self.state is BurstState.OWED):
                 self._announce_backward(weighted)
-            self.owes = False
             self._end_reduction()
             return
         if self._unsynced or self._had_data or self._weights.window:
@@ -396,7 +394,7 @@ class GradientSync(DDPBurst):
         if not self._armed:  # a second backward, of which DDP itself would not reduce the gradients
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
-        if not self.owes:
+        if self.state is not BurstState.OWED:
             if self._channel.declared and self._buffers is not None:
                 raise ProtocolError(
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
@@ -404,7 +402,7 @@ class GradientSync(DDPBurst):
                 )
             self._with_buffers, self._weighted = False, weighted and not self._channel.shadowing
             self._channel.announce(self)
-            self.owes = True  # still owed to the others, if this rank raises now
+            self.state = BurstState.OWED
 
     def _begin_reduction(self, weighted: bool) -> None:
         self._announce_backward(weighted)
@@ -421,7 +419,7 @@ class GradientSync(DDPBurst):
                 raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
-        self.owes, self._contributors = False, None
+        self.state, self._contributors = BurstState.RUNNING, None
         scales = self._scales
         if scales:
             mine = self._weights.window if self._weighted else self._contribution
@@ -440,9 +438,10 @@ class GradientSync(DDPBurst):
             self._plain_in = self._channel.loop
             self._end_reduction()
         else:
-            reducer.after_backward(self._end_reduction)
+            reducer.after_reduction(self._end_reduction)
 
     def _end_reduction(self) -> None:
+        self.state = BurstState.IDLE
         self._armed = self._unsynced = self._had_dummies = False
         self._may_hold_result, self._had_data = True, 0
 
@@ -565,7 +564,7 @@ class GradientSync(DDPBurst):
             count, work = self._contributors
             work.wait()
             contributors = count.item()
-        if self._weighted and contributors == 0 and not self._channel.somebody_has_left():
+        if self._weighted and contributors == 0:
             raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
         if contributors in (0, self._collective.world_size) or self._normalises:
             return

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from join import Burst, Join
+from join.joinable import BurstState
 from join.transfer import gather_trees
 from joinables.metric_at_end import InBlock, Local, MetricAtEnd, metrics_of
 from joinables.metric_states import contributions, merged, put
@@ -49,7 +50,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
     def attach(self, join: Join) -> None:
         twin = _twin(self._target)
         super().attach(join)
-        self._twin = twin
+        self._twin, self.state = twin, BurstState.IDLE
         twins = metrics_of(twin)
         self._twin_parts = {name: twins[name] for name in self._parts}
         for each in twins.values():
@@ -65,7 +66,9 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
         has_samples = self._has_samples(*args, **kwargs)
         mine = self._seen(*args, **kwargs) if has_samples else None
         self._join.channel.announce(self)
+        self.state = BurstState.RUNNING
         ranks = [rank for rank in gather_trees(self._collective, mine) if rank is not None]
+        self.state = BurstState.IDLE
         if has_samples:
             with _ungrouped(self._target):
                 self._target.update(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from join import JoinError
 from join.collectives import Collective
+from join.collectives.broken import is_broken
 from join.dummies import emptied
 from join.transfer import broadcast_tree
 from joinables.modes import keeping_modes
@@ -64,18 +65,11 @@ class Call:
             args, kwargs = emptied((self.args, self.kwargs))
         return Call(args, kwargs, self.require_grad, self.autocast)
 
-    @property
-    def detached(self) -> Call:
-        """The same without the graph that it comes from."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (self.args, self.kwargs))
-        return Call(args, kwargs, self.require_grad, self.autocast).prepared
-
     @staticmethod
-    def told(mine: Call | None, collective: Collective, source: int) -> Call | None:
-        """Rank ``source``'s call, or that it has none, on every rank."""
+    def told(mine: Call | None, collective: Collective, source: int) -> Call:
+        """Rank ``source``'s call, on every rank."""
         parts = None if mine is None else (mine.args, mine.kwargs, mine.require_grad, mine.autocast)
-        told = broadcast_tree(collective, parts, source)
-        return None if told is None else Call(*told).prepared
+        return Call(*broadcast_tree(collective, parts, source)).prepared
 
     @property
     def prepared(self) -> Call:
@@ -98,7 +92,6 @@ class Rehearsal:
         self._attempted: list[Any] = []  # kinds of calls
         self.call: Call | None = None
         """What to run it with, once the ranks have agreed."""
-        self._assumed: Call | None = None
 
     def is_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments has to be told to all."""
@@ -111,33 +104,18 @@ class Rehearsal:
             mine = replace(mine, require_grad=self.call.require_grad)
         return mine.kind != self.call.kind
 
-    def assume(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take this rank's call while none is agreed on: in lockstep, only a rank that leaves early needs one.
-
-        With its rows: the module takes them, and may not take an empty batch.
-        """
-        if self.call is None:
-            self._assumed = Call.of(args, kwargs, self._device).detached
-
-    def forget(self) -> None:
-        """The block is left: hold no batch."""
-        self._assumed = None
-
-    def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> bool:
+    def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """Let all ranks have the call of rank ``source``.
 
         Args:
             collective: the group.
             source: a rank that is about to call the module.
             mine: what this rank is about to call it with, if it is.
-
-        Returns:
-            Whether there is one; on all ranks. If it has failed before, ``source`` only takes part.
         """
         if self.example is not None:
             args, kwargs = self.example() if callable(self.example) else (self.example, dict[str, Any]())
             self.call = Call.of(args, kwargs, self._device)
-            return True
+            return
         try:
             call = None if mine is None else Call.of(*mine, self._device).without_rows
             self.call = Call.told(call, collective, source)
@@ -145,11 +123,10 @@ class Rehearsal:
             raise JoinError(
                 f"a rank without data cannot be told what to call the module with: {error}. {_HINT}"
             ) from error
-        return self.call is not None
 
     def run(self, module: torch.nn.Module) -> Any:
         """Run ``module`` as agreed and return its output."""
-        call = self.call or self._assumed
+        call = self.call
         assert call is not None
         dtype = call.autocast
         with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
@@ -168,6 +145,8 @@ class Rehearsal:
             with torch.no_grad(), in_mode(module, training=False):
                 self.run(module)
         except Exception as error:
+            if is_broken(error):
+                raise  # another rank is gone
             raise JoinError(self.complaint(module, error, rank)) from error
         self._attempted.append(self.call.kind)
 

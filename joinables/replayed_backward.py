@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook
 from join.collectives import Work
+from join.joinable import BurstState
 from joinables import _torch_reducer as reducer
 from joinables.hooks import ModuleHook
 from joinables.replayed import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
@@ -68,7 +69,7 @@ class ReplayedBackward(ReplayedBurst):
         self._weights.attach(join)
         # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
         self._unsynced = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
-        self._in_backward = False
+        self._in_backward, self.state = False, BurstState.IDLE
         self._note_writes()
         module, entrances = self._of.module, self._reduction.entrances
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
@@ -210,6 +211,7 @@ class ReplayedBackward(ReplayedBurst):
 
     def _end_backward(self) -> None:
         self._in_backward, self._entered = False, None
+        self.state = BurstState.IDLE
         if not all(each.done for each in self._through):
             raise JoinError(self._other_forwards())
         self._through = []
@@ -250,6 +252,7 @@ class ReplayedBackward(ReplayedBurst):
                 f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
                 " backward ranks compute together; leave it None and multiply the loss by what it should weigh"
             )
+        self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
         if self._complete and self._weighted:
             total = torch.tensor(self._weights.window, dtype=torch.float64)
             self._total = total, self._collective.all_reduce(total)
@@ -294,9 +297,7 @@ class ReplayedBackward(ReplayedBurst):
             work.wait()
             parts = total.item()
             if parts == 0:
-                if not self._channel.somebody_has_left():
-                    raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
-                return 1.0
+                raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
         return self._collective.world_size / parts
 
     # -- the joined side ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import torch
 from typing_extensions import override
 
 from join import Join, JoinError
-from join.declared import DeclaredChannel
+from join.collectives.broken import is_broken
+from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.hooks import ModuleHook
@@ -45,12 +46,13 @@ class ReplayedForward(ReplayedBurst):
         before = cast("Any", ModuleHook(self._before))
         # Before everybody else's hooks, which may communicate.
         self._handles = [self._of.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
+        self._handles.append(self._of.module.register_forward_hook(cast("Any", ModuleHook(self._after))))
+        self.state = BurstState.IDLE
 
     @override
     def detach(self) -> None:
         super().detach()
         self._reduction.detach()
-        self._of.rehearsal.forget()
         for each in self.passes:
             each.outputs.clear()
         self.passes.clear()
@@ -83,7 +85,7 @@ class ReplayedForward(ReplayedBurst):
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
         training, due = self._of.module.training, self._reduction.buffers_are_due()
-        if self._channel.in_lockstep:  # where nobody replays, but a rank that leaves early
+        if self._channel.in_lockstep:
             return (torch.is_grad_enabled(), training, self._reduction.prepares, False, due)
         return (True, training, True, self._of.rehearsal.call is None, due)
 
@@ -95,9 +97,7 @@ class ReplayedForward(ReplayedBurst):
         of = self._of
         if self._channel.leave_loop is not None:
             self._channel.leave_loop()
-        if self._channel.in_lockstep:
-            of.rehearsal.assume(args, kwargs)
-        else:
+        if not self._channel.in_lockstep:  # there every rank calls the module itself
             self._is_other = of.rehearsal.is_other(args, kwargs)
         if self._is_other and self._channel.declared and of.rehearsal.call is not None:
             raise ValueError(
@@ -111,8 +111,13 @@ class ReplayedForward(ReplayedBurst):
             )
         self._due = self._reduction.buffers_are_due()
         self._channel.announce(self)
+        self.state = BurstState.RUNNING
         self._drop_outputs()  # before new activations come
         self._begin((args, kwargs))
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        if not (self._of.replaying or reducer.in_backward()):
+            self.state = BurstState.IDLE
 
     def _begin(self, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """What comes before the module's own collectives."""
@@ -121,9 +126,7 @@ class ReplayedForward(ReplayedBurst):
         if is_other:
             of.replaying = True
             try:
-                if not of.rehearsal.agree(self._collective, self._channel.lead(), mine):
-                    assert isinstance(self._channel, DeclaredChannel)  # else who leads is known to be active
-                    self._channel.exchange_ends()
+                of.rehearsal.agree(self._collective, self._channel.lead(), mine)
                 of.rehearsal.attempt(self._reduction.inner, self._collective.rank)
             except Exception:
                 of.rehearsal.call = None
@@ -158,6 +161,8 @@ class ReplayedForward(ReplayedBurst):
                 if grad:
                     self._reduction.forwarded()
         except Exception as error:
+            if is_broken(error):
+                raise  # another rank is gone
             raise JoinError(of.rehearsal.complaint(of.module, error, self._collective.rank)) from error
         finally:
             of.replaying = False

@@ -28,6 +28,7 @@ import torch
 from typing_extensions import override
 
 from join import Burst, Join, JoinError, JoinHook
+from join.joinable import BurstState
 
 T = TypeVar("T")
 
@@ -61,7 +62,11 @@ class SharedCall(Burst, JoinHook, Generic[T]):
         """
         if self._join is not None:
             self._join.channel.announce(self)
-        elif Join.is_open_on(self._group):
+            self.state = BurstState.RUNNING
+            result = self._function()
+            self.state = BurstState.IDLE
+            return result
+        if Join.is_open_on(self._group):
             raise JoinError(f"{self.join_name} communicates inside a Join block that does not list it; list it")
         return self._function()
 
@@ -86,7 +91,7 @@ class SharedCall(Burst, JoinHook, Generic[T]):
 
     @override
     def attach(self, join: Join) -> None:
-        self._join = join
+        self._join, self.state = join, BurstState.IDLE
 
     @override
     def detach(self) -> None:

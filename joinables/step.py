@@ -24,6 +24,7 @@ import torch
 from typing_extensions import override
 
 from join import Join
+from join.joinable import BurstState
 from join.transfer import broadcast_tree
 from joinables.hyperparameters import Hyperparameters
 from joinables.sharding import group_of, is_dtensor
@@ -56,7 +57,8 @@ class OptimizerStep(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._hyperparameters = Hyperparameters(self._optimizer, join)
-        self.owes = self._shadowing = False
+        self._shadowing = False
+        self.state = BurstState.IDLE
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._local_optimizer.register_step_post_hook(self._after_local_step),
@@ -79,31 +81,31 @@ class OptimizerStep(Announcing):
     def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._shadowing:
             return
-        if not self.owes:
+        if self.state is not BurstState.OWED:
             self._announce()
         self._channel.confirm()
+        self.state = BurstState.RUNNING
         self._hyperparameters.share(active=True)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.owes = False
+        self.state = BurstState.IDLE
 
     def _announce(self) -> None:
         self._channel.announce(self, confirm=False)
-        self.owes = True
+        self.state = BurstState.OWED
 
     @override
     def fulfil(self) -> None:
-        self.owes = False
+        self.state = BurstState.RUNNING
         self._hyperparameters.share(active=True)
+        self._skip_step()
+        self.state = BurstState.IDLE
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
         self._hyperparameters.share(active=False)
-        if self._channel.shadows_for_nobody:
-            self._skip_step()
-            return
         self._shadowing = True
         try:
             self._shadow_step()

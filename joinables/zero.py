@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
+from join.joinable import BurstState
 from joinables._torch_reducer import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.step import OptimizerStep
 
@@ -84,11 +85,6 @@ class ZeroStep(OptimizerStep):
         return cast("torch.optim.Optimizer", cast("Any", self._optimizer).optim)
 
     @override
-    def fulfil(self) -> None:
-        super().fulfil()
-        self._skip_step()
-
-    @override
     def _skip_step(self) -> None:
         broadcast_shards(self._zero)
 
@@ -99,5 +95,6 @@ class ZeroStep(OptimizerStep):
                 self._transform_gradients()
         except BaseException:
             broadcast_shards(self._zero)  # the others are in their broadcasts
+            self.state = BurstState.IDLE
             raise
         super()._shadow_step()

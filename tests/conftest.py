@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ending import Ending
 from tests.pool import Pool
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that tests start.
@@ -20,6 +21,13 @@ def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def ending() -> Iterator[Ending]:
+    ending = Ending()
+    yield ending
+    ending.close()
 
 
 def import_fsdp(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The private torch API that this package calls, with what it stands in for."""
+"""The private torch APIs that this package calls, each with what it stands in for."""
 
 # What is private is not in torch's type stubs, or has no types there.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,3 +19,31 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long an operation of ``group`` may take. Stands in for a getter beside ``set_timeout``."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
+
+
+def issued_on(group: dist.ProcessGroup) -> int:
+    """How many operations were started on ``group`` in this process. Stands in for a counter; 0 if there is none."""
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:  # not all backends count
+        return 0
+
+
+def never_destroy(group: dist.ProcessGroup) -> None:
+    """Never run the destructor of ``group``. Stands in for an abort that gloo's groups do not have.
+
+    The destructor waits for operations that are under way, for as long as the group's time limit: for one that nobody
+    else comes to, the process could not end meanwhile. One that is not destroyed ends with its process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def never_destroy_at_exit(group: dist.ProcessGroup) -> None:
+    """Do that when the interpreter exits, if the group is still there: until then it is its owner's to destroy."""
+    found = weakref.ref(group)
+
+    def hold() -> None:
+        if (left := found()) is not None:
+            never_destroy(left)
+
+    atexit.register(hold)

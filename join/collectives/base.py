@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from typing_extensions import final
 
+from join.collectives.board import Board
 from join.collectives.line import GroupLine, Line
 from join.collectives.work import Work
 
@@ -102,10 +103,6 @@ class Collective(ABC):
     def check(self, key: str) -> bool:
         """Whether the store has ``key``."""
 
-    def texts(self, keys: Sequence[str]) -> list[str] | None:
-        """Read several texts from the store; ``None`` if one of them is not there."""
-        return [self.get(key) for key in keys] if all(map(self.check, keys)) else None
-
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
         """Add to a counter in the store and return its new value."""
@@ -114,17 +111,10 @@ class Collective(ABC):
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
 
-    def all_reduce_for(self, tensor: torch.Tensor, seconds: float) -> Work:
-        """Start summing ``tensor`` as :meth:`all_reduce` does, but give it up after some time, where a backend can.
-
-        For a rank that leaves: an operation that nobody else comes to would keep its process from ending.
-        """
-        return self.all_reduce(tensor)
-
     def companion(self) -> Collective:
-        """A second line between the same ranks, whose operations do not mix with this one's; the same at every call.
+        """The same ranks once more, whose operations do not mix with this one's; the same at every call.
 
-        All ranks call it, in the same order among their operations the first time. A backend that has no second line
+        All ranks call it, in the same order among their operations the first time. A backend that has no second one
         returns this one.
         """
         return self
@@ -132,13 +122,22 @@ class Collective(ABC):
     def line(self, number: int = 0) -> Line:
         """A line for headers, the same one for a number at every call.
 
-        Line 0 may share the order of this collective's operations; 1 and 2 are apart from it and from each other, where
-        a backend has such lines. All ranks call it, in the same order among their operations the first time.
+        Args:
+            number: 0, 1 or 2. Lines may be used at the same time: what is started on several of them is, on all ranks,
+                in the same order. Where a backend has a companion, none of them mixes with this one's operations.
         """
-        beside: Collective = self
-        for _ in range(number):
-            beside = beside.companion()
-        return GroupLine(beside)
+        return GroupLine(self.companion())
+
+    @abstractmethod
+    def board(self) -> Board:
+        """What ranks leave for each other to find; after all ranks have called :meth:`line`."""
+
+    def issued(self) -> int:
+        """How many operations of the group were started on this rank, by whomever; 0 where nobody counts them."""
+        return 0
+
+    def hold(self) -> None:
+        """Let an operation that nobody else will come to keep nobody waiting who ends, or destroys the group."""
 
     @final
     def broadcast_object(self, value: Any, source: int) -> Any:

@@ -19,13 +19,8 @@ class RollCall(Work, Protocol):
     nbytes: int
     """What a rank gives to a call, in bytes."""
 
-    def call(self, mine: int, seconds: float | None = None) -> None:
-        """Start a call; the one before must be done.
-
-        Args:
-            mine: what this rank answers.
-            seconds: as for :meth:`join.collectives.Line.sum`.
-        """
+    def call(self, mine: int) -> None:
+        """Start a call, in which this rank answers ``mine``; the one before must be done."""
         ...
 
     def repeats(self) -> bool:
@@ -56,8 +51,8 @@ class SummedRollCall(RollCall):
         self.nbytes = 0
 
     @override
-    def call(self, mine: int, seconds: float | None = None) -> None:
-        self._sum = self._line.sum(mine << self._shift, self._bits, seconds)
+    def call(self, mine: int) -> None:
+        self._sum = self._line.sum(mine << self._shift, self._bits)
         self.nbytes = self._sum.nbytes
 
     @override

@@ -1,71 +1,69 @@
-"""Memory that the ranks of one machine share: :class:`Segment`.
+"""Memory that the ranks of one machine share: :class:`Segment`, made of a :class:`Lane` for each line, and a board.
 
-It is made of cells of 64 bits, each of which is written at once, so that nothing relies on the order in which others
-see cells change. A rank has four places for its numbers and uses them in turn, so it may write the next one while
-others still read the last; each cell holds 32 bits of a number and the count that it is for. Behind the places are the
-rank's notes, a cell each.
+Cells are 64 bits, each of which is written at once, so that no number relies on the order in which others see cells
+change. In a lane a rank has four places for its numbers and uses them in turn, so it may write the next one while
+others still read the last; each cell holds 32 bits of a number and the count that it is for. Behind the lanes are the
+rank's messages for the board.
 
-Every rank holds a lock on a byte of the file for as long as its process lives; whoever waits for long tries the locks
-of those that it waits for. The file has lost its name by the time the memory is used, so nothing is left of it.
+The memory has no name: rank 0 makes it, and the others open it through rank 0's process, which only the same user can.
+So nothing is left of it, whenever a process ends. Every rank holds a lock on a byte of it for as long as its process
+lives; whoever waits for long tries the locks of those that it waits for.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import platform
 import secrets
+import struct
 import weakref
-from collections.abc import Callable
+import zlib
 from pathlib import Path
+from typing import NamedTuple
+
+from typing_extensions import final, override
 
 from join.collectives.base import Collective
+from join.collectives.board import Board, Kind
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """The environment variable that is 0 where headers are to go over the process group."""
 
-_FOLDER = Path("/dev/shm")  # it must be memory: on a disk, every change would be written to it sooner or later
+LANES = 3
 PLACES = 4
 """In which a rank's numbers lie."""
 CELLS = 64
 """Of a place; a longer number goes over the group."""
-NOTES = 32
-"""That are kept of a rank."""
-_CELLS_OF_RANK = PLACES * CELLS + NOTES
 BITS = 32
-"""Of a cell of a place are the number's."""
+"""How many bits of a cell hold a part of the number; the others hold the count."""
 LOW = (1 << BITS) - 1
-"""The others: the count."""
+_CELLS_OF_RANK = LANES * PLACES * CELLS
+_SLOTS: dict[Kind, int] = {"note": 16384, "told": 2048}  # bytes for a rank's messages
+_HEAD = "=IIQ"  # before each: its length, its checksum, and the number of the block
+_BELL = 8  # bytes
+_ORDERED = ("x86_64", "AMD64")  # processors on which a rank that sees a cell has seen what was written before it
 
 
-class Segment:
+class Lane:
     """The memory of one line.
 
     Args:
-        file: the open file, in which this rank's byte is locked; it is closed with the segment.
-        rank: this rank.
-        world_size: the number of ranks.
-        patience: seconds after which something that does not come is an error.
+        segment: what it is part of.
+        number: which part.
+        patience: seconds after which a number that does not come is an error.
     """
 
-    def __init__(self, file: int, rank: int, world_size: int, patience: float) -> None:
-        self.rank, self.world_size, self.patience = rank, world_size, patience
+    def __init__(self, segment: Segment, number: int, patience: float) -> None:
+        self.rank, self.world_size, self.patience = segment.rank, segment.world_size, patience
+        self.cells, self.others, self.has_ended = segment.cells, segment.others, segment.has_ended
         self.count = 0
         """How many numbers this rank has given."""
-        self.look: Callable[[], None] | None = None
-        """Called now and then by a rank that waits."""
-        weakref.finalize(self, os.close, file)
-        self._file = file
-        self.cells = memoryview(mmap.mmap(file, self.size_for(world_size))).cast("Q")
-        firsts = range(0, world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
+        begin = number * PLACES * CELLS
+        firsts = range(begin, begin + self.world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
         self.places = [[first + place * CELLS for first in firsts] for place in range(PLACES)]
         """The first cell of each rank, by place."""
-        self.others = [each for each in range(world_size) if each != rank]
-        """The other ranks."""
-
-    @staticmethod
-    def size_for(world_size: int) -> int:
-        """Bytes of a segment."""
-        return world_size * _CELLS_OF_RANK * 8
 
     def give(self, number: int) -> int:
         """Store this rank's next number, in one cell; its count."""
@@ -86,78 +84,162 @@ class Segment:
         """By how many numbers what is in a rank's place for a count is later than that, as far as can be told."""
         return self.cells[self.places[count % PLACES][rank]] - count & LOW
 
-    def notes(self, rank: int) -> memoryview:
-        """The cells of a rank's notes."""
-        begin = self.places[0][rank] + PLACES * CELLS
-        return self.cells[begin : begin + NOTES]
-
     def restart(self) -> None:
-        """Take back all that this rank has written, and count anew."""
+        """Take back all numbers that this rank has given, and count anew."""
         self.count = 0
         first = self.places[0][self.rank]
-        for cell in range(first, first + _CELLS_OF_RANK):
+        for cell in range(first, first + PLACES * CELLS):
             self.cells[cell] = 0
+
+
+class Segment:
+    """The memory that all ranks share.
+
+    Args:
+        file: the open file, in which this rank's byte is locked; it is closed with the segment.
+        rank: this rank.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, file: int, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.others = [each for each in range(world_size) if each != rank]
+        """The other ranks."""
+        weakref.finalize(self, os.close, file)
+        self._file = file
+        self.memory = mmap.mmap(file, self.size_for(world_size))
+        self.cells = memoryview(self.memory)[: world_size * _CELLS_OF_RANK * 8].cast("Q")
+
+    @staticmethod
+    def size_for(world_size: int) -> int:
+        """Bytes of a segment."""
+        return world_size * (_CELLS_OF_RANK * 8 + sum(_SLOTS.values())) + _BELL
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of another rank is gone."""
         return _can_lock(self._file, rank, keep=False)
 
 
-def connect(collective: Collective, patience: float) -> Segment | None:
+@final
+class SharedBoard(Board):
+    """Messages in shared memory: each has a place of its own, and a checksum, since readers may come amid a change."""
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment.rank, segment.world_size)
+        self._segment, self._memory = segment, segment.memory
+        self._begin = self.world_size * _CELLS_OF_RANK * 8
+        self._bell = len(self._memory) - _BELL
+
+    def _slot(self, kind: Kind, rank: int) -> tuple[int, int]:
+        """Where a message begins, and where it ends at most."""
+        before = 0 if kind == "note" else self.world_size * _SLOTS["note"]
+        begin = self._begin + before + rank * _SLOTS[kind]
+        return begin, begin + _SLOTS[kind]
+
+    @override
+    def ring(self) -> None:
+        self._memory[self._bell :] = self.block.to_bytes(_BELL, "little")
+
+    @override
+    def is_rung(self) -> bool:
+        return int.from_bytes(self._memory[self._bell :], "little") == self.block
+
+    @override
+    def ended(self) -> list[int]:
+        return [rank for rank in self._segment.others if self._segment.has_ended(rank)]
+
+    @override
+    def _put(self, kind: Kind, text: str) -> None:
+        begin, end = self._slot(kind, self.rank)
+        data = text.encode()
+        head = struct.pack(_HEAD, len(data), zlib.crc32(data), self.block)
+        assert len(head) + len(data) <= end - begin
+        self._memory[begin : begin + len(head) + len(data)] = head + data
+
+    @override
+    def _found(self, kind: Kind) -> list[str]:
+        found = (self._read(*self._slot(kind, rank)) for rank in range(self.world_size))
+        return [text for text in found if text]
+
+    def _read(self, begin: int, end: int) -> str:
+        size, checksum, block = struct.unpack_from(_HEAD, self._memory, begin)
+        begin += struct.calcsize(_HEAD)
+        data = self._memory[begin : min(begin + size, end)]
+        return data.decode() if block == self.block and zlib.crc32(data) == checksum else ""
+
+
+class _Address(NamedTuple):
+    """Where the memory of rank 0 is found: on which machine, in which process, and as which of its files."""
+
+    machine: str
+    process: int
+    file: int
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.process}/fd/{self.file}"
+
+
+def connect(collective: Collective) -> Segment | None:
     """Connect all ranks through memory; ``None`` on all of them if one cannot be reached so.
 
     Args:
         collective: the ranks, all of which call this.
-        patience: as for :class:`Segment`.
     """
     rank, world_size = collective.rank, collective.world_size
-    path: str = collective.broadcast_object(_new_file(world_size) if rank == 0 else "", 0)
-    file = _open(path, rank)
-    all_have_it = collective.reduce_boolean_decision(file is not None)
-    if rank == 0 and path:
-        Path(path).unlink()
-    if file is None or not all_have_it:
-        if file is not None:
-            os.close(file)
-        return None
-    return Segment(file, rank, world_size, patience)
-
-
-def _new_file(world_size: int) -> str:
-    """Make the file; empty if that is impossible."""
-    path = _FOLDER / f"join-{secrets.token_hex(16)}"
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError:
-        return ""
-    try:
-        os.posix_fallocate(file, 0, Segment.size_for(world_size))  # where memory is short, this says so
-    except OSError:
-        path.unlink()
-        return ""
-    finally:
+    made = _make(world_size) if rank == 0 and _is_wanted() else None
+    address: _Address | None = collective.broadcast_object(made, 0)
+    # A second file that is closed again would let go of the lock; so rank 0 keeps the one that it has made.
+    file = None if address is None else address.file if rank == 0 else _opened(address)
+    if file is not None:
+        _can_lock(file, rank, keep=True)
+    if collective.reduce_boolean_decision(file is not None):
+        assert file is not None
+        return Segment(file, rank, world_size)
+    if file is not None:
         os.close(file)
-    return str(path)
+    return None
 
 
-def _open(path: str, rank: int) -> int | None:
-    """Open the file and lock this rank's byte of it; ``None`` if it is not there, or not wanted."""
-    if not path or os.environ.get(SWITCH) == "0":
+def _is_wanted() -> bool:
+    return os.environ.get(SWITCH) != "0" and platform.machine() in _ORDERED
+
+
+def _machine() -> str:
+    """What only processes have in common that see the same processes under the same numbers."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _make(world_size: int) -> _Address | None:
+    """Make the memory; ``None`` if that is impossible."""
+    name = f"join-{secrets.token_hex(16)}"
+    try:
+        file = os.memfd_create(name)
+    except (OSError, AttributeError):  # not on all systems
         return None
     try:
-        file = os.open(path, os.O_RDWR)
+        os.fchmod(file, 0o600)
+        os.posix_fallocate(file, 0, Segment.size_for(world_size))  # where memory is short, this says so
+        return _Address(_machine(), os.getpid(), file, name)
+    except OSError:
+        os.close(file)
+        return None
+
+
+def _opened(address: _Address) -> int | None:
+    """The memory of rank 0, opened; ``None`` if it is not there, or not wanted."""
+    try:
+        # On another machine the same path may be anything.
+        if not _is_wanted() or _machine() != address.machine or address.name not in os.readlink(address.path):
+            return None
+        return os.open(address.path, os.O_RDWR)
     except OSError:
         return None
-    if _can_lock(file, rank, keep=True):
-        return file
-    os.close(file)
-    return None
 
 
 def _can_lock(file: int, rank: int, *, keep: bool) -> bool:
     """Lock a rank's byte, unless another process has; let go of it at once, or keep it."""
-    import fcntl  # Windows has none, but no such file either
-
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     except OSError:

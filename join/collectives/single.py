@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, check_op
+from join.collectives.board import Board, Kind
 from join.collectives.work import Done, Work
 
 
@@ -82,6 +83,30 @@ class SingleCollective(Collective):
         return value
 
     @override
+    def board(self) -> Board:
+        return _Alone(0, 1)
+
+    @override
     def next_block(self) -> int:
         self._blocks += 1
         return self._blocks
+
+
+class _Alone(Board):
+    """Nobody else is there."""
+
+    @override
+    def ring(self) -> None:
+        pass
+
+    @override
+    def is_rung(self) -> bool:
+        return False
+
+    @override
+    def _put(self, kind: Kind, text: str) -> None:
+        pass
+
+    @override
+    def _found(self, kind: Kind) -> list[str]:
+        return []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from typing_extensions import final, override
 
 from join.collectives.base import Collective
+from join.collectives.board import Board, StoreBoard
 
 
 class StoreCollective(Collective):
@@ -26,14 +26,6 @@ class StoreCollective(Collective):
 
     @final
     @override
-    def texts(self, keys: Sequence[str]) -> list[str] | None:
-        keys = list(keys)
-        if not self._store.check(keys):
-            return None
-        return [text.decode() for text in self._store.multi_get(keys)]
-
-    @final
-    @override
     def get(self, key: str) -> str:
         return self._store.get(key).decode()
 
@@ -46,6 +38,10 @@ class StoreCollective(Collective):
     @override
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
+
+    @override
+    def board(self) -> Board:
+        return StoreBoard(self.rank, self.world_size, self._store)
 
     @final
     def _open_store(self) -> dist.Store:

@@ -16,7 +16,8 @@ import torch
 from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, check_op, describe
-from join.collectives.line import GroupLine, Line
+from join.collectives.board import Board, Kind
+from join.collectives.broken import BrokenCollective
 from join.collectives.work import Work
 
 T = TypeVar("T")
@@ -35,17 +36,23 @@ class _Meeting:
         self.tensors: dict[int, torch.Tensor] = {}
         self.receivers: list[Sequence[torch.Tensor]] = []
         self.done = threading.Event()
+        self.failure: RuntimeError | None = None
+
+    def fail(self, failure: RuntimeError) -> None:
+        """It will not come to its end."""
+        self.failure = self.failure or failure
+        self.done.set()
 
     def is_completed(self) -> bool:
         return self.done.is_set()
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         limit = self.world.timeout if timeout is None else timeout.total_seconds()
-        if not self.done.wait(limit) and not self.world.failed:
+        if not self.done.wait(limit):
             missing = sorted(set(range(self.world.size)) - set(self.tensors))
             raise RuntimeError(f"timed out after {limit:g} s in {self.what}: ranks {missing} did not come")
-        if self.world.failed:
-            raise RuntimeError(self.world.failed)
+        if self.failure is not None:
+            raise self.failure
         return True
 
 
@@ -57,42 +64,50 @@ class _World:
         self.lock = threading.Condition()
         self.meetings: dict[int, _Meeting] = {}
         self.store: dict[str, str] = {}
-        self.failed = ""
+        self.messages: dict[tuple[int, Kind, int], str] = {}
+        self.rung = 0
+        self.ended: dict[int, BrokenCollective] = {}
         self.companion: _World | None = None
-        self.notes: dict[tuple[int, int], int] = {}
 
-    def fail(self, why: str) -> None:
-        if self.companion is not None:
-            self.companion.fail(why)
+    def end(self, rank: int, why: BrokenCollective) -> None:
+        """A rank will come to nothing more."""
         with self.lock:
-            self.failed = self.failed or why
+            self.ended[rank] = why
             for meeting in self.meetings.values():
-                meeting.done.set()
+                if rank not in meeting.tensors:
+                    meeting.fail(why)
             self.lock.notify_all()
+        if self.companion is not None:
+            self.companion.end(rank, why)
 
 
-class _ThreadLine(GroupLine):
-    """Sums in the order of everything else; notes are in what the ranks share."""
+class _ThreadBoard(Board):
+    """Messages are in what the ranks share."""
 
-    keeps_notes = True
-
-    def __init__(self, world: _World, collective: ThreadCollective) -> None:
-        super().__init__(collective)
-        self._rank, self._notes = collective.rank, world.notes
-
-    @override
-    def note(self, number: int, value: int) -> None:
-        self._notes[self._rank, number] = value
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__(rank, world.size)
+        self._world = world
 
     @override
-    def noted(self, rank: int, number: int) -> int | None:
-        return self._notes.get((rank, number))
+    def ring(self) -> None:
+        self._world.rung = self.block
 
     @override
-    def restart(self) -> None:
-        for rank, number in list(self._notes):
-            if rank == self._rank:
-                del self._notes[rank, number]
+    def is_rung(self) -> bool:
+        return self._world.rung == self.block
+
+    @override
+    def ended(self) -> list[int]:
+        return list(self._world.ended)
+
+    @override
+    def _put(self, kind: Kind, text: str) -> None:
+        self._world.messages[self.block, kind, self.rank] = text
+
+    @override
+    def _found(self, kind: Kind) -> list[str]:
+        found = (self._world.messages.get((self.block, kind, rank)) for rank in range(self.world_size))
+        return [text for text in found if text is not None]
 
 
 class ThreadCollective(Collective):
@@ -168,14 +183,15 @@ class ThreadCollective(Collective):
         self._check_is_set_up()
         world = self._world
         with world.lock:
-            if world.failed:
-                raise RuntimeError(world.failed)
             meeting = world.meetings.setdefault(self._count, _Meeting(world, what))
             if meeting.what != what:
                 where = f"ranks disagree on collective {self._count}"
                 why = f"{where}: rank {self._rank} called {what}, rank {min(meeting.tensors)} {meeting.what}"
-                world.fail(why)
+                meeting.fail(RuntimeError(why))
                 raise RuntimeError(why)
+            for rank, failure in world.ended.items():
+                if rank not in meeting.tensors:
+                    meeting.fail(failure)
             meeting.tensors[self._rank] = tensor
             meeting.receivers.append(receivers)
             if len(meeting.tensors) == world.size:
@@ -229,12 +245,17 @@ class ThreadCollective(Collective):
             with self._world.lock:
                 if self._world.companion is None:
                     self._world.companion = _World(self._world.size, self._world.timeout)
+                    self._world.companion.ended = self._world.ended
             self._companion = ThreadCollective(self._world.companion, self._rank)
         return self._companion
 
     @override
-    def line(self, number: int = 0) -> Line:
-        return _ThreadLine(self._world, self) if number == 0 else self.companion().line(number - 1)
+    def board(self) -> Board:
+        return _ThreadBoard(self._world, self._rank)
+
+    @override
+    def issued(self) -> int:
+        return self._count
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -251,8 +272,8 @@ def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: f
 
     Raises:
         ValueError: for a ``world_size`` below 1.
-        Exception: the first exception that a rank raised; when a rank raises, waiting ranks are released with
-            a ``RuntimeError``.
+        Exception: the first exception that a rank raised. Ranks that wait for one that has raised, or returned, are
+            released with a ``RuntimeError``.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: give at least 1 rank")
@@ -265,7 +286,9 @@ def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: f
             results[rank] = fn(ThreadCollective(world, rank))
         except BaseException as error:
             errors.append(error)
-            world.fail(f"rank {rank} raised {type(error).__name__}: {error}")
+            world.end(rank, BrokenCollective(f"rank {rank} raised {type(error).__name__}: {error}", [rank]))
+        else:
+            world.end(rank, BrokenCollective(f"rank {rank} has ended", [rank]))
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)

@@ -21,10 +21,11 @@ from torch.distributed.distributed_c10d import BackendConfig
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
-from join.collectives._torch_private import timeout_of
+from join.collectives._torch_private import issued_on, never_destroy, never_destroy_at_exit, timeout_of
 from join.collectives.base import ReduceOp, as_bytes, check_op
+from join.collectives.board import Board
 from join.collectives.line import Line
-from join.collectives.segment import Segment, connect
+from join.collectives.segment import Lane, Segment, SharedBoard, connect
 from join.collectives.shared_memory import SharedMemoryLine
 from join.collectives.store import StoreCollective
 from join.collectives.work import Work
@@ -41,8 +42,12 @@ class _Shared:
     blocks: int = 0
     cpu_group: dist.ProcessGroup | None = None
     companion: TorchCollective | None = None
-    segments: dict[int, Segment | None] = field(default_factory=dict[int, Segment | None])
-    """The shared memory of lines, by number; ``None`` where not all ranks can reach it."""
+    has_tried: bool = False
+    """Whether the ranks have tried to connect through shared memory,"""
+    segment: Segment | None = None
+    """and what connects them, if all can reach it."""
+    lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
+    """Of it, by the number of the line."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
@@ -175,11 +180,29 @@ class TorchCollective(StoreCollective):
 
     @override
     def line(self, number: int = 0) -> Line:
-        segments = self._shared.segments
-        if number not in segments:
-            segments[number] = connect(self, timeout_of(self.group).total_seconds())
-        segment, over_group = segments[number], partial(super().line, number)
-        return over_group() if segment is None else SharedMemoryLine(segment, over_group)
+        shared, over_group = self._shared, partial(super().line, number)
+        if not shared.has_tried:
+            shared.has_tried, shared.segment = True, connect(self)
+        if shared.segment is None:
+            return over_group()
+        if number not in shared.lanes:
+            shared.lanes[number] = Lane(shared.segment, number, timeout_of(self.group).total_seconds())
+        return SharedMemoryLine(shared.lanes[number], over_group)
+
+    @override
+    def board(self) -> Board:
+        segment = self._shared.segment
+        return super().board() if segment is None else SharedBoard(segment)
+
+    @override
+    def issued(self) -> int:
+        return issued_on(self.group)
+
+    @override
+    def hold(self) -> None:
+        if self._shared.companion is not None:
+            never_destroy(self._shared.companion.group)
+        never_destroy_at_exit(self.group)
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         return self._cpu_group if tensor.device.type == "cpu" else self.group
@@ -194,12 +217,6 @@ class TorchCollective(StoreCollective):
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # pyright: ignore[reportAttributeAccessIssue]
         return group.allreduce([tensor], options)
-
-    @override
-    def all_reduce_for(self, tensor: torch.Tensor, seconds: float) -> Work:
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=seconds)
-        return self._group_of(tensor).allreduce([tensor], options)
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from join import Burst, Join, Joinable, JoinHook
 from join.collectives import Collective
+from join.joinable import BurstState
 
 T = TypeVar("T")
 
@@ -103,7 +104,10 @@ class Meeting(_Local, Burst, Generic[T]):
         """Run it, on every rank that has data; outside a block, on all."""
         if self.join_config.enable:
             Join.notify_join_context(self)
-        return self._hold(True)
+        self.state = BurstState.RUNNING
+        result = self._hold(True)
+        self.state = BurstState.IDLE
+        return result
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:

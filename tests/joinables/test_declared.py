@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, Joinable, JoinError, JoinHook
+from tests.ending import Ending
 from tests.joinables.test_failures import group_works, unhooked
 from tests.models import batch, build
 from tests.pool import Pool
@@ -40,7 +41,6 @@ def outcome(rank: int, model: str, declared: list[int], made: list[int], fail: s
                 optimizer.step()
     except (KeyError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    group_works()
     unhooked(ddp, optimizer)
     ddp.eval()
     with torch.no_grad():
@@ -48,12 +48,16 @@ def outcome(rank: int, model: str, declared: list[int], made: list[int], fail: s
     return text
 
 
-@pytest.mark.parametrize("where", ["loading", "loss", "after backward"])
-@pytest.mark.parametrize("model", ["mlp", "norm"])
-def test_a_rank_that_raises(pool: Pool, model: str, where: str) -> None:
-    first, second, third = pool.run(outcome, model, [3, 2, 0], [3, 2, 0], where, ranks=3)
-    assert second == f"KeyError: '{where}'"
-    assert first == third == f"PeerError: rank 1 failed: KeyError: '{where}'"
+def check(texts: list[str], who: int, told: str) -> None:
+    """One rank is told something, and all others that it has failed."""
+    assert texts[who].startswith(told)
+    for rank, text in enumerate(texts):
+        assert rank == who or text.startswith(f"PeerError: rank {who} failed: {texts[who]}")
+
+
+@pytest.mark.parametrize(("model", "where"), [("mlp", "loading"), ("mlp", "loss"), ("norm", "after backward")])
+def test_a_rank_that_raises(ending: Ending, model: str, where: str) -> None:
+    check(ending.run(outcome, model, [3, 2, 0], [3, 2, 0], where), 1, f"KeyError: '{where}'")
 
 
 def weighted_outcome(rank: int, model: str, steps: list[int], weight: Any) -> str:
@@ -80,18 +84,16 @@ def weighted_outcome(rank: int, model: str, steps: list[int], weight: Any) -> st
                 optimizer.step()
     except (KeyError, ValueError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    group_works()
     return text
 
 
-@pytest.mark.parametrize("weight", [None, -1])
-@pytest.mark.parametrize("steps", [[2, 3, 0], [2, 3, 2], [2, 4, 0], [3, 3, 3]])
-@pytest.mark.parametrize("model", ["mlp", "norm", "sharded"])
-def test_a_rank_that_raises_with_weights(pool: Pool, model: str, steps: list[int], weight: Any) -> None:
-    """It shadows steps that no other rank has: nothing weighs anything there, for which nobody is to blame."""
-    first, second, third = pool.run(weighted_outcome, model, steps, weight, ranks=3)
-    assert second.startswith("KeyError: 1" if weight is None else "ValueError: weight=-1 must be")
-    assert first == third == f"PeerError: rank 1 failed: {second}"
+@pytest.mark.parametrize(
+    ("model", "steps", "weight"), [("mlp", [2, 3, 0], None), ("norm", [2, 4, 0], -1), ("sharded", [3, 3, 3], -1)]
+)
+def test_a_rank_that_raises_with_weights(ending: Ending, model: str, steps: list[int], weight: Any) -> None:
+    """Also where no other rank has as many steps, and so nothing to weigh."""
+    told = "KeyError: 1" if weight is None else "ValueError: weight=-1 must be"
+    check(ending.run(weighted_outcome, model, steps, weight), 1, told)
 
 
 class Fails(Joinable):
@@ -126,31 +128,26 @@ def hook_fails(rank: int) -> str:
                 joinable()
     except (KeyError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    group_works()
     return text
 
 
-def test_a_hook_that_raises_in_every_step(pool: Pool) -> None:
-    """Who runs it has yet to come to the end, where the others learn of it."""
-    first, second, third = pool.run(hook_fails, ranks=3)
-    assert first == third == "KeyError: 'hook'"
-    assert second == "PeerError: rank 0 failed: KeyError: 'hook'; rank 2 failed: KeyError: 'hook'"
+def test_a_hook_that_raises(ending: Ending) -> None:
+    check(ending.run(hook_fails), 0, "KeyError: 'hook'")
 
 
 def test_weights_of_0_on_all_ranks(pool: Pool) -> None:
-    first, second, third = pool.run(weighted_outcome, "mlp", [1, 3, 0], 0, ranks=3)
-    assert second == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
-    assert first == third == f"PeerError: rank 1 failed: {second}"
+    """All ranks run that backward, so all know."""
+    for text in pool.run(weighted_outcome, "mlp", [1, 3, 0], 0, ranks=3):
+        assert text == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
 
 
-@pytest.mark.parametrize("made", [[3, 1, 0], [3, 3, 0], [3, 2, 1], [1, 2, 0]])
-@pytest.mark.parametrize("model", ["mlp", "norm"])
-def test_wrong_declarations(pool: Pool, model: str, made: list[int]) -> None:
+@pytest.mark.parametrize(("model", "made"), [("mlp", [3, 1, 0]), ("norm", [3, 3, 0]), ("mlp", [3, 2, 1])])
+def test_wrong_declarations(ending: Ending, model: str, made: list[int]) -> None:
     declared = [3, 2, 0]
     rank = next(rank for rank in range(3) if made[rank] != declared[rank])
     how = f"made {made[rank]}" if made[rank] < declared[rank] else f"began step {declared[rank] + 1}"
-    for text in pool.run(outcome, model, declared, made, "", ranks=3):
-        assert text == f"ProtocolError: rank {rank} declared steps={declared[rank]} and {how}"
+    texts = ending.run(outcome, model, declared, made, "")
+    check(texts, rank, f"ProtocolError: rank {rank} declared steps={declared[rank]} and {how}")
 
 
 def keeps_result(rank: int, forgetful: list[int]) -> str:
@@ -165,18 +162,16 @@ def keeps_result(rank: int, forgetful: list[int]) -> str:
                 ddp(batch(rank, 0, step)[0]).sum().backward()
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-    group_works()
     return told
 
 
-@pytest.mark.parametrize("forgetful", [[1, 2], [1], [2]])
-def test_gradients_that_hold_the_last_result(pool: Pool, forgetful: list[int]) -> None:
-    for rank, told in enumerate(pool.run(keeps_result, forgetful, ranks=3)):
+@pytest.mark.parametrize("forgetful", [[1, 2], [2]])
+def test_gradients_that_hold_the_last_result(ending: Ending, forgetful: list[int]) -> None:
+    for rank, told in enumerate(ending.run(keeps_result, forgetful)):
         if rank in forgetful:
             assert told.startswith("ValueError: steps= needs zero_grad()")
         else:
-            assert told.startswith("PeerError: ")
-            assert all(f"rank {each} failed: ValueError: steps= needs zero_grad()" in told for each in forgetful)
+            assert told.startswith(f"PeerError: rank {forgetful[0]} failed: ValueError: steps= needs zero_grad()")
 
 
 def refused(rank: int) -> None:

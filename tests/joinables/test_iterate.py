@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
+from tests.ending import Ending
 from tests.joinables.test_failures import group_works
 from tests.joinables.test_loops import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.joinables.test_state import Summer
@@ -207,30 +207,6 @@ def test_a_model_that_cannot_take_an_empty_batch(pool: Pool, name: str) -> None:
         assert took < 10
 
 
-def mistaken(rank: int, kind: str) -> str:
-    ddp = DistributedDataParallel(MLP())
-    body: dict[str, Any] = {
-        "FileNotFoundError": lambda x: Path("/nowhere/at/all").read_text(),
-        "TypeError": lambda x: len(5),
-        "RuntimeError": lambda x: x.max(),
-    }
-    try:
-        with Join([ddp]) as join:
-            for x, _ in join.iterate([streams(rank, step)[0] for step in range(3 * rank)]):
-                ddp(x).sum().backward()
-                if join.shadowing:
-                    body[kind](x)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "fine"
-
-
-@pytest.mark.parametrize("kind", ["FileNotFoundError", "TypeError", "RuntimeError"])
-def test_only_what_comes_of_an_empty_batch_is_put_down_to_it(pool: Pool, kind: str) -> None:
-    first, _ = pool.run(mistaken, kind, ranks=2)
-    assert first.startswith("JoinError: rank 0 had run out" if kind == "RuntimeError" else f"{kind}: ")
-
-
 def test_it_trains_with_other_dummies(pool: Pool) -> None:
     net = choosy("Peak")
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -271,16 +247,12 @@ def skipping(rank: int, buffers: bool, zero: bool, skipped: tuple[int, int], ste
                     optimizer.step()
     except JoinError as error:
         told = f"{type(error).__name__}: {error}"
-    group_works()
     return flat_state(ddp.module.state_dict(), {} if zero else optimizer.state_dict()), told
 
 
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("skipped", [(2, 1), (1, 2)])
-def test_a_backward_that_one_rank_skips(pool: Pool, buffers: bool, skipped: tuple[int, int]) -> None:
-    for (_, told), rank in zip(
-        pool.run(skipping, buffers, False, skipped, True, ranks=RANKS), range(RANKS), strict=True
-    ):
+@pytest.mark.parametrize(("buffers", "skipped"), [(False, (2, 1)), (True, (1, 2))])
+def test_a_backward_that_one_rank_skips(ending: Ending, buffers: bool, skipped: tuple[int, int]) -> None:
+    for rank, (_, told) in enumerate(ending.run(skipping, buffers, False, skipped, True)):
         mine = f"ProtocolError: rank {skipped[0]} skipped the backward of DistributedDataParallel"
         assert told.startswith(mine if rank == skipped[0] else f"PeerError: rank {skipped[0]} failed: {mine}")
 
@@ -327,12 +299,9 @@ def test_a_backward_that_all_skip_while_one_has_a_dummy(pool: Pool, accumulate: 
 
 
 def breaking_late(rank: int, zero: bool) -> bool:
-    import join.early_exit
-
     ddp = DistributedDataParallel(MLP())
     optimizer = (sharded if zero else torch.optim.Adam)(ddp.parameters(), lr=0.01)
-    with pytest.MonkeyPatch.context() as patch, Join([ddp, optimizer]) as block:
-        patch.setattr(join.early_exit, "_GRACE_SECONDS", 0.2)
+    with Join([ddp, optimizer]) as block:
         for step, (x, y) in enumerate(block.iterate([streams(rank, step)[0] for step in range(4)])):
             loss(ddp(x), y).backward()
             if step == 2:
@@ -385,9 +354,10 @@ def test_plain_steps_after_a_break(pool: Pool, model: type[nn.Module]) -> None:
             assert_same(state, expected, TOLERANCE)
 
 
+@pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_break_on_all_ranks_of_which_one_is_late(pool: Pool, zero: bool) -> None:
-    assert pool.run(breaking_late, zero, ranks=RANKS) == [True] * RANKS
+def test_a_break_on_all_ranks_of_which_one_is_late(pool: Pool, zero: bool, over_group: bool) -> None:
+    assert pool.run(breaking_late, zero, ranks=RANKS, over_group=over_group) == [True] * RANKS
 
 
 def leaving(rank: int, buffers: bool, accumulate: int, at: int, raises: bool, how: dict[str, Any]) -> str:
@@ -410,31 +380,25 @@ def leaving(rank: int, buffers: bool, accumulate: int, at: int, raises: bool, ho
                     optimizer.zero_grad()
     except (ValueError, JoinError) as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        group_works()
     return "fine"
 
 
-@pytest.mark.parametrize("over_group", [False, True])  # where it cannot see what the others do
-@pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(
-    ("buffers", "accumulate", "at", "how"),
+    ("buffers", "accumulate", "at", "raises", "how", "over_group"),
     [
-        (True, 1, 0, {}),
-        (True, 1, 0, {"lookahead": 3}),
-        (False, 2, 1, {}),
-        (False, 2, 3, {}),
-        (True, 2, 3, {"lookahead": 3}),
+        (True, 1, 0, True, {}, True),
+        (False, 2, 1, False, {}, False),
+        (False, 2, 3, True, {"lookahead": 3}, False),
+        (True, 2, 3, False, {"lookahead": 3}, True),
     ],
 )
 def test_a_rank_that_leaves_alone(
-    pool: Pool, buffers: bool, accumulate: int, at: int, how: dict[str, Any], raises: bool, over_group: bool
+    ending: Ending, buffers: bool, accumulate: int, at: int, raises: bool, how: dict[str, Any], over_group: bool
 ) -> None:
-    first, second, third = pool.run(leaving, buffers, accumulate, at, raises, how, ranks=RANKS, over_group=over_group)
-    told = "PeerError: rank 1 failed: ValueError: enough" if raises else "ProtocolError: ranks [1] left the loop"
-    assert first.startswith(told)
-    assert third.startswith(told)
-    assert second.startswith("ValueError: enough" if raises else told)
+    zero, one, two = ending.run(leaving, buffers, accumulate, at, raises, how, over_group=over_group)
+    assert one.startswith("ValueError: enough" if raises else "ProtocolError: rank 1 left the loop over join.iterate")
+    for text in (zero, two):
+        assert text.startswith(f"PeerError: rank 1 failed: {one}")
 
 
 WINDOWS = ((0, 1, 2), (3, 4))
@@ -671,18 +635,21 @@ def unreadable(rank: int, steps: Any) -> str:
         with Join([ddp], steps=steps) as join:
             for x, y in join.iterate(loader):
                 loss(ddp(x), y).backward()
-                if not steps:  # else the others learn of it at the end of the loop, and nobody shadows this
-                    dist.all_reduce(torch.ones(1))
+                dist.all_reduce(torch.ones(1))
     except (OSError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    group_works()
+    if steps is None:  # all ranks learn of it at the same place
+        group_works()
     return text
 
 
 @pytest.mark.parametrize("steps", [None, "loader"])
-def test_a_data_loader_that_raises(pool: Pool, steps: Any) -> None:
-    peer = "PeerError: rank 1 failed: OSError: disk"
-    assert pool.run(unreadable, steps, ranks=RANKS) == [peer, "OSError: disk", peer]
+def test_a_data_loader_that_raises(ending: Ending, steps: Any) -> None:
+    zero, one, two = ending.run(unreadable, steps)
+    assert one == "OSError: disk"
+    for text in (zero, two):
+        assert text.startswith(f"PeerError: rank 1 failed: {one}")
+        assert text.endswith(one if steps is None else "restart from a checkpoint")
 
 
 @dataclass

@@ -1,0 +1,185 @@
+"""What ranks leave for each other to find, where no collective is needed: :class:`Board`.
+
+A rank that fails leaves a :class:`Note` that says why. A rank that waits for others may ring a bell; from then on all
+ranks tell now and then how far they are (:class:`Progress`). Reading and writing may block where a store cannot be
+reached, so it is the business of a thread of its own: ``join.watch``.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+
+import torch.distributed as dist
+from typing_extensions import final, override
+
+Kind: TypeAlias = Literal["note", "told"]
+"""Of a message: a note, or how far a rank is."""
+_MOST_CHARACTERS = {"text": 3500, "doing": 450}  # of a message, which must have room in memory of a fixed size
+
+
+class Note(NamedTuple):
+    """Why a rank leaves its block.
+
+    Attributes:
+        rank: the rank.
+        cause: the rank that failed first, as far as this one knows: itself, if it did not fail because of another.
+        kind: the class of the exception of that rank.
+        text: what there is to tell the others: the rank that failed first, and its exception.
+        parts: whether this rank still comes to the next header, so that the others can be told there.
+    """
+
+    rank: int
+    cause: int
+    kind: str
+    text: str
+    parts: bool = False
+
+
+class Progress(NamedTuple):
+    """How far a rank is in its block.
+
+    Attributes:
+        headers: how many headers it has sent.
+        loop: the number of the loop in lockstep that it is in, or was in last; 0 before the first.
+        step: how many steps of that loop it has begun.
+        bursts: how many bursts it has begun in that loop,
+        burst: and the name of the last one.
+        meetings: how many meetings, under ``timeout``, it has come to in that loop.
+        issued: how many collectives were started on the process group in that loop, by whomever.
+        left: whether it has left that loop before its end.
+        doing: what it does, in words.
+        heard: how many notes of others it has read.
+        beat: how often it has told.
+    """
+
+    headers: int = 0
+    loop: int = 0
+    step: int = 0
+    bursts: int = 0
+    burst: str = ""
+    meetings: int = 0
+    issued: int = 0
+    left: bool = False
+    doing: str = ""
+    heard: int = 0
+    beat: int = 0
+
+
+class Board(ABC):
+    """What the ranks of a group have left in the block that is open.
+
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+    """
+
+    outlives: ClassVar[bool] = True
+    """Whether what a rank has left is there after its process has ended."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.block = 0
+
+    @final
+    def begin(self, block: int) -> None:
+        """A block begins: what was left in earlier ones does not count.
+
+        Args:
+            block: its number, above 0 and the same on all ranks.
+        """
+        self.block = block
+
+    @final
+    def leave(self, note: Note) -> None:
+        """Leave a note, in the place of this rank's last one, and ring the bell."""
+        self._put("note", json.dumps(note._replace(text=_shortened(note.text, "text")), ensure_ascii=False))
+        self.ring()
+
+    @final
+    def notes(self) -> list[Note]:
+        """The notes that ranks have left, by rank."""
+        return sorted(Note(*json.loads(text)) for text in self._found("note"))
+
+    @final
+    def tell(self, progress: Progress) -> None:
+        """Tell how far this rank is."""
+        progress = progress._replace(doing=_shortened(progress.doing, "doing"))
+        self._put("told", json.dumps((self.rank, progress), ensure_ascii=False))
+
+    @final
+    def told(self) -> dict[int, Progress]:
+        """What the ranks have told last, by rank."""
+        messages = map(json.loads, self._found("told"))
+        return {rank: Progress(*progress) for rank, progress in messages}
+
+    @abstractmethod
+    def ring(self) -> None:
+        """Ask all ranks to tell how far they are."""
+
+    @abstractmethod
+    def is_rung(self) -> bool:
+        """Whether somebody has asked."""
+
+    def ended(self) -> list[int]:
+        """The other ranks whose processes are known to have ended."""
+        return []
+
+    @abstractmethod
+    def _put(self, kind: Kind, text: str) -> None:
+        """Put down this rank's message of a kind, in the place of its last one."""
+
+    @abstractmethod
+    def _found(self, kind: Kind) -> list[str]:
+        """The messages of a kind that are there, of all ranks."""
+
+
+def _shortened(text: str, part: str) -> str:
+    most = _MOST_CHARACTERS[part]
+    # An exception's text may have anything in it.
+    text = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+@final
+class StoreBoard(Board):
+    """In a store, which may end with the process of the rank that keeps it.
+
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+        store: what all of them can reach. A connection of its own is made to it, when it is first used: over one that
+            is shared, whoever waits for a key holds up the others.
+    """
+
+    outlives = False
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
+        super().__init__(rank, world_size)
+        self._shared_store = store
+
+    @cached_property
+    def _store(self) -> dist.Store:
+        return cast("Any", self._shared_store).clone()  # not in torch's type stubs
+
+    def _key(self, name: str) -> str:
+        return f"board/{self.block}/{name}"
+
+    @override
+    def ring(self) -> None:
+        self._store.set(self._key("bell"), "")
+
+    @override
+    def is_rung(self) -> bool:
+        return self._store.check([self._key("bell")])
+
+    @override
+    def _put(self, kind: Kind, text: str) -> None:
+        self._store.set(self._key(f"{kind}/{self.rank}"), text)
+
+    @override
+    def _found(self, kind: Kind) -> list[str]:
+        keys = [self._key(f"{kind}/{rank}") for rank in range(self.world_size)]
+        return [self._store.get(key).decode() for key in keys if self._store.check([key])]

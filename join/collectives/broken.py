@@ -1,0 +1,35 @@
+"""Whether an exception is a collective that has broken because another rank is gone: :func:`is_broken`.
+
+Nothing else in this package looks at the texts of a backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+# Gloo raises RuntimeError, with no class of its own. Its text begins with the place in gloo's source, in brackets; then
+# comes that a connection was closed or reset by the peer, or that gloo's own time limit has passed.
+_GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]")
+
+
+class BrokenCollective(RuntimeError):
+    """An operation of one of this package's own collectives that cannot come to its end.
+
+    Args:
+        text: what has happened.
+        ranks: those that are known to be gone.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether ``error`` is of a collective, or of a store, that another rank has left."""
+    if isinstance(error, (BrokenCollective, dist.DistError)):
+        return True
+    return type(error) is RuntimeError and _GLOO.search(str(error)) is not None

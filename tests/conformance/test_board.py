@@ -1,0 +1,129 @@
+"""One suite over every Board: threads, shared memory, a store."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from join.collectives import Collective, SingleCollective, collective_of, run_threads
+from join.collectives.board import Board, Note, Progress, StoreBoard
+from join.collectives.segment import SharedBoard
+from join.peers import Peers
+from join.timeouts import using
+from join.watch import Watch
+from tests.pool import Pool
+
+RANKS = 3
+
+
+def conforms(collective: Collective) -> None:
+    rank, others = collective.rank, set(range(collective.world_size)) - {collective.rank}
+    collective.line()
+    for block in (1, 2):
+        board = collective.board()
+        board.begin(block)
+        collective.barrier()
+        assert (board.notes(), board.told(), board.is_rung(), board.ended()) == ([], {}, False, [])
+        collective.barrier()
+        if rank == 0:
+            board.ring()
+        collective.barrier()
+        assert board.is_rung() or not others
+        for step in range(3):
+            progress = Progress(headers=rank, step=step, doing="ümläut \ud800 \n" * 100, left=bool(rank))
+            board.tell(progress)
+            collective.barrier()
+            told = board.told()
+            assert set(told) | others | {rank} == set(range(collective.world_size))
+            for other in others:
+                assert (told[other].headers, told[other].step, told[other].left) == (other, step, bool(other))
+                assert told[other].doing.startswith("ümläut ? \n") and len(told[other].doing) <= 450
+            collective.barrier()
+        text = f"rank {rank} failed: " + "日本\x00" * 5000
+        board.leave(Note(rank, 0, "ValueError", "first", parts=True))
+        board.leave(Note(rank, 1, "ValueError", text))
+        collective.barrier()
+        for note in board.notes():
+            assert (note.cause, note.kind, note.parts) == (1, "ValueError", False)
+            assert note.text.startswith(f"rank {note.rank} failed: 日本?日") and len(note.text) <= 3500
+        assert {note.rank for note in board.notes()} >= others
+        collective.barrier()
+
+
+def over_gloo(rank: int, kind: type[Board]) -> None:
+    collective = collective_of(None)
+    collective.line()
+    assert isinstance(collective.board(), kind)
+    conforms(collective)
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_gloo(pool: Pool, over_group: bool) -> None:
+    pool.run(over_gloo, StoreBoard if over_group else SharedBoard, ranks=RANKS, over_group=over_group)
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_threads(ranks: int) -> None:
+    run_threads(ranks, conforms)
+
+
+def test_single() -> None:
+    conforms(SingleCollective())
+
+
+# -- a store that does not answer --------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """What a store is on a network that has gone: it answers nobody."""
+
+    def clone(self) -> Stuck:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(20)
+        raise dist.DistNetworkError("timed out")
+
+    def set(self, key: str, value: str) -> None:
+        self.check([key])
+
+
+class Unreachable(SingleCollective):
+    """One of two ranks, with such a store."""
+
+    world_size = 2  # type: ignore[assignment]
+
+    def board(self) -> Board:
+        store: Any = Stuck()
+        return StoreBoard(0, 2, store)
+
+
+def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
+    with using(note=0.3, cause=0.3):
+        started = time.monotonic()
+        peers = Peers(Unreachable(), 1, Progress)
+        peers.leave(ValueError("mine"))
+        peers.look_again()
+        assert peers.ask(limit=0.3) == {}
+        error = peers.cause_of(dist.DistBackendError("broken"))
+        assert str(error).startswith("another rank is gone, and with it the store in which ranks leave word")
+        peers.end()
+        assert time.monotonic() - started < 5
+
+
+def test_a_watch_whose_store_is_gone_ends() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=2))
+    board = StoreBoard(0, 2, client)
+    board.begin(1)
+    watch = Watch(board, Progress)
+    watch.start()
+    assert watch.refresh(5.0)
+    del store
+    watch.join(10)
+    assert not watch.is_alive() and watch.failed
+    assert not watch.refresh(0.1)

@@ -1,0 +1,213 @@
+"""Ranks that end as scripts do: an exception leaves the process, and the interpreter takes itself down.
+
+Importing torch takes seconds, so one process does it and is forked for each rank. What it forks runs to the end of the
+program like any script; it is judged from outside.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code, negative for a signal.
+        at: when it ended, in seconds since the epoch.
+        text: what it wrote to stdout and stderr.
+        result: what its function returned, if it did.
+    """
+
+    code: int
+    at: float
+    text: str
+    result: Any
+
+    @property
+    def error(self) -> str:
+        """The exception that left it, as its traceback ends; empty without one."""
+        told = self.text.splitlines()
+        lines = [line.partition("]: ")[2] if line.startswith("[rank") else line for line in told]
+        starts = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+        if not starts:
+            return ""
+        after = [line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")]
+        return "\n".join(after).removeprefix("join.errors.")
+
+    def said(self, name: str) -> str:
+        """What it has said by :func:`say` under a name; empty if nothing."""
+        found = [line.partition("=")[2] for line in self.text.splitlines() if line.startswith(f"SAID {name}=")]
+        return found[-1] if found else ""
+
+
+def say(name: str, value: object) -> None:
+    """Tell the judge something."""
+    print(f"SAID {name}={value}", flush=True)
+
+
+class Ending:
+    """A process that has imported everything, and is forked for each rank."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ending"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def _ask(self, request: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        return pickle.load(self._process.stdout)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+        """What ``fn(rank, *args)`` returns on each rank, whose process then ends; ``how`` as for :meth:`ends`."""
+        ends = self.ends(fn, *args, **how)
+        told = "\n".join(f"-- rank {rank}: {end.code}\n{end.text}" for rank, end in enumerate(ends))
+        assert [end.code for end in ends] == [0] * len(ends), told
+        return [end.result for end in ends]
+
+    def ends(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks: int = 3,
+        over_group: bool = False,
+        group: bool = True,
+        limit: float = 60.0,
+    ) -> list[End]:
+        """Run ``fn(rank, *args)`` in a process for each rank, and tell how each of them ended.
+
+        Those that have not ended after ``limit`` seconds print their stacks and are killed.
+
+        Args:
+            fn: what a rank does.
+            args: what it is told.
+            ranks: how many there are.
+            over_group: whether headers go over the process group, as between machines.
+            group: whether the default process group is set up.
+            limit: seconds.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            call = _Call(fn, args, ranks, over_group, group, Path(folder))
+            pids: list[int] = self._ask(pickle.dumps(call))
+            ended: dict[int, tuple[int, float]] = {}
+            deadline = time.monotonic() + limit
+            while len(ended) < ranks:
+                for pid, code, at in self._ask("ended"):
+                    ended[pid] = code, at
+                if time.monotonic() > deadline:
+                    self._end_by_force([pid for pid in pids if pid not in ended])
+                    deadline = float("inf")
+                time.sleep(0.02)
+            return [End(*ended[pid], call.told(rank), call.result(rank)) for rank, pid in enumerate(pids)]
+
+    def _end_by_force(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the ranks are to do."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    ranks: int
+    over_group: bool
+    group: bool
+    folder: Path
+
+    def told(self, rank: int) -> str:
+        return (self.folder / f"told-{rank}").read_text(errors="replace")
+
+    def result(self, rank: int) -> Any:
+        file = self.folder / f"result-{rank}"
+        return pickle.loads(file.read_bytes()) if file.exists() else None
+
+    def run(self, rank: int) -> None:
+        """The whole life of a rank."""
+        file = os.open(self.folder / f"told-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        faulthandler.register(signal.SIGUSR1)
+        os.environ["JOIN_SHARED_MEMORY"] = "0" if self.over_group else "1"
+        if self.group:
+            import torch.distributed as dist
+
+            store = dist.FileStore(str(self.folder / "store"), self.ranks)
+            limit = timedelta(seconds=120)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.ranks, timeout=limit)
+            dist.barrier()
+        result = self.fn(rank, *self.args)
+        (self.folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+
+
+def _serve() -> tuple[_Call, int] | None:
+    """Fork ranks on request; returns in each of them, with what it is to do, and ``None`` at the end."""
+    running: list[int] = []
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return None
+        answer: list[Any] = []
+        if request == "ended":
+            for pid in list(running):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    running.remove(pid)
+                    answer.append((pid, os.waitstatus_to_exitcode(status), time.time()))
+        else:
+            call: _Call = pickle.loads(request)
+            for rank in range(call.ranks):
+                pid = os.fork()
+                if pid == 0:
+                    return call, rank
+                running.append(pid)
+                answer.append(pid)
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def main() -> None:
+    import torch
+    import torch.distributed.fsdp
+
+    import joinables.trainer  # noqa: F401
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import torch.distributed.optim
+    torch.set_num_threads(1)
+    served = _serve()
+    if served is not None:
+        call, rank = served
+        call.run(rank)
+
+
+if __name__ == "__main__":
+    main()

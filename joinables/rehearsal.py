@@ -119,7 +119,10 @@ class Rehearsal:
         try:
             call = None if mine is None else Call.of(*mine, self._device).without_rows
             self.call = Call.told(call, collective, source)
-        except RuntimeError as error:  # of pickling, on all ranks
+        except RuntimeError as error:
+            if is_broken(error):
+                raise  # another rank is gone
+            # of pickling, on all ranks
             raise JoinError(
                 f"a rank without data cannot be told what to call the module with: {error}. {_HINT}"
             ) from error

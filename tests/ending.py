@@ -60,6 +60,13 @@ def say(name: str, value: object) -> None:
     print(f"SAID {name}={value}", flush=True)
 
 
+def assert_blamed(texts: list[str], who: int, told: str) -> None:
+    """One rank is told something, and all others that it has failed."""
+    assert texts[who].startswith(told)
+    for rank, text in enumerate(texts):
+        assert rank == who or text.startswith(f"PeerError: rank {who} failed: {texts[who]}")
+
+
 class Ending:
     """A process that has imported everything, and is forked for each rank."""
 

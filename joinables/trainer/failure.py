@@ -12,20 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-import torch.distributed as dist
-
 from join import JoinTimeoutError, PeerError
+from join.collectives.broken import is_broken
 from joinables.trainer.errors import RemoteTraceback, WorkerRaised
 
 OWN, ABORTED, OTHERS = 0, 1, 2
 """Whose fault a failure is: the rank's own; perhaps another's, as of a library that aborts without peers; another's."""
-
-_OTHERS_FAULT = (PeerError, JoinTimeoutError, dist.DistError)
-# What gloo says where a peer is gone, and what the shared memory of join.collectives does.
-_LOST_PEER = (
-    *("gloo", "connection closed", "connection reset", "connection refused", "broken pipe", "socket"),
-    "has left the group",
-)
 
 
 @dataclass(frozen=True)
@@ -78,11 +70,7 @@ def raise_cause(failures: Sequence[Failure]) -> NoReturn:
 
 
 def _blame(error: BaseException) -> int:
-    if isinstance(error, _OTHERS_FAULT):
-        return OTHERS
-    # There is no class of its own for them.
-    lost_peer = type(error) is RuntimeError and any(word in str(error).lower() for word in _LOST_PEER)
-    return OTHERS if lost_peer else OWN
+    return OTHERS if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error) else OWN
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, Joinable, JoinError, JoinHook
-from tests.ending import Ending
+from tests.ending import Ending, assert_blamed
 from tests.joinables.test_failures import group_works, unhooked
 from tests.models import batch, build
 from tests.pool import Pool
@@ -48,16 +48,9 @@ def outcome(rank: int, model: str, declared: list[int], made: list[int], fail: s
     return text
 
 
-def check(texts: list[str], who: int, told: str) -> None:
-    """One rank is told something, and all others that it has failed."""
-    assert texts[who].startswith(told)
-    for rank, text in enumerate(texts):
-        assert rank == who or text.startswith(f"PeerError: rank {who} failed: {texts[who]}")
-
-
 @pytest.mark.parametrize(("model", "where"), [("mlp", "loading"), ("mlp", "loss"), ("norm", "after backward")])
 def test_a_rank_that_raises(ending: Ending, model: str, where: str) -> None:
-    check(ending.run(outcome, model, [3, 2, 0], [3, 2, 0], where), 1, f"KeyError: '{where}'")
+    assert_blamed(ending.run(outcome, model, [3, 2, 0], [3, 2, 0], where), 1, f"KeyError: '{where}'")
 
 
 def weighted_outcome(rank: int, model: str, steps: list[int], weight: Any) -> str:
@@ -93,7 +86,7 @@ def weighted_outcome(rank: int, model: str, steps: list[int], weight: Any) -> st
 def test_a_rank_that_raises_with_weights(ending: Ending, model: str, steps: list[int], weight: Any) -> None:
     """Also where no other rank has as many steps, and so nothing to weigh."""
     told = "KeyError: 1" if weight is None else "ValueError: weight=-1 must be"
-    check(ending.run(weighted_outcome, model, steps, weight), 1, told)
+    assert_blamed(ending.run(weighted_outcome, model, steps, weight), 1, told)
 
 
 class Fails(Joinable):
@@ -132,7 +125,7 @@ def hook_fails(rank: int) -> str:
 
 
 def test_a_hook_that_raises(ending: Ending) -> None:
-    check(ending.run(hook_fails), 0, "KeyError: 'hook'")
+    assert_blamed(ending.run(hook_fails), 0, "KeyError: 'hook'")
 
 
 def test_weights_of_0_on_all_ranks(pool: Pool) -> None:
@@ -147,7 +140,7 @@ def test_wrong_declarations(ending: Ending, model: str, made: list[int]) -> None
     rank = next(rank for rank in range(3) if made[rank] != declared[rank])
     how = f"made {made[rank]}" if made[rank] < declared[rank] else f"began step {declared[rank] + 1}"
     texts = ending.run(outcome, model, declared, made, "")
-    check(texts, rank, f"ProtocolError: rank {rank} declared steps={declared[rank]} and {how}")
+    assert_blamed(texts, rank, f"ProtocolError: rank {rank} declared steps={declared[rank]} and {how}")
 
 
 def keeps_result(rank: int, forgetful: list[int]) -> str:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import EarlyTerminationError, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from joinables import Replay, SharedCall
+from tests.ending import Ending, assert_blamed
 from tests.join.counter import Counter
 from tests.joinables.test_failures import group_works
 from tests.models import TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
@@ -505,7 +506,7 @@ MADE_MORE = {"declared, one more": (1, 0, 0), "declared, one fewer": (0, -1, 0),
 
 
 def outcome(rank: int, fault: str) -> str:
-    """Train with a fault, and tell how it ended; the group works afterwards."""
+    """Train with a fault, and tell how it ended; the group works afterwards, if no steps are declared."""
     from torch.distributed.fsdp import fully_shard
 
     kind = {"refuses": Refuses, "example": Refuses, "hides": Hides}.get(fault, torch.nn.Sequential)
@@ -547,10 +548,10 @@ def outcome(rank: int, fault: str) -> str:
                 optimizer.step()
     except (JoinError, OSError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
+    if "declared" in fault:
+        return text
     model.set_requires_gradient_sync(True)
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    assert ones.item() == dist.get_world_size()
+    group_works()
     value_of(model(batch(rank, 1, 1)[0])).sum().backward()  # the module is at rest
     return text
 
@@ -577,39 +578,35 @@ def test_ranks_of_which_one_alone_reduces(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("fault", ["declared, accumulates", "declared, evaluates"])
-def test_what_cannot_be_declared(pool: Pool, fault: str) -> None:
-    first, second, third = pool.run(outcome, fault)
+def test_what_cannot_be_declared(ending: Ending, fault: str) -> None:
+    first, second, third = ending.run(outcome, fault)
     assert first.startswith("ValueError: with steps=, each forward of FSDPSequential must be one that a backward")
     assert second.startswith("ValueError: with steps=, each forward of")
     assert third.startswith("PeerError: rank 0 failed: ValueError: with steps=, each forward of")
 
 
-LATE = "JoinError: with steps=, all ranks must know on entering whether weights are in use"
-DISK = "OSError: disk"
-STOPPED = "ProtocolError: rank 0 declared steps=2 and made 0"
-BEFORE_THE_FIRST_FORWARD = {
-    "declared, weighs late": (LATE, LATE, f"PeerError: rank 0 failed: {LATE}"),
-    "declared, loading": (DISK, f"PeerError: rank 0 failed: {DISK}", f"PeerError: rank 0 failed: {DISK}"),
-    "declared, stops": (STOPPED, STOPPED, STOPPED),
-}
+def test_who_was_to_tell_how_the_module_is_called_does_not_come_to_it(ending: Ending) -> None:
+    assert_blamed(ending.run(outcome, "declared, loading"), 0, "OSError: disk")
+    assert_blamed(ending.run(outcome, "declared, stops"), 0, "ProtocolError: rank 0 declared steps=2 and made 0")
 
 
-@pytest.mark.parametrize("fault", BEFORE_THE_FIRST_FORWARD)
-def test_who_was_to_tell_how_the_module_is_called_does_not_come_to_it(pool: Pool, fault: str) -> None:
-    for text, expected in zip(pool.run(outcome, fault), BEFORE_THE_FIRST_FORWARD[fault], strict=True):
-        assert text.startswith(expected)
+def test_who_begins_to_weigh_after_steps_were_declared(ending: Ending) -> None:
+    first, second, third = ending.run(outcome, "declared, weighs late")
+    assert first == second
+    assert first.startswith("JoinError: with steps=, all ranks must know on entering whether weights are in use")
+    assert third.startswith(f"PeerError: rank 0 failed: {first}")
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "who", "told"),
     [
-        ("declared, one more", "rank 0 declared steps=2 and began step 3"),
-        ("declared, one fewer", "rank 1 declared steps=3 and made 2"),
-        ("declared, some", "rank 2 declared steps=0 and began step 1"),
+        ("declared, one more", 0, "rank 0 declared steps=2 and began step 3"),
+        ("declared, one fewer", 1, "rank 1 declared steps=3 and made 2"),
+        ("declared, some", 2, "rank 2 declared steps=0 and began step 1"),
     ],
 )
-def test_wrong_declarations(pool: Pool, fault: str, told: str) -> None:
-    assert pool.run(outcome, fault) == [f"ProtocolError: {told}"] * 3
+def test_wrong_declarations(ending: Ending, fault: str, who: int, told: str) -> None:
+    assert_blamed(ending.run(outcome, fault), who, f"ProtocolError: {told}")
 
 
 def test_a_module_that_takes_no_empty_batch(pool: Pool) -> None:
@@ -645,10 +642,8 @@ def locked(rank: int) -> str:
     return "fine"
 
 
-def test_a_module_that_takes_no_empty_batch_in_lockstep(pool: Pool) -> None:
-    first, second, third = pool.run(locked)
-    assert second == "OSError: disk"
-    assert first == third == "PeerError: rank 1 failed: OSError: disk"
+def test_a_module_that_takes_no_empty_batch_in_lockstep(ending: Ending) -> None:
+    assert_blamed(ending.run(locked), 1, "OSError: disk")
 
 
 def train_two_loops(rank: int, in_one_block: bool) -> dict[str, torch.Tensor]:

@@ -6,7 +6,8 @@ The order of collectives inside the block is the business of ``join.protocol``; 
     enter    one all-reduce: do all ranks list the same? (``join.arguments``)
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active
-             uneven only: an election of the last joiner, then each joinable's ``synchronise``
+             even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
+             uneven: an election of the last joiner, then each joinable's ``synchronise``; even: ``synchronise_own``
              each hook's ``post_hook``
              one all-reduce for the report
 """
@@ -19,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
+import torch
 from typing_extensions import Self
 
 from join.arguments import (
@@ -412,14 +414,29 @@ class Join:
         in_loop = None if self._iteration is None else self._iteration.joined_at
         joined_at = (ran_out if in_loop is None else in_loop) - self._started
         ended_at = time.monotonic() - self._started
+        if outcome.even:
+            outcome = self._compare_steps()
         with ExitStack() as calls:  # runs them all, whatever one of them raises: the collectives must stay in step
             calls.callback(self._gather_report, outcome.even, joined_at, ended_at)
             for member in reversed(self._scope.members):
                 calls.callback(member.hook.post_hook, outcome.last)
-            if not outcome.even:
+            if outcome.even:
+                for member in reversed(self._scope.members):
+                    calls.callback(member.joinable.synchronise_own, self._channel.leader)
+            else:
                 # Everything was shadowed, so everything is synchronised: also what belongs to a block around this one.
                 for member in reversed([member for scope in self._channel.scopes for member in scope.members]):
                     calls.callback(member.joinable.synchronise, self._channel.leader)
+
+    def _compare_steps(self) -> Outcome:
+        """Ranks that ran out together may have made different numbers of steps that nobody announces."""
+        mine = torch.tensor([member.joinable.own_steps for member in self._scope.members])
+        steps = [cast("list[int]", each.tolist()) for each in self._collective.all_gather(mine)]
+        if steps.count(steps[0]) == len(steps):
+            return Outcome(even=True, last=True)
+        most = max(steps, key=sum)
+        self._channel.leader = steps.index(most)
+        return Outcome(even=False, last=steps[self._collective.rank] == most)
 
     def _gather_report(self, even: bool, joined_at: float, ended_at: float) -> None:
         spent = self._channel.tally.since(self._tally)

@@ -104,6 +104,21 @@ class Joinable(ABC):
     def synchronise(self, source: int) -> None:
         """Take over the state of rank ``source``, a last joiner; called on all ranks, if they were uneven."""
 
+    def synchronise_own(self, source: int) -> None:
+        """Take over from rank ``source`` what each rank has for itself where all ran the same: BatchNorm's buffers.
+
+        Called on all ranks, if they were even, and at the end of a loop over ``Join.iterate`` in which some had
+        dummies.
+        """
+
+    @property
+    def own_steps(self) -> int:
+        """How many steps this rank has made in the block by itself, announced or not; 0 if there are none such.
+
+        Ranks that leave together with different numbers are uneven: one has made more backwards under ``no_sync``.
+        """
+        return 0
+
     @property
     def join_config(self) -> JoinConfig:
         """How this joinable takes part in the block it is in."""
@@ -161,13 +176,6 @@ class Burst(Joinable):
     def mixes_ranks(self) -> str:
         """What in this burst computes with the samples of all ranks together, so that dummies must have none; or ""."""
         return ""
-
-    def loop_ended(self, source: int) -> None:
-        """A loop over ``Join.iterate`` is over, on all ranks, in which some had dummies.
-
-        Args:
-            source: the lowest of the ranks that had data to the end; what dummies may have changed must be as there.
-        """
 
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
         """The flags of all ranks that announce this burst, where numbers of steps are declared and no header comes.

@@ -165,7 +165,7 @@ class LockstepChannel(Channel):
         if self.active_ranks != self._all_ranks:
             self._last_active = self._in_last_burst or self.active_ranks
             for _, burst in self._bursts:
-                burst.loop_ended(_lowest(self._last_active))
+                burst.synchronise_own(_lowest(self._last_active))
 
     def end_step(self) -> None:
         """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""

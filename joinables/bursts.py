@@ -83,6 +83,10 @@ class BufferSync(DDPBurst):
 
     @override
     def synchronise(self, source: int) -> None:
+        self.synchronise_own(source)
+
+    @override
+    def synchronise_own(self, source: int) -> None:
         broadcast_tensors(self._collective, list(reducer.named_buffers(self._ddp).values()), source)
 
 

@@ -65,6 +65,7 @@ class GradientSync(DDPBurst):
         self._window_weighs = False  # what was accumulated since the last reduction is weighted
         self._armed = False  # the reducer will reduce in the next backward
         self._backward = -1  # the last one in which a gradient entered
+        self._backwards = 0  # how many were made in this block
         self._plain_in = 0  # the loop in lockstep, by its number, in which a reduction was a plain one
         self._unsynced = False  # gradients were accumulated since the last reduction
         self._had_data = 0  # in lockstep: the ranks that had data since the last reduction, as a bit mask
@@ -104,6 +105,7 @@ class GradientSync(DDPBurst):
         ddp = self._ddp
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result, self._plain_in = _may_hold_result.get(ddp, True), 0
+        self._backwards = 0
         self._param_sync, self._has_comm_hook = ddp.require_forward_param_sync, reducer.has_comm_hook(ddp)
         self._handles = around_forward(ddp, self._before_forward, self._after_forward)
 
@@ -116,6 +118,11 @@ class GradientSync(DDPBurst):
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
         self._armed = False
+
+    @property
+    @override
+    def own_steps(self) -> int:
+        return self._backwards
 
     @override
     def synchronise(self, source: int) -> None:
@@ -357,6 +364,7 @@ class GradientSync(DDPBurst):
         if backward == self._backward or not self._handles:
             return
         self._backward, channel = backward, self._channel
+        self._backwards += 1
         weighted = self._join.weight is not None
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         reduces = self._armed or synchronised

@@ -5,10 +5,11 @@ rank that goes on stepping its shard must have them::
 
     active rank                                      joined rank
     -----------                                      -----------
-    sum of the active ranks' numbers (*)             sum of the active ranks' numbers
-    .                                                take over their mean
+    election of a leader, if the old one left (*)    the same
+    all-reduce: the leader's numbers, else 0 (*)     all-reduce: 0
+    .                                                take over the sum, as the types that they have here
 
-(*) only if a rank is joined, and not awaited.
+(*) only if a rank is joined; the all-reduce is not awaited.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class Hyperparameters:
         return self._optimizer.param_groups
 
     def share(self, *, active: bool) -> None:
-        """Let joined ranks, if there are any, have the active ones' numbers, in the burst of the last header."""
-        header = self._channel.read()
-        if header.active == self._collective.world_size:
+        """Let joined ranks, if there are any, have the leader's numbers, in the burst of the last header."""
+        if self._channel.read().active == self._collective.world_size:
             return
-        mine = [number.read() if active else 0.0 for number in self._numbers]
+        leads = self._channel.lead() == self._collective.rank
+        mine = [number.read() if leads else 0.0 for number in self._numbers]
         self._sums = torch.tensor(mine, dtype=torch.float64)  # kept while it is under way
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()
-            for number, total in zip(self._numbers, cast("list[float]", self._sums.tolist()), strict=True):
-                number.write(total / header.active)
+            for number, value in zip(self._numbers, cast("list[float]", self._sums.tolist()), strict=True):
+                number.write(value)
 
     def broadcast(self, source: int) -> None:
         """Take over all of them from rank ``source``."""
@@ -87,13 +88,15 @@ class _Number:
         return float(value if self.position is None else value[self.position])
 
     def write(self, value: float) -> None:
-        old = self.group[self.name]
-        if isinstance(old, torch.Tensor):
-            old.fill_(value)
-        elif self.position is None:
-            self.group[self.name] = value
-        else:
-            self.group[self.name] = (*old[: self.position], value, *old[self.position + 1 :])
+        whole = self.group[self.name]
+        if isinstance(whole, torch.Tensor):
+            whole.fill_(value)
+            return
+        old = whole if self.position is None else whole[self.position]
+        new = int(value) if isinstance(old, int) and value.is_integer() else value
+        self.group[self.name] = (
+            new if self.position is None else (*whole[: self.position], new, *whole[self.position + 1 :])
+        )
 
 
 def _is_number(value: Any) -> bool:

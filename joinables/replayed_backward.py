@@ -46,6 +46,7 @@ class ReplayedBackward(ReplayedBurst):
         self._weights = Weights(self._reduction.seen)
         self._current: Graph | None = None  # of the forward that is under way
         self._in_backward = self._has_replayed = False
+        self._backwards = 0  # how many this rank has made itself, in this block
         self._entered: Graph | None = None  # the forward that the backward which is under way has come to
         self._through: list[Pass] = []  # the forwards that the backward goes through
         self._several = False
@@ -69,7 +70,7 @@ class ReplayedBackward(ReplayedBurst):
         self._weights.attach(join)
         # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
         self._unsynced = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
-        self._in_backward, self.state = False, BurstState.IDLE
+        self._in_backward, self._backwards, self.state = False, 0, BurstState.IDLE
         self._note_writes()
         module, entrances = self._of.module, self._reduction.entrances
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
@@ -88,6 +89,11 @@ class ReplayedBackward(ReplayedBurst):
             self._reduction.reset()
         self._in_backward, self._entered, self._current = False, None, None
         self._through = []
+
+    @property
+    @override
+    def own_steps(self) -> int:
+        return self._backwards
 
     @override
     def synchronise(self, source: int) -> None:
@@ -198,6 +204,7 @@ class ReplayedBackward(ReplayedBurst):
                 raise JoinError(self._other_forwards())
             return
         self._in_backward = True
+        self._backwards += 1
         before = passes[: passes.index(entered)]
         self._through = [*[each for each in before if each.is_pending], entered]
         self._several = self._through != passes[-1:]

@@ -70,8 +70,7 @@ class ReplayedForward(ReplayedBurst):
         return f"{self.join_name}, which contains SyncBatchNorm" if is_synchronised else ""
 
     @override
-    def loop_ended(self, source: int) -> None:
-        """Each rank's buffers are its own, and a dummy's forward has changed them."""
+    def synchronise_own(self, source: int) -> None:
         buffers = [buffer for buffer in self._of.module.buffers() if not is_dtensor(buffer)]
         broadcast_tensors(self._collective, buffers, source)
 

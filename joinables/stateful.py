@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
+from join import Join
 from join.transfer import broadcast_tree
 from joinables._torch_reducer import has_stepped, mark_stepped
 from joinables.stand_in import Silent
@@ -37,6 +38,28 @@ class State(Silent):
     def __init__(self, stateful: Stateful) -> None:
         super().__init__(stateful)
         self._stateful = stateful
+        self._steps = 0
+
+    @property
+    @override
+    def own_steps(self) -> int:
+        return self._steps
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._steps = 0
+        if isinstance(self._stateful, torch.optim.Optimizer):
+            self._handle = self._stateful.register_step_post_hook(self._count_step)
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        if isinstance(self._stateful, torch.optim.Optimizer):
+            self._handle.remove()
+
+    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._steps += 1
 
     @override
     def synchronise(self, source: int) -> None:

@@ -8,7 +8,7 @@ left it. The step itself communicates nothing::
     header   (before the local step)           header
     local step                                 .
     header is read                             .
-    sum of the hyperparameters (*)             sum of the hyperparameters
+    all-reduce of the hyperparameters (*)      all-reduce of the hyperparameters
     .                                          take these over; local step
 
 (*) see ``joinables.hyperparameters``.
@@ -37,6 +37,8 @@ class OptimizerStep(Announcing):
     Args:
         optimizer: whose step is announced.
     """
+
+    tracks_leader = True  # whose hyperparameters joined ranks take over
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)

@@ -8,11 +8,11 @@ own, on the true gradients, or the shard stands still. The order of collectives 
     header   (before the local step)         header
     local step on the own shard              .
     header is read                           .
-    sum of the active ranks' numbers (*)     sum of the active ranks' numbers
+    all-reduce of the hyperparameters (*)    all-reduce of the hyperparameters
     .                                        take these over; change gradients as the user does; step on the own shard
     broadcast of each rank's shard           broadcast of each rank's shard
 
-(*) only if a rank is joined, and not awaited. The numbers are the hyperparameters: ``joinables.hyperparameters``.
+(*) only if a rank is joined, and not awaited: ``joinables.hyperparameters``.
 
 What the loop does to gradients between ``backward`` and ``step`` is unknown to a joined rank. Say it once::
 

@@ -146,21 +146,68 @@ def closures(rank: int, way: str) -> dict[str, torch.Tensor]:
     return flat_state(ddp.module.state_dict())
 
 
-@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
-def test_zero_step_with_closure(pool: Pool, way: str) -> None:
-    states = pool.run(closures, way, ranks=3)
-    model = build("mlp")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(4):
+def reference(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The state of a model that one process has trained on the batches of all ranks."""
+    for step in range(max(COUNTS)):
         ranks = [rank for rank in range(3) if COUNTS[rank] > step]
         optimizer.zero_grad()
         for rank in ranks:
             x, y = batch(rank, 0, step)
             (((model(x) - y) ** 2).mean() / len(ranks)).backward()
         optimizer.step()
-    for state in states:
-        assert_same(state, states[0])
-        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+    return flat_state(model.state_dict())
+
+
+@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
+def test_zero_step_with_closure(pool: Pool, way: str) -> None:
+    model = build("mlp")
+    expected = reference(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    for state in pool.run(closures, way, ranks=3):
+        assert_same(state, expected, TOLERANCE)
+
+
+def matrices() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 2, bias=False))
+
+
+def with_muon(rank: int, way: str) -> tuple[dict[str, torch.Tensor], Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(matrices())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Muon, lr=0.01)
+    with Join(
+        [ddp, optimizer], divide_by_initial_world_size=False, steps=COUNTS[rank] if way == "declared" else None
+    ) as join:
+        for step in range(COUNTS[rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.param_groups[0]["weight_decay"] = 0.1 - 0.01 * step
+            optimizer.step()
+    assert not join.report.even
+    numbers = [(name, value) for name, value in optimizer.param_groups[0].items() if name != "params"]
+    return flat_state(ddp.module.state_dict()), [(name, type(value), value) for name, value in numbers]
+
+
+@pytest.mark.parametrize("way", ["plain", "declared"])
+def test_hyperparameters_are_those_of_one_active_rank(pool: Pool, way: str) -> None:
+    """Muon's number of iterations is a whole number, of which a mean over ranks would make a float."""
+    results = pool.run(with_muon, way, ranks=3)
+    model = matrices()
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(decay_less)
+    expected = reference(model, optimizer)
+    for state, numbers in results:
+        assert ("ns_steps", int, 5) in numbers
+        assert numbers == results[1][1]
+        assert_same(state, expected, 1e-5)  # it computes in bfloat16
+
+
+def decay_less(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    group = optimizer.param_groups[0]
+    group["weight_decay"] = 0.1 if "step" not in group else group["weight_decay"] - 0.01
+    group["step"] = True
 
 
 class Summer(TorchJoinable):

@@ -1,0 +1,76 @@
+"""Blocks in which ranks communicate equally often, and still differ at the end: in local steps, and in buffers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from tests.models import assert_same, batch, build, flat_state
+from tests.pool import Pool
+from tests.training import Sharded, shard, whole
+
+
+def train_locally(rank: int, model: str, counts: tuple[int, ...]) -> tuple[bool, Any, Any]:
+    """Synchronise every fourth backward, and step the optimizer each time, as torch's own test of uneven inputs does.
+
+    Returns whether the report says that the ranks were even, and the state before and after the end of the block.
+    """
+    ddp = DistributedDataParallel(build(model))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+
+    def state() -> dict[str, torch.Tensor]:
+        return flat_state(ddp.module.state_dict(), optimizer.state_dict())
+
+    with Join([ddp, optimizer]) as join:
+        for step in range(counts[rank]):
+            x, y = batch(rank, 0, step)
+            with nullcontext() if step % 4 == 3 else ddp.no_sync():
+                ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = state()
+    return join.report.even, before, state()
+
+
+@pytest.mark.parametrize("model", ["mlp", "norm"])
+@pytest.mark.parametrize("counts", [(5, 7, 4), (3, 2, 0), (7, 7, 6)])
+def test_ranks_that_differ_in_local_steps_are_uneven(pool: Pool, model: str, counts: tuple[int, ...]) -> None:
+    results = pool.run(train_locally, model, counts)
+    _, longest, _ = results[counts.index(max(counts))]
+    for even, _, after in results:
+        assert not even
+        assert_same(after, longest)
+
+
+def test_ranks_with_as_many_local_steps_are_even(pool: Pool) -> None:
+    for even, before, after in pool.run(train_locally, "mlp", (5, 5, 5)):
+        assert even
+        assert_same(after, before)  # each has its own, as without the block
+
+
+def normalise(rank: int, how: str, way: str) -> tuple[bool, Any, Any]:
+    trained: Any = DistributedDataParallel(build("norm")) if how == "DDP" else shard(Sharded(model="norm", units=()))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with Join([trained, optimizer], steps=3 if way == "declared" else None) as join:
+        mine = [batch(rank, 0, step) for step in range(3)]
+        for x, y in join.iterate(mine) if way == "iterate" else mine:
+            optimizer.zero_grad()
+            ((trained(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        before = flat_state(dict(trained.named_buffers()))
+    return join.report.even, before, flat_state(whole(dict(trained.named_buffers())))
+
+
+@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
+@pytest.mark.parametrize("how", ["DDP", "fully_shard"])
+def test_buffers_are_the_same_after_an_even_block(pool: Pool, how: str, way: str) -> None:
+    results = pool.run(normalise, how, way)
+    _, first, _ = results[0]
+    for even, _, after in results:
+        assert even
+        assert_same(after, first)

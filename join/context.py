@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from typing_extensions import Self
 
+from join.alone import LoopAlone
 from join.arguments import (
     check_agreement,
     check_flags,
@@ -45,7 +46,6 @@ from join.joinable import Joinable, JoinConfig
 from join.lockstep import LockstepChannel
 from join.members import Member, Scope
 from join.protocol import Channel, Outcome
-from join.read_ahead import ReadAhead
 from join.report import JoinReport, RankReport
 
 T = TypeVar("T")
@@ -116,7 +116,8 @@ class Join:
         self._weight: float | None = None
         self._iteration: Iteration | None = None
         self._looped = (0, 0)  # the steps of the loops before that one
-        self._entered = self._is_open = self._is_last_alone = False
+        self._alone: LoopAlone | None = None  # the last loop, with ``enable=False``
+        self._entered = self._is_open = False
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -203,12 +204,32 @@ class Join:
         accumulation that is not full. No collective is sent for it; but it may wait until all have begun this step.
         With ``throw_on_early_termination``, the step before that error is not called the last.
         """
-        return self._is_last_alone or (self._iteration is not None and self._iteration.is_last_step)
+        return self._loop is not None and self._loop.is_last_step
 
     @property
     def pending(self) -> list[Any]:
         """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
-        return [] if self._iteration is None else self._iteration.pending
+        return [] if self._loop is None else self._loop.pending
+
+    @property
+    def _loop(self) -> Iteration | LoopAlone | None:
+        return self._iteration or self._alone
+
+    def loader_state(self) -> Any:
+        """The state of the loader of the last loop over :meth:`iterate`, as of the batch that was handed out last.
+
+        What the loader itself says is ahead of that, by what is read ahead. A loader that takes this state over by
+        ``load_state_dict``, on every rank its own, goes on with the next batch: with none on a rank that had run out.
+        Once the loop has come to its end on all ranks, it is the state that the loader itself ends with; torchdata's
+        begins its next epoch then.
+
+        Raises:
+            JoinError: if there was no loop over :meth:`iterate` in this block; if the loader's ``state_dict`` raised.
+            TypeError: if the loader has no ``state_dict``.
+        """
+        if self._loop is None:
+            raise JoinError("join.loader_state() is of a loop over join.iterate, and there was none in this block")
+        return self._loop.loader_state
 
     def iterate(
         self,
@@ -231,7 +252,9 @@ class Join:
                 ``"last"``: the last batch itself; not where ranks compute together (SyncBatchNorm), for there it would
                 count. A function: what it returns for the last batch, at every step. A rank that never had a batch uses
                 the first one of another rank.
-            lookahead: how many batches are read ahead, and how many steps one header is for.
+            lookahead: how many steps one roll call is for. Up to ``2 * lookahead - 1`` batches are read ahead and held,
+                besides the one in use. A loader with a ``state_dict`` is asked for it after each; see
+                :meth:`loader_state`.
 
         Raises:
             ValueError, TypeError: for arguments that are none of these.
@@ -244,7 +267,8 @@ class Join:
         self._check_not_over("iterate")
         if not self._enable:
             check_arguments(loader, until, dummy, lookahead)
-            return self._iterate_alone(loader)
+            self._alone = LoopAlone(loader)
+            return self._alone.handed_out()
         if not isinstance(self._channel, LockstepChannel):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
         members = [member for scope in self._channel.scopes for member in scope.announcing]
@@ -266,18 +290,6 @@ class Join:
         (before, dummies_before), now = self._looped, self._iteration
         batches, dummies = (0, 0) if now is None else now.steps
         return before + batches, dummies_before + dummies
-
-    def _iterate_alone(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches, one of which is read ahead, so that the last one is known."""
-        ahead = ReadAhead(loader)
-        try:
-            while ahead.read(2 - len(ahead.batches)) or ahead.batches:
-                self._is_last_alone = len(ahead.batches) == 1 and ahead.error is None
-                yield ahead.batches.popleft()
-            if ahead.error is not None:
-                raise ahead.error
-        finally:
-            self._is_last_alone = False
 
     def _check_not_over(self, what: str) -> None:
         if self._entered and self._enable and not self._is_open:

@@ -82,6 +82,7 @@ class Iteration:
         self._dummies = 0  # in how many of these steps there was no batch
         self._gave_way = False
         self._failed: BaseException | None = None  # what the next roll call says that this rank raises
+        self._has_ended = False  # all ranks have come to the end
         self.running = False
         """Whether the loop has begun and has not come to its end."""
         self.joined_at: float | None = None
@@ -93,6 +94,15 @@ class Iteration:
     def pending(self) -> list[Any]:
         """The batches that were read ahead and not handed out, in their order."""
         return list(self._ahead.batches)
+
+    @property
+    def loader_state(self) -> Any:
+        """The loader's state as of the batch that was handed out last; at its end once all ranks have come to theirs.
+
+        Raises:
+            TypeError, JoinError: as :meth:`ReadAhead.loader_state`.
+        """
+        return self._ahead.loader_state(at_end=self._has_ended)
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -168,7 +178,7 @@ class Iteration:
                 if self._template is None:
                     raise ProtocolError(f"rank {self._collective.rank} {self._wrong}")
                 return self._make_dummy()
-        batch = self._ahead.batches.popleft()
+        batch = self._ahead.take()
         if self._length is None:
             may_be_last = self._ahead.ended and not self._ahead.batches
         else:
@@ -275,6 +285,7 @@ class Iteration:
         windows.call(0 if wrong is None else self._fails(windows, wrong))
         windows.read("came to the end of join.iterate")
         self._channel.end()
+        self._has_ended = True
         self._over()
 
     def give_way(self) -> None:

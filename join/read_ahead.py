@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
+
+from join.errors import JoinError
 
 
 class ReadAhead:
     """The batches of one rank that were read and are not yet used.
+
+    A loader with ``state_dict`` is asked for its state after each batch that is read, since it cannot tell later where
+    it was.
 
     Args:
         loader: what can be iterated.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
         self._source: Iterator[Any] = iter(loader)
         self.ended = False
         """Whether the loader has no more, beyond those."""
@@ -22,6 +29,11 @@ class ReadAhead:
         """In their order."""
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
+        self._has_state = callable(getattr(loader, "state_dict", None))
+        self._states: deque[Any] = deque()  # of the loader, after each of these batches
+        self._state_at_end: Any = None
+        if self._has_state:
+            self._state = self._state_now()  # after the batch that was taken last
 
     def close(self) -> None:
         """Let go of the loader, whose workers can end; what was read stays."""
@@ -33,11 +45,58 @@ class ReadAhead:
             if self.ended:
                 return count
             try:
-                self.batches.append(next(self._source))
+                batch = next(self._source)
+                if self._has_state:
+                    self._states.append(self._state_now())
+                self.batches.append(batch)
             except StopIteration:
                 self.ended = True
+                if self._has_state:
+                    self._state_at_end = self._state_now()
                 return count
             except BaseException as error:  # also Ctrl-C: here most of it comes, and the others have to be told
                 self.ended, self.error = True, error
                 return count
         return wanted
+
+    def take(self) -> Any:
+        """The next batch."""
+        if self._has_state:
+            self._state = self._states.popleft()
+        return self.batches.popleft()
+
+    def loader_state(self, *, at_end: bool) -> Any:
+        """The loader's state as of the batch that was taken last.
+
+        Args:
+            at_end: whether the loop is over; then, if the loader has no more, its state is the one that it ends with,
+                in which many begin anew.
+
+        Raises:
+            TypeError: if the loader has no ``state_dict``.
+            JoinError: if that has raised.
+        """
+        if not self._has_state:
+            name = type(self._loader).__name__
+            raise TypeError(
+                f"join.loader_state() needs a loader with state_dict and load_state_dict, and {name} has none; use torchdata's StatefulDataLoader, or count the batches that were handed out"
+            )
+        is_used_up = at_end and self._state_at_end is not None and not self.batches
+        state = self._state_at_end if is_used_up else self._state
+        if isinstance(state, _NoState):
+            raise JoinError(f"state_dict of {type(self._loader).__name__} has raised") from state.error
+        return state
+
+    def _state_now(self) -> object:
+        """A copy, since a loader may hand out what it goes on to change."""
+        try:
+            return copy.deepcopy(cast("Any", self._loader).state_dict())
+        except Exception as error:  # it matters only to who asks for the state
+            return _NoState(error)
+
+
+class _NoState:
+    """In the place of a state: why there is none."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

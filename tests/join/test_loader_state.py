@@ -1,0 +1,126 @@
+"""``Join.loader_state``: resumed with it at any step, every rank's loader hands out every sample once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from join import Join, JoinError
+from join.collectives import ThreadCollective, collective_of, run_threads
+from tests.ending import Ending
+from tests.join.counter import Counter
+from tests.pool import Pool
+
+SIZES = 7, 3, 0
+
+
+class Positioned:
+    """A loader that knows where it is, and hands that out as it goes on to change it."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.state = size, {"at": 0, "epoch": 0}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.state["at"] < self.size:
+            self.state["at"] += 1
+            yield torch.tensor([self.state["at"] - 1])
+        self.state.update(at=0, epoch=self.state["epoch"] + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+def stateful_data_loader(size: int, workers: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(list(range(size)), batch_size=1, num_workers=workers)
+
+
+def loader_of(kind: str, size: int) -> Any:
+    return Positioned(size) if kind == "positioned" else stateful_data_loader(size, int(kind[-1]))
+
+
+def resumed(rank: int, kind: str, lookahead: int, stops: range) -> None:
+    collective = collective_of(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata's own
+        for stop in stops:
+            seen: list[int] = []
+            state: Any = None
+            for leg in range(2):
+                loader = loader_of(kind, SIZES[rank])
+                if leg:
+                    loader.load_state_dict(state)
+                with Join([Counter(collective)]) as join:
+                    for step, batch in enumerate(join.iterate(loader, lookahead=lookahead)):
+                        if not join.shadowing:
+                            seen += batch.tolist()
+                        if (leg, step) == (0, stop):
+                            break
+                    state = join.loader_state()
+            assert seen == list(range(SIZES[rank])), (stop, seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lookahead", "stops"),
+    [
+        *[("positioned", lookahead, range(7)) for lookahead in (1, 2, 4)],
+        *[("workers: 0", lookahead, range(7)) for lookahead in (1, 2, 4)],
+    ],
+)
+def test_every_sample_exactly_once(pool: Pool, kind: str, lookahead: int, stops: range) -> None:
+    pool.run(resumed, kind, lookahead, stops)
+
+
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_every_sample_of_a_loader_with_workers_exactly_once(ending: Ending, lookahead: int) -> None:
+    ending.run(resumed, "workers: 2", lookahead, range(1, 6, 2))
+
+
+def epochs(rank: int) -> None:
+    """A loop that has come to its end leaves the loader's state at its end; one with ``enable=False`` alike."""
+    collective = collective_of(None)
+    for enable in (True, False):
+        loader = Positioned(SIZES[rank])
+        with Join([Counter(collective)], enable=enable) as join:
+            with pytest.raises(JoinError, match="there was none in this block"):
+                join.loader_state()
+            for step, batch in enumerate(join.iterate(loader, lookahead=2)):
+                if not join.shadowing:
+                    assert join.loader_state() == {"at": int(batch) + 1, "epoch": 0}
+                else:
+                    assert join.loader_state() == {"at": SIZES[rank], "epoch": 0}
+                    assert step >= SIZES[rank]
+        assert join.loader_state() == {"at": 0, "epoch": 1}
+
+
+def test_the_end_of_an_epoch(pool: Pool) -> None:
+    pool.run(epochs)
+
+
+class Unwilling(list[Any]):
+    def state_dict(self) -> Any:
+        raise ValueError("not now")
+
+
+def test_loaders_that_have_no_state() -> None:
+    def run(collective: ThreadCollective) -> None:
+        with Join([Counter(collective)]) as join:
+            for _ in join.iterate([1, 2]):
+                with pytest.raises(
+                    TypeError, match=r"needs a loader with state_dict and load_state_dict, and list has"
+                ):
+                    join.loader_state()
+            for _ in join.iterate(Unwilling([1, 2])):
+                with pytest.raises(JoinError, match="state_dict of Unwilling has raised") as caught:
+                    join.loader_state()
+                assert isinstance(caught.value.__cause__, ValueError)
+
+    run_threads(2, run)

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal, TypeAlias, cast
 
 from join.arguments import check_same
-from join.dummies import duplicate, emptied, hint_at_empty_batch
+from join.dummies import StepBatch, duplicate, emptied, hint_at_empty_batch
 from join.errors import JoinError, PeerError, ProtocolError
 from join.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
@@ -87,8 +87,6 @@ class Iteration:
         """Whether the loop has begun and has not come to its end."""
         self.joined_at: float | None = None
         """When this rank ran out of batches, on the monotonic clock."""
-        self.is_empty_dummy = False
-        """Whether the batch that was handed out last is an empty one, made here."""
 
     @property
     def pending(self) -> list[Any]:
@@ -123,7 +121,10 @@ class Iteration:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
         try:
             while self._begin_step():
-                yield self._batch() if self._has_data else self._make_dummy()
+                batch = self._batch() if self._has_data else self._make_dummy()
+                if self._channel.late_use is not None:
+                    self._look_at_use(batch)
+                yield batch
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
                 self._channel.leave_first(self.leave)  # not here, where nothing can be raised
@@ -167,8 +168,17 @@ class Iteration:
             raise  # an interrupt, of which nobody else knows, is for the end of the block
         return True
 
+    def _look_at_use(self, batch: Any) -> None:
+        """A step begins with this batch."""
+        channel = self._channel
+        assert channel.late_use is not None
+        if channel.late_use.is_ruled_out or (self._step == 2 and channel.begun):
+            channel.late_use = None
+        else:
+            channel.late_use.handed_out(batch, channel.batch)
+
     def _batch(self) -> Any:
-        self.is_empty_dummy = False
+        self._channel.batch = StepBatch.DATA
         if self._length is not None and not self._ahead.batches:
             self._ahead.read(1)
             if self._ahead.error is not None:
@@ -196,7 +206,7 @@ class Iteration:
             if self._dummy == "empty":
                 self._template = emptied(self._template)
         self._dummies += 1
-        self.is_empty_dummy = self._dummy == "empty"
+        self._channel.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
         dummy = duplicate(self._template)
         return self._dummy(dummy) if callable(self._dummy) else dummy
 
@@ -330,7 +340,7 @@ class Iteration:
 
     def fail(self, error: BaseException) -> None:
         """The block is left with ``error`` in the middle of the loop."""
-        if isinstance(error, Exception) and self.is_empty_dummy:
+        if isinstance(error, Exception) and self._channel.batch is StepBatch.EMPTY:
             hint_at_empty_batch(error)
         self._over()
 

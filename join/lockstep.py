@@ -30,9 +30,11 @@ from typing_extensions import override
 from join.collectives import Work
 from join.collectives.board import Progress
 from join.collectives.work import DONE
+from join.dummies import StepBatch
 from join.errors import JoinError, ProtocolError
 from join.header import ACTIVE, LEADER, Header
 from join.joinable import Joinable
+from join.late_use import LateUse
 from join.members import Member
 from join.protocol import Channel, Outcome
 from join.timeouts import timeouts
@@ -53,8 +55,6 @@ class LockstepChannel(Channel):
 
     begun = 0
     """How many bursts this rank has begun in the loop, but for those that interject: they may come in any step."""
-    steps = 0
-    """How many steps of the loop it has begun."""
     meetings = 0
     """How many meetings of the loop it has come to."""
     has_left = False
@@ -119,6 +119,7 @@ class LockstepChannel(Channel):
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
         self.loop += 1
+        self.late_use = LateUse(self._rank)
         self._all_ranks = (1 << self._world_size) - 1
         self._in_last_burst = 0
         self._set_active(self._all_ranks)
@@ -155,14 +156,21 @@ class LockstepChannel(Channel):
         self.steps += 1
 
     def _set_active(self, active: int) -> None:
-        self.active_ranks, self._first_active = active, _lowest(active)
+        self.active_ranks, self.first_active = active, _lowest(active)
+        self.all_have_data = active == self._all_ranks
         self._see_whether_shadowing()
 
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
+        self.batch = StepBatch.DATA
         self.in_lockstep = self.shadowing = False
-        if self.active_ranks != self._all_ranks:
+        if self.late_use is not None:
+            self.late_use.loop_ended()
+            if self.late_use.is_ruled_out or (self.steps == 1 and self.begun):
+                self.late_use = None
+        if not self.all_have_data:
+            self.all_have_data = True
             self._last_active = self._in_last_burst or self.active_ranks
             for _, burst in self._bursts:
                 burst.synchronise_own(_lowest(self._last_active))
@@ -312,7 +320,7 @@ class LockstepChannel(Channel):
         """What a header would have said that all ranks sent to announce member ``index``."""
         member = self._members[index]
         flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
-        leads = self.leader == self._first_active  # lower ranks come back in a second loop
+        leads = self.leader == self.first_active  # lower ranks come back in a second loop
         header = self._computed.get((index, flags, leads))
         if header is None:
             header = self._assumed(index, self._world_size, flags, leader_alive=leads)
@@ -334,7 +342,7 @@ class LockstepChannel(Channel):
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
-        return self._first_active
+        return self.first_active
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

@@ -50,9 +50,11 @@ import torch
 
 from join.collectives import Collective, Sum, Work
 from join.collectives.board import Progress
+from join.dummies import StepBatch
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.joinable import Burst, BurstState, Joinable
+from join.late_use import LateUse
 from join.members import Member, Scope
 from join.peers import Peers
 from join.timeouts import timeouts
@@ -109,6 +111,16 @@ class Channel:
     """There: the number of the loop."""
     shadowing = False
     """There: whether this rank has no data in this step."""
+    batch = StepBatch.DATA
+    """There: what it has instead."""
+    all_have_data = True
+    """There: whether all ranks have data in this step."""
+    first_active = 0
+    """There: the lowest of the ranks that have."""
+    steps = 0
+    """There: how many steps this rank has begun."""
+    late_use: LateUse | None = None
+    """There, and after it: looks for consumers that read ahead of the loop's body, until it is ruled out."""
     leave_loop: Callable[[], None] | None = None
     """There: leaves the loop in due form, where this rank has broken out of it; comes before whatever asks what there
     is to announce."""

@@ -21,7 +21,8 @@ class ReadAhead:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
+        self._loader: Iterable[Any] | None = loader
+        self._name = type(loader).__name__
         self._source: Iterator[Any] = iter(loader)
         self.ended = False
         """Whether the loader has no more, beyond those."""
@@ -37,7 +38,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Let go of the loader, whose workers can end; what was read stays."""
-        self.ended, self._source = True, iter(())
+        self.ended, self._loader, self._source = True, None, iter(())
 
     def read(self, wanted: int) -> int:
         """Read up to ``wanted`` more batches; how many there were."""
@@ -77,14 +78,14 @@ class ReadAhead:
             JoinError: if that has raised.
         """
         if not self._has_state:
-            name = type(self._loader).__name__
             raise TypeError(
-                f"join.loader_state() needs a loader with state_dict and load_state_dict, and {name} has none; use torchdata's StatefulDataLoader, or count the batches that were handed out"
+                f"join.loader_state() needs a loader with state_dict and load_state_dict, and {self._name} has none;"
+                " use torchdata's StatefulDataLoader, or count the batches that were handed out"
             )
         is_used_up = at_end and self._state_at_end is not None and not self.batches
         state = self._state_at_end if is_used_up else self._state
         if isinstance(state, _NoState):
-            raise JoinError(f"state_dict of {type(self._loader).__name__} has raised") from state.error
+            raise JoinError(f"state_dict of {self._name} has raised") from state.error
         return state
 
     def _state_now(self) -> object:

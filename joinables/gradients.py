@@ -6,7 +6,7 @@ When it comes, how it scales, and the order of collectives, is told in ``joinabl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -16,10 +16,13 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives import Work
+from join.collectives.broken import is_broken
+from join.dummies import StepBatch
 from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
+from joinables.dummy_forward import DummyForward, InnerForward, emptied_output
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
@@ -58,6 +61,10 @@ class GradientSync(DDPBurst):
         self._weights = Weights(self._parameters)
         self._usage = Usage(self._parameters)
         self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
+        self._inner: InnerForward | None = None  # in the forward under way
+        self._refuses_empty = False  # the module cannot take an empty batch
+        self._expects_backward_inside = True  # until a forward returns something that a backward can begin at
+        self._written: list[tuple[int, int]] = []  # before the forward
         self._divide_by_initial_world_size = True
         self._with_buffers = False  # this burst's header covers the buffers too
         self._weighted = False  # in this burst, weights are summed
@@ -105,13 +112,16 @@ class GradientSync(DDPBurst):
         ddp = self._ddp
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result, self._plain_in = _may_hold_result.get(ddp, True), 0
-        self._backwards = 0
+        self._backwards, self._expects_backward_inside = 0, True
+        self._dummy_forward, self._inner, self._refuses_empty = DummyForward(join), None, False
         self._param_sync, self._has_comm_hook = ddp.require_forward_param_sync, reducer.has_comm_hook(ddp)
         self._handles = around_forward(ddp, self._before_forward, self._after_forward)
 
     @override
     def detach(self) -> None:
         super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        if self._inner is not None:
+            self._inner.remove()
         self._weights.detach()
         self._usage.detach()
         del self._join
@@ -300,8 +310,12 @@ class GradientSync(DDPBurst):
             if self._ddp.require_backward_grad_sync and self.state is not BurstState.OWED:
                 self._weighted = weighted and not self._channel.shadowing
                 self._announce_forward()
+        if self._expects_backward_inside:
+            self._written = self._gradient_writes()
         if self._channel.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
+        if not self._channel.all_have_data or self._channel.late_use is not None:
+            self._look_into_forward()
 
     def _watch_use(self) -> None:
         if self._has_no_gradient and not self._armed:
@@ -331,6 +345,28 @@ class GradientSync(DDPBurst):
         if buffers is not None:
             buffers.announced()
 
+    def _look_into_forward(self) -> None:
+        if self._inner is not None:
+            self._inner.remove()  # the forward that it was for has raised
+        self._inner = InnerForward(cast("torch.nn.Module", self._ddp.module), self._run_inner)
+
+    def _run_inner(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward, in a step in which some ranks have no data, or at the beginning of a loop."""
+        channel, self._inner = self._channel, None
+        if channel.late_use is not None:
+            channel.late_use.used((args, kwargs))
+        instead = self._dummy_forward.arguments(args, kwargs) if channel.in_lockstep else None
+        if instead is None or channel.batch is not StepBatch.EMPTY:
+            return forward(*args, **kwargs)
+        if not self._refuses_empty:
+            try:
+                return forward(*args, **kwargs)
+            except Exception as error:
+                if is_broken(error):
+                    raise  # another rank is gone
+                self._refuses_empty = True
+        return emptied_output(forward(*instead[0], **instead[1]), (args, kwargs))
+
     def _after_forward(self, output: Any) -> None:
         if self._channel.shadowing:  # a dummy leaves no trace
             reducer.restore_buffers(self._ddp, self._buffers_before)
@@ -339,6 +375,9 @@ class GradientSync(DDPBurst):
             return
         if self._buffers is not None:
             self._buffers.forward_ended()
+        if self._expects_backward_inside:
+            self._refuse_backward_inside()
+            self._expects_backward_inside = not tensors_with_grad(output)
         synchronises = bool(self._ddp.require_backward_grad_sync)
         self._armed |= synchronises
         outputs = tensors_with_grad(output)
@@ -352,6 +391,19 @@ class GradientSync(DDPBurst):
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
             watch = torch.autograd.graph.register_multi_grad_hook
             self._handles.append(watch(self._parameters, cast("Any", hook), mode="any"))
+
+    def _gradient_writes(self) -> list[tuple[int, int]]:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [(id(gradient), reducer.writes(gradient)) for gradient in gradients]
+
+    def _refuse_backward_inside(self) -> None:
+        if self._gradient_writes() != self._written:
+            name = type(cast("object", self._ddp.module)).__name__
+            raise JoinError(
+                f"a backward ran inside the forward of DistributedDataParallel({name}), where it can be neither"
+                " announced nor, on other ranks, shadowed. Return the loss from the forward, and call backward() after"
+                " it"
+            )
 
     # -- backward -----------------------------------------------------------------------------------------------------
 

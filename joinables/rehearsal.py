@@ -90,6 +90,7 @@ class Rehearsal:
     def __init__(self, device: torch.device, example: Example | None) -> None:
         self._device, self.example = device, example
         self._attempted: list[Any] = []  # kinds of calls
+        self._refused: list[Any] = []  # those that the module cannot take
         self.call: Call | None = None
         """What to run it with, once the ranks have agreed."""
 
@@ -112,8 +113,9 @@ class Rehearsal:
             source: a rank that is about to call the module.
             mine: what this rank is about to call it with, if it is.
         """
-        if self.example is not None:
-            args, kwargs = self.example() if callable(self.example) else (self.example, dict[str, Any]())
+        example = self.arguments_of_example()
+        if example is not None:
+            args, kwargs = example
             self.call = Call.of(args, kwargs, self._device)
             return
         try:
@@ -126,6 +128,12 @@ class Rehearsal:
             raise JoinError(
                 f"a rank without data cannot be told what to call the module with: {error}. {_HINT}"
             ) from error
+
+    def arguments_of_example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What the user said that the module be called with, if so."""
+        if self.example is None:
+            return None
+        return self.example() if callable(self.example) else (self.example, {})
 
     def run(self, module: torch.nn.Module) -> Any:
         """Run ``module`` as agreed and return its output."""
@@ -152,6 +160,19 @@ class Rehearsal:
                 raise  # another rank is gone
             raise JoinError(self.complaint(module, error, rank)) from error
         self._attempted.append(self.call.kind)
+
+    def takes_empty(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> bool:
+        """Whether ``module`` can take this call without rows: tried on all ranks, once for each kind of call."""
+        kept, self.call = self.call, Call.of(args, kwargs, self._device).without_rows
+        kind = self.call.kind
+        try:
+            if kind not in self._refused:
+                self.attempt(module, rank)
+        except JoinError:
+            self._refused.append(kind)
+        finally:
+            self.call = kept
+        return kind not in self._refused
 
     def complaint(self, module: torch.nn.Module, error: Exception, rank: int) -> str:
         """What to say of a module that cannot be run."""

@@ -14,9 +14,11 @@ from typing_extensions import override
 
 from join import Join, JoinError
 from join.collectives.broken import is_broken
+from join.dummies import StepBatch
 from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output
 from joinables.hooks import ModuleHook
 from joinables.rehearsal import in_mode
 from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
@@ -37,12 +39,17 @@ class ReplayedForward(ReplayedBurst):
         self.passes: deque[Pass] = deque(maxlen=REMEMBERED)
         """The last forwards with grad, the newest at the end: the same number on all ranks."""
         self._is_other = self._due = False
+        self._stands_in: Arguments | None = None  # on a dummy: what the module was called with, and does not run on
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
         rehearsals[self._of.module] = self._of.rehearsal
         self._reduction.attach()
+        self._dummy_forward, self._stands_in = DummyForward(join), None
+        # Else ranks may compute together with what a rank without data runs on.
+        is_known = self._reduction.scales or self._of.rehearsal.example is not None
+        self._may_stand_in = is_known and not self.mixes_ranks
         before = cast("Any", ModuleHook(self._before))
         # Before everybody else's hooks, which may communicate.
         self._handles = [self._of.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
@@ -90,9 +97,9 @@ class ReplayedForward(ReplayedBurst):
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if self._of.replaying or reducer.in_backward():
-            return
+            return None
         of = self._of
         if self._channel.leave_loop is not None:
             self._channel.leave_loop()
@@ -113,10 +120,42 @@ class ReplayedForward(ReplayedBurst):
         self.state = BurstState.RUNNING
         self._drop_outputs()  # before new activations come
         self._begin((args, kwargs))
+        if self._channel.late_use is not None:
+            self._channel.late_use.used((args, kwargs))
+        return None if self._channel.all_have_data else self._instead_of(args, kwargs)
 
-    def _after(self, module: Any, args: Any, output: Any) -> None:
-        if not (self._of.replaying or reducer.in_backward()):
-            self.state = BurstState.IDLE
+    def _instead_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """What to run the module on, if this rank has an empty dummy that it cannot take."""
+        of, self._stands_in = self._of, None
+        if not self._may_stand_in:
+            return None
+        instead = of.rehearsal.arguments_of_example()
+        if instead is None:
+            instead = self._dummy_forward.arguments(args, kwargs)
+            if instead is None or self._takes_empty(instead):
+                return None
+        if self._channel.batch is not StepBatch.EMPTY:
+            return None
+        self._stands_in = args, kwargs
+        return instead
+
+    def _takes_empty(self, arguments: Arguments) -> bool:
+        of = self._of
+        of.replaying = True
+        try:
+            takes = of.rehearsal.takes_empty(self._reduction.inner, *arguments, self._collective.rank)
+        finally:
+            of.replaying = False
+        if not takes:
+            self._reduction.reset()
+        return takes
+
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
+        if self._of.replaying or reducer.in_backward():
+            return None
+        self.state = BurstState.IDLE
+        stands_in, self._stands_in = self._stands_in, None
+        return None if stands_in is None else emptied_output(output, stands_in)
 
     def _begin(self, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
         """What comes before the module's own collectives."""

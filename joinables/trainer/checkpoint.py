@@ -2,7 +2,8 @@
 
 A file is there whole or not at all: it is written under a temporary name beside its place, flushed to the disk, and
 renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it, and the next
-write to the same place removes it: it is locked as long as its writer lives. Reading runs no code
+write to the same place removes it: it is locked as long as its writer lives. A file ends with a checksum, without which
+none is read, and is otherwise one of ``torch.save``: ``torch.load(path)`` reads it too. Reading runs no code
 (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.snapshot``; state that no rank has whole goes
 into a folder, see ``joinables.trainer.sharded_checkpoint``.
 """
@@ -21,6 +22,8 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from joinables.trainer.sealed import SealedFile, is_sealed
+
 
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, durable: bool = True) -> None:
     """Write ``state`` to ``path``, so that whoever is killed at whatever moment leaves the old file or the new one.
@@ -31,21 +34,25 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
         durable: whether the file outlives a crash of the machine too, for which the disk is waited for.
 
     Raises:
-        OSError: if it cannot be written; there is no temporary file left then.
+        OSError: if it cannot be written; with ``errno.ENOSPC`` where the disk is full. Its ``filename`` is ``path``, or
+            the folder that could not be made. The old file stays, and there is no temporary one left.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _tidy(path)
-    file, part = _create_part(path)
     try:
-        with file:
-            torch.save(dict(state), file)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-            os.replace(part, path)  # before it is closed, and no longer locked
-    except BaseException:
-        part.unlink(missing_ok=True)
+        file, part = _create_part(path)
+        try:
+            with file:
+                sealed = SealedFile(file)
+                torch.save(dict(state), cast("BinaryIO", sealed))
+                sealed.seal(durable=durable)
+                os.replace(part, path)  # before it is closed, and no longer locked
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        error.filename = str(path)  # it has none, or that of the part
         raise
     if durable:
         sync_folder(path.parent)
@@ -63,17 +70,22 @@ def read_checkpoint(
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is no checkpoint, or holds objects that are not plain data and tensors.
+        OSError: if it cannot be read.
+        ValueError: if its bytes are not those that were written, it is another kind of file, or holds objects that are
+            not plain data and tensors.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file")
+    if not is_sealed(Path(path)):
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or has changed since it was written: it does not"
+            " end with the checksum of its bytes. Go on from another one; if it holds weights of torch.save, load them"
+            " with module.load_state_dict(torch.load(...)), and leave ckpt_path out"
+        )
     try:
-        state = torch.load(path, map_location=map_location, weights_only=not trusted, mmap=True)
+        return torch.load(path, map_location=map_location, weights_only=not trusted, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}") from error
-    if not isinstance(state, dict):
-        raise ValueError(f"ckpt_path={str(path)!r} holds a {type(state).__name__} and not a checkpoint")
-    return cast("dict[str, Any]", state)
 
 
 def temporary_name(path: Path) -> Path:

@@ -8,6 +8,7 @@ itself.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
@@ -49,9 +50,12 @@ class LocalEnvironment(Environment):
     def store(self) -> dist.TCPStore:
         if self._port is not None:
             return dist.TCPStore(LOOPBACK, self._port, is_master=False)
-        # Port 0: the system picks a free one, so that two runs never meet. Waiting for workers that are not started
-        # yet would block.
-        return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        # Port 0: the system picks a free one, so that two runs never meet. The store would listen on all interfaces.
+        # Waiting for workers that are not started yet would block.
+        listening = socket.create_server((LOOPBACK, 0))
+        port = listening.getsockname()[1]
+        fd = listening.detach()
+        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
     @override
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,7 @@ class ModelCheckpoint(Callback):
     All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
     old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced; what another
     keeper of this fit keeps there is left alone, and the new file is called ``NAME-v1``. The paths are known also after
-    a fit that raised, or whose processes died.
+    a fit that raised, or whose processes died; one that cannot write a file raises the ``OSError``, with its name.
 
     Args:
         dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -132,16 +132,15 @@ class ModelCheckpoint(Callback):
         if self._top_k and (keeps_the_latest or not self._kept):
             self._save(trainer)
         elif self._last:
-            self._saved_step = trainer.global_step
+            before, self._saved_step = self.state_dict(), trainer.global_step
             self.last_model_path = str(self._folder_of(trainer) / "last.ckpt")
-            if trainer.save_checkpoint(self.last_model_path):
-                trainer.note(self)
+            self._write(trainer, [self.last_model_path], before)
 
     def _folder_of(self, trainer: Trainer) -> Path:
         return self._folder or trainer.default_root_dir / "checkpoints"
 
     def _save(self, trainer: Trainer, *, is_epoch_end: bool = False) -> None:
-        self._saved_step = trainer.global_step
+        before, self._saved_step = self.state_dict(), trainer.global_step
         folder = self._folder_of(trainer)
         score = 0.0
         if self._monitor is not None:
@@ -162,18 +161,26 @@ class ModelCheckpoint(Callback):
             del self._kept[each]
         if self._last:
             self.last_model_path = str(folder / "last.ckpt")
-        # The checkpoint holds this callback's state, so that is brought up to date first.
-        writes = False
-        if path in self._kept:
-            writes = trainer.save_checkpoint(path)
-        if self._last:
-            writes = trainer.save_checkpoint(self.last_model_path) or writes
-        if writes:
-            trainer.note(self)  # the new files are there, and so are the old ones
+        writes = self._write(trainer, [*({path} & self._kept.keys()), *last], before)
         for each in discarded:
             # Only here is it known that the new file is there.
             if writes and each not in {path, *others}:
                 Path(each).unlink(missing_ok=True)
+
+    def _write(self, trainer: Trainer, paths: Sequence[str], before: Mapping[str, Any]) -> bool:
+        """Write files, which hold this callback's state; whether this rank did. If it fails, the state is ``before``'s.
+
+        Raises:
+            OSError: if one cannot be written.
+        """
+        try:
+            writes = True in [trainer.save_checkpoint(path) for path in paths]
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+        if writes:
+            trainer.note(self)  # the new files are there, and so are the old ones
+        return writes
 
     def _name(self, trainer: Trainer, is_epoch_end: bool) -> str:
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}

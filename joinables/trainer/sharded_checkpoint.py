@@ -21,7 +21,8 @@ What there is after a kill, of one rank or all, and what reading finds then::
     between the renames        .NAME.old and a part                  the old one, from .NAME.old
     after the second rename    NAME, and what is left of .NAME.old   the new one
 
-The next write tidies up what is left over. Files and renames are flushed to the disk.
+The next write tidies up what is left over. Files and renames are flushed to the disk. Each file ends with a checksum,
+which DCP does not mind; before anything is read, every rank checks some of the files.
 
 Source: "torch.distributed.checkpoint" in PyTorch's documentation.
 """
@@ -29,6 +30,7 @@ Source: "torch.distributed.checkpoint" in PyTorch's documentation.
 from __future__ import annotations
 
 import glob
+import io
 import os
 import shutil
 import warnings
@@ -40,10 +42,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
 from join.collectives import Collective, SingleCollective, TorchCollective
 from joinables.trainer.checkpoint import sync_folder, temporary_name
+from joinables.trainer.sealed import SealedFile, is_sealed
 
 
 def write_sharded(state: Mapping[str, Any], path: str | os.PathLike[str], collective: Collective) -> None:
@@ -63,8 +67,8 @@ def write_sharded(state: Mapping[str, Any], path: str | os.PathLike[str], collec
 
     Raises:
         TypeError: for ranks that are connected otherwise.
-        RuntimeError: on all ranks, if one could not do its part; the message says which and why. An older checkpoint
-            stays.
+        RuntimeError: on all ranks, if one could not do its part, as where the disk is full; the message says which and
+            why. An older checkpoint stays.
     """
     place, group = Path(path).absolute(), _group_of(collective)
     failing = f"cannot write {str(path)!r}"
@@ -110,6 +114,8 @@ def read_sharded(state: dict[str, Any], path: str | os.PathLike[str], collective
     Raises:
         TypeError: for ranks that are connected otherwise.
         FileNotFoundError: on all ranks, if there is no checkpoint.
+        ValueError: on all ranks, if the bytes of a file are not those that were written; the message says of which.
+            Nothing has been read then.
         RuntimeError: on all ranks, if one could not do its part, as where ``state`` has a key or a shape that the
             checkpoint has not; the message says which and why. ``state`` may be read in part then.
     """
@@ -120,6 +126,16 @@ def read_sharded(state: dict[str, Any], path: str | os.PathLike[str], collective
     found = collective.broadcast_object(found, 0)
     if found is None:
         raise FileNotFoundError(f"{str(path)!r}: there is no such checkpoint")
+    damaged: list[str] = []
+    with _raised_on_all(collective, failing):
+        files = [found / ".metadata", *sorted(found.glob("*.distcp"))]
+        damaged = [str(file) for file in files[collective.rank :: collective.world_size] if not is_sealed(file)]
+    damaged = [file for each in collective.all_gather_object(damaged) for file in each]
+    if damaged:
+        raise ValueError(
+            f"{failing}: {' and '.join(map(repr, damaged))} has changed since it was written, or is another file:"
+            " it does not end with the checksum of its bytes. Read another checkpoint"
+        )
     with _dcp(group, failing) as ranks:
         dcp.load(state, storage_reader=_Reader(found), **ranks)
 
@@ -193,7 +209,20 @@ def _dcp(group: dist.ProcessGroup | None, failing: str) -> Generator[dict[str, A
             raise _error(failing, {rank: _tell(failure) for rank, failure in failures.items()}) from error
 
 
+class _SealedFiles(FileSystem):
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
+        with Path(path).open("xb") as file:
+            yield (sealed := SealedFile(file))
+            sealed.seal()
+
+
 class _Writer(dcp.FileSystemWriter):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=False)  # it would not wait for what is in Python's buffer; a seal does
+        self.fs = _SealedFiles()
+
     @override
     def write_data(self, plan: Any, planner: Any) -> Any:
         with _plain_errors():

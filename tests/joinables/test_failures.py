@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from join import EarlyTerminationError, Join, JoinTimeoutError, PeerError, ProtocolError
+from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from tests.ending import Ending
 from tests.joinables.test_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
@@ -307,3 +307,34 @@ def test_in_a_loop_in_lockstep_it_is_an_error_for_all(ending: Ending, at: int, o
     assert second.startswith("ProtocolError: rank 1 skipped the backward of DistributedDataParallel(Fragile)")
     for text in (first, third):
         assert text.startswith(f"PeerError: rank 1 failed: {second}")
+
+
+class Manual(torch.nn.Module):
+    """Runs its own backward, as a module does under manual optimization in some frameworks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build("mlp")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.net(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+def optimizing_manually(rank: int, lockstep: bool) -> str:
+    ddp = DistributedDataParallel(Manual())
+    try:
+        with Join([ddp]) as join:
+            mine = [batch(rank, 0, step)[0] for step in range((2, 3, 0)[rank])]
+            for x in join.iterate(mine) if lockstep else mine:
+                ddp(x)
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_backward_inside_the_forward(ending: Ending, lockstep: bool) -> None:
+    for text in ending.run(optimizing_manually, lockstep):
+        assert "a backward ran inside the forward of DistributedDataParallel(Manual)" in text

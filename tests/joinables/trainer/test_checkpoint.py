@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +95,114 @@ class Harmful:
 
 
 def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"x": Harmful()}, tmp_path / "bad.ckpt")
+    write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
     with pytest.raises(ValueError, match="cannot be read as plain data and tensors"):
         read_checkpoint(tmp_path / "bad.ckpt")
-    torch.save([1], tmp_path / "list.ckpt")
-    with pytest.raises(ValueError, match="holds a list"):
-        read_checkpoint(tmp_path / "list.ckpt")
+    torch.save({"x": Harmful()}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"other.ckpt' is no checkpoint"):
+        read_checkpoint(tmp_path / "other.ckpt")
     assert "must not run" not in capsys.readouterr().out
+
+
+def damaged(data: bytes) -> Iterator[bytes]:
+    """``data`` with one bit flipped, at hundreds of places, cut off, or with more behind it."""
+    end = len(data)
+    for place in sorted({*range(0, end, 37), *range(64), *range(end - 160, end)}):
+        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+    for length in (0, 1, 22, end // 3, end - 80, end - 72, end - 1):
+        yield data[:length]
+    for more in (b"\0", b"\n", data[-72:], data):
+        yield data + more
+
+
+def test_changed_bytes_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    written = {"weight": torch.randn(60, 7), "bias": torch.randn(7), "name": "classifier", "epochs": [1, 2.5, None]}
+    write_checkpoint(written, path)
+    data = path.read_bytes()
+    for trusted in (False, True):
+        for changed in damaged(data):
+            path.write_bytes(changed)
+            with pytest.raises(ValueError, match=re.escape(repr(str(path)))):
+                read_checkpoint(path, trusted=trusted)
+    path.write_bytes(data)
+    assert str(read_checkpoint(path)) == str(torch.load(path, weights_only=True)) == str(written)  # also without us
+
+
+FULL_DISK = """
+import errno, sys
+from pathlib import Path
+import torch
+from join.collectives import SingleCollective
+from joinables.trainer import ModelCheckpoint, Trainer
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.sharded_checkpoint import read_sharded, write_sharded
+from tests.joinables.trainer.modules import Classifier, loader
+
+folder = Path(sys.argv[1])
+path, sharded = folder / "file.ckpt", folder / "sharded"
+
+def fill():
+    with open(folder / "filler", "ab", buffering=0) as filler:
+        try:
+            while filler.write(bytes(1000)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+def fails(call, *args, **options):
+    found = names()
+    try:
+        call(*args, **options)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+        assert names() == found
+        return error
+    raise AssertionError("the disk should be full")
+
+def names():
+    return sorted(str(each) for each in folder.rglob("*"))
+
+write_checkpoint({"number": 1}, path)
+write_sharded({"number": 1}, sharded, SingleCollective())
+keeper = ModelCheckpoint(folder / "kept", save_last=True)
+trainer = Trainer(devices=1, max_epochs=1, callbacks=keeper, default_root_dir=folder)
+module = Classifier()
+trainer.fit(module, loader(12))
+kept = keeper.best_model_path, keeper.last_model_path
+for filled in (False, True):
+    if filled:
+        fill()
+    for size in (1, 10_000, 1_000_000) if filled else (1_000_000,):
+        for durable in (False, True):
+            error = fails(write_checkpoint, {"data": torch.zeros(size)}, path, durable=durable)
+            assert error.filename == str(path), error
+        try:
+            write_sharded({"data": torch.zeros(size)}, sharded, SingleCollective())
+            raise AssertionError("the disk should be full")
+        except RuntimeError as error:
+            assert "rank 0: OSError: [Errno 28] No space left on device" in str(error), error
+trainer.max_epochs = 2
+error = fails(trainer.fit, module, loader(12))
+assert Path(error.filename).parent == folder / "kept", error
+assert (keeper.best_model_path, keeper.last_model_path) == kept
+assert read_checkpoint(path) == {"number": 1}
+assert [read_checkpoint(each)["epochs"] for each in kept] == [1, 1]
+state = {"number": 0}
+read_sharded(state, sharded, SingleCollective())
+assert state == {"number": 1}
+print("done")
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """One of 2 MB, which only its own process sees."""
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    disk = f"mount -t tmpfs -o size=2m tmpfs '{tmp_path}'"
+    if subprocess.run([*mount, disk], capture_output=True).returncode:
+        pytest.skip("needs unshare, and user namespaces in which disks may be mounted")
+    script = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    assert subprocess.run([*mount, f'{disk} && exec "$@"', "sh", *script], stdout=subprocess.PIPE).stdout == b"done\n"
 
 
 def names(folder: Path) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -197,3 +198,10 @@ def test_tasks_per_node() -> None:
     assert tasks_per_node("2(x2),1") == [2, 2, 1]
     assert tasks_per_node("4") == [4]
     assert tasks_per_node("") == tasks_per_node("many") == []
+
+
+def test_the_store_listens_on_this_machine_alone() -> None:
+    store = LocalEnvironment().store()
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    listening = [local for _, local, _, state, *_ in sockets if state == "0A"]
+    assert [local for local in listening if local.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +27,7 @@ from joinables.trainer.environment import LocalEnvironment
 from joinables.trainer.errors import WorkerDied
 from joinables.trainer.launcher import Launcher
 from joinables.trainer.sharded_checkpoint import read_sharded, write_sharded
+from tests.joinables.trainer.test_checkpoint import damaged
 from tests.pool import Pool
 
 
@@ -197,6 +200,41 @@ def reads_what_is_not_there(rank: int, folder: str) -> None:
 
 def test_reading_what_is_not_there(pool: Pool, tmp_path: Path) -> None:
     pool.run(reads_what_is_not_there, str(tmp_path), ranks=2)
+
+
+def writes_and_reads_damaged(rank: int, path: str) -> None:
+    collective = collective_of(None)
+    write_sharded(sharded(1.0), path, collective)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):  # each is checked by one rank
+        file = Path(path, name)
+        written = file.read_bytes()
+        collective.barrier()
+        if rank == 0:
+            file.write_bytes(written[:-1])
+        collective.barrier()
+        state = sharded(0.0)
+        with pytest.raises(ValueError, match=f"cannot read {path!r}: {str(file)!r} has changed since it was written"):
+            read_sharded(state, path, collective)
+        assert state["value"] == 0.0 and not state["data"].to_local().any()
+        if rank == 0:
+            file.write_bytes(written)
+        collective.barrier()
+
+
+def test_changed_bytes_are_found(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    pool.run(writes_and_reads_damaged, str(path), ranks=2)
+    for file in path.iterdir():
+        written = file.read_bytes()
+        for changed in damaged(written):
+            file.write_bytes(changed)
+            with pytest.raises(ValueError, match=re.escape(repr(str(file)))):
+                read_sharded({}, path, SingleCollective())
+        file.write_bytes(written)
+    state = {"value": 0.0, "data": torch.zeros(1001)}
+    with pytest.warns(UserWarning, match="assuming the intent is to load in a single process"):
+        dcp.load(state, checkpoint_id=path, no_dist=True)  # also without us
+    assert bool((state["data"] == state["value"]).all()) and state["value"] == 1.0
 
 
 def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:

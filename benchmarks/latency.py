@@ -1,0 +1,330 @@
+"""What ``Join`` costs where a message takes 10 ms from one machine to the other.
+
+Two gloo processes train a model in several ways, each process in a network namespace of its own. Between these is a
+link that holds up each packet for a while: a TUN device on either side, and a process that carries packets from one to
+the other. Both processes run on one kernel and would share memory, so that is switched off: headers go over the network,
+as between machines. It takes Linux, iproute2 and root.
+
+The ways take turns of a few steps, as in ``overhead.py``, in an order that is drawn anew for each round. A turn opens
+the way's context; the first steps in it are not measured. For each step of a turn, from the first to the last, the
+median over the turns is taken, and the table has the mean of these: so what comes now and then does not count, and what
+comes every few steps does. Plain DDP is there twice: what the second differs from the first is noise.
+
+    step        wall time of a step, mean of the ranks
+    ratio       to that of plain DDP
+    forward...  what comes to each part of a step, in milliseconds; "next" is where join.iterate hands out a batch
+    one more    how many one-way times of the link come to a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import pickle
+import random
+import secrets
+import select
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import save, table
+from overhead import TORCH_JOIN, Parts, Training, Way, sharded, take
+from overhead import WAYS as USUAL_WAYS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from join import Join
+
+WORLD_SIZE = 2
+WARM_UP_STEPS, SETTLING_STEPS = 4, 4
+LIMIT_SECONDS = 900.0
+
+# -- the link ---------------------------------------------------------------------------------------------------------
+
+TUN, PORT = "tun0", 29500  # in a network namespace that was just made, every port is free
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x1, 0x1000, 0x4000
+_CHECKSUMS_AND_SEGMENTS = 0x1 | 0x2 | 0x4  # TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6
+_MOST_BYTES = 1 << 17
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=20)
+
+
+@contextlib.contextmanager
+def far_apart(seconds: float) -> Iterator[list[str]]:
+    """Network namespaces between which each packet takes so long; their names."""
+    token = secrets.token_hex(4)
+    names = [f"join-{token}-{rank}" for rank in range(WORLD_SIZE)]
+    here, there = multiprocessing.Pipe()
+    carrier = multiprocessing.get_context("fork").Process(target=carry, args=(names, seconds, there), daemon=True)
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        carrier.start()
+        if not here.poll(20):
+            raise TimeoutError("the TUN devices do not come up")
+        for rank, name in enumerate(names):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"{address(rank)}/24", "dev", TUN)
+            ip("-n", name, "link", "set", TUN, "up")
+        yield names
+    finally:
+        if carrier.pid is not None:
+            carrier.kill()
+            carrier.join()
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], timeout=20, stderr=subprocess.DEVNULL)
+
+
+def address(rank: int) -> str:
+    return f"10.78.0.{rank + 1}"
+
+
+def carry(names: list[str], seconds: float, ready: Connection) -> None:
+    """Carry packets between the namespaces, each so many seconds after it has come, for ever."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a packet that is due does not wait for the ranks
+    devices = [open_tun(name) for name in names]
+    ready.send(True)
+    underway: deque[tuple[float, int, bytes]] = deque()  # in the order in which they are due
+    while True:
+        patience = max(underway[0][0] - time.monotonic(), 0.0) if underway else None
+        for device in select.select(devices, [], [], patience)[0]:
+            other = devices[1 - devices.index(device)]
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    packet = os.read(device, _MOST_BYTES)
+                    underway.append((time.monotonic() + seconds, other, packet))
+        while underway and underway[0][0] <= time.monotonic():
+            _, to, packet = underway.popleft()
+            with contextlib.suppress(OSError):  # a device that is not up yet
+                os.write(to, packet)
+
+
+def open_tun(name: str) -> int:
+    """A new TUN device in a namespace.
+
+    Segments of TCP come in one piece of up to 64 KiB, so that few are to be carried; the device's MTU is what it is.
+    """
+    enter(name)
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", TUN.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(device, _TUNSETOFFLOAD, _CHECKSUMS_AND_SEGMENTS)
+    return device
+
+
+def enter(name: str) -> None:
+    """Move this thread to a network namespace."""
+    with open(f"/run/netns/{name}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+
+
+def trained(*layers: nn.Module, zero: bool = False) -> Training:
+    ddp = DDP(nn.Sequential(*layers))
+    optimizer = sharded(ddp) if zero else torch.optim.Adam(ddp.parameters())
+    inputs, outputs = torch.randn(64, 256), list[torch.Tensor]()
+
+    def forward() -> None:
+        outputs.append(ddp(inputs))
+
+    def backward() -> None:
+        outputs.pop().square().mean().backward()
+
+    return Training([optimizer.zero_grad, forward, backward, optimizer.step], [ddp], [optimizer])
+
+
+def linear() -> nn.Module:
+    return nn.Linear(256, 256)
+
+
+def mlp(*, zero: bool = False) -> Training:
+    return trained(linear(), nn.ReLU(), linear(), nn.ReLU(), linear(), zero=zero)
+
+
+def with_batch_norm() -> Training:
+    return trained(linear(), nn.BatchNorm1d(256), nn.ReLU(), linear(), nn.BatchNorm1d(256), nn.ReLU(), linear())
+
+
+def patient(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
+    return Join([*training.modules, *training.optimizers], timeout=60)
+
+
+WAYS: dict[str, Way] = {**USUAL_WAYS, "Join, timeout=60": patient}
+CASES: dict[str, Callable[[], Training]] = {
+    "MLP": mlp,
+    "MLP with BatchNorm": with_batch_norm,
+    "MLP with ZeRO": partial(mlp, zero=True),
+}
+PARTS = ["next", "zero_grad", "forward", "backward", "step"]
+
+# -- measuring, on a rank ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    """The seconds of each part of each step, turn by turn."""
+
+    parts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PARTS})
+
+
+def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
+    torch.set_num_threads(1)
+    store = dist.TCPStore(address(0), PORT, WORLD_SIZE, rank == 0)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+    found = {case: measure(CASES[case], options) for case in options.only or CASES}
+    dist.barrier()
+    return found
+
+
+def measure(build: Callable[[], Training], options: argparse.Namespace) -> dict[str, Measured]:
+    draw = random.Random(0)  # the same on all ranks
+    names = [name for name in WAYS if name in ("plain", "plain, again", *(options.way or WAYS))]
+    results = {name: Measured() for name in names}
+    with warnings.catch_warnings():  # torch's Join rewrites the filters
+        trainings = dict.fromkeys(names, warm(build))
+        if TORCH_JOIN in names:  # it leaves its modules as they are in it
+            trainings[TORCH_JOIN] = warm(build)
+        for _ in range(options.rounds):
+            for name in draw.sample(names, len(names)):
+                time_turn(trainings[name], WAYS[name], options.steps, results[name])
+    return results
+
+
+def warm(build: Callable[[], Training]) -> Training:
+    torch.manual_seed(0)
+    training = build()
+    take(training.parts, WARM_UP_STEPS)
+    return training
+
+
+def time_turn(training: Training, way: Way, steps: int, measured: Measured) -> None:
+    with way(training, SETTLING_STEPS + steps) as given:
+        parts: Parts = [partial(next, given) if isinstance(given, Iterator) else int, *training.parts]
+        take(parts, SETTLING_STEPS)
+        for _ in range(steps):
+            for name, part in zip(PARTS, parts, strict=True):
+                began = time.perf_counter()
+                part()
+                measured.parts[name].append(time.perf_counter() - began)
+
+
+# -- reporting --------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> list[dict[str, dict[str, Measured]]]:
+    """What each rank has measured."""
+    with far_apart(options.milliseconds / 1e3) as names, tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"rank-{rank}") for rank in range(WORLD_SIZE)]
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": TUN, "JOIN_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1"}
+        environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # nobody knows the names of these addresses
+        commands = [
+            ["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank), str(files[rank])]
+            for rank, name in enumerate(names)
+        ]
+        ranks = [subprocess.Popen(command, env=environ) for command in commands]
+        try:
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while any(rank.poll() is None for rank in ranks):
+                if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
+                    raise RuntimeError("a rank has failed, or takes too long")
+                time.sleep(0.1)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def typical(ranks: list[Measured], part: str, steps: int) -> float:
+    """Seconds that a part takes in a typical step."""
+    means = [statistics.fmean(each) for each in zip(*(rank.parts[part] for rank in ranks), strict=True)]
+    return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
+
+
+def typical_step(ranks: list[Measured], steps: int) -> float:
+    whole = [[sum(parts) for parts in zip(*rank.parts.values(), strict=True)] for rank in ranks]
+    means = [statistics.fmean(each) for each in zip(*whole, strict=True)]
+    return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
+
+
+def summarise(case: str, ranks: list[dict[str, Measured]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One entry a way."""
+    entries: list[dict[str, Any]] = []
+    for name in ranks[0]:
+        mine, plain = ([rank[way] for rank in ranks] for way in (name, "plain"))
+        step, base = (typical_step(each, options.steps) for each in (mine, plain))
+        added = {part: typical(mine, part, options.steps) - typical(plain, part, options.steps) for part in PARTS}
+        entries.append(
+            {
+                "model": case,
+                "way": name,
+                "step_ms": step * 1e3,
+                "ratio": step / base,
+                "added_ms": {part: seconds * 1e3 for part, seconds in added.items()},
+                "one_way_times": (step - base) * 1e3 / options.milliseconds if options.milliseconds else None,
+            }
+        )
+    return entries
+
+
+def row(entry: dict[str, Any]) -> list[str]:
+    trips = entry["one_way_times"]
+    return [
+        f"{entry['model']}: {entry['way']}",
+        f"{entry['step_ms']:.1f} ms",
+        f"{entry['ratio']:.3f}",
+        *(f"{entry['added_ms'][part]:+.1f}" for part in PARTS),
+        "" if trips is None else f"{trips:+.2f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--milliseconds", type=float, default=10.0, help="that a packet takes one way")
+    # A multiple of 4, so that a window of lookahead=4 begins in them as often as elsewhere.
+    parser.add_argument("--steps", type=int, default=8, help="measured steps in a turn")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each way")
+    parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
+    parser.add_argument("--way", choices=list(WAYS), action="append", help="this way, beside plain DDP; likewise")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rank, file = options.rank
+        Path(file).write_bytes(pickle.dumps(run_rank(int(rank), options)))
+        return
+    ranks = run(options)
+    entries = [entry for case in ranks[0] for entry in summarise(case, [rank[case] for rank in ranks], options)]
+    print(f"{options.milliseconds:g} ms one way, {options.rounds} rounds of {options.steps} steps\n")
+    print(table(["", "step", "ratio", *PARTS, "one more"], [row(entry) for entry in entries]))
+    save(options.json, milliseconds=options.milliseconds, steps=options.steps, rounds=options.rounds, results=entries)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Consumers that take batches from ``join.iterate`` before the loop's body comes to them: :class:`LateUse`.
+
+Whoever reads ahead of the body (``for x in prefetch(join.iterate(loader))``) has the body run on one batch while the
+loop is at another, so a batch that counts is taken for a dummy, or the other way round. What gives that away::
+
+    the first step of the loop ends, and no module was called in it; and then, in a later step or after the loop,
+    modules are called on the batches of two earlier steps, which were not used in those steps; or
+    in a step in which this rank has an empty dummy, modules are called on samples, and not on it; or
+    after a loop in which no module was called, one is called on an empty batch
+
+Or batches are taken in another thread than the one that calls modules.
+
+A loop whose first step calls a module, as almost all do, is not looked at any further. One that skips its first steps
+calls modules on the batches of the steps it is in. One that keeps the batch before calls them on both.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from join.batch import tensors_in
+from join.dummies import StepBatch
+from join.errors import ProtocolError
+
+_REMEMBERED = 64  # batches: nobody reads as far ahead
+
+
+class LateUse:
+    """Looks at what modules are called on in one loop.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._step = 0
+        self._thread = threading.get_ident()
+        self._kind = StepBatch.DATA
+        self._unused: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # by step: batches that no module was called on
+        self._late: list[int] = []  # the steps whose batches were used in a later one
+        self._on_samples = self._on_none = False  # what modules were called on in this step
+        self._was_called = self._has_ended = False
+        self.is_ruled_out = False
+        """Whether nobody reads ahead: a module was called in the first step."""
+
+    def handed_out(self, batch: Any, kind: StepBatch) -> None:
+        """A step begins, with this batch.
+
+        Raises:
+            ProtocolError: if the one that ends has used others.
+        """
+        self._check_dummy()
+        self._step, self._kind, self._thread = self._step + 1, kind, threading.get_ident()
+        self._unused[self._step] = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+        self._unused.pop(self._step - _REMEMBERED, None)
+
+    def loop_ended(self) -> None:
+        """The loop is over.
+
+        Raises:
+            ProtocolError: as :meth:`handed_out`.
+        """
+        self._check_dummy()
+        self._has_ended = True
+        if not self._late:
+            self._unused.clear()  # what has not been used in the loop at all may be used after it
+
+    def used(self, arguments: Any) -> None:
+        """A module is called with these arguments.
+
+        Raises:
+            ProtocolError: if they are of another step than the one that the loop is at.
+        """
+        if threading.get_ident() != self._thread:
+            self._refuse("was called in another thread than the one that takes batches")
+        if self._step == 1 and not self._has_ended:
+            self.is_ruled_out = True
+            return
+        tensors = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
+        if not tensors:
+            return
+        is_empty = not all(len(tensor) for tensor in tensors)
+        self._on_none, self._on_samples = self._on_none or is_empty, self._on_samples or not is_empty
+        if self._has_ended and not self._was_called and is_empty:
+            self._refuse("was called on an empty batch")
+        self._was_called |= not self._has_ended
+        self._look_for_late({tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()})
+
+    def _look_for_late(self, memory: set[int]) -> None:
+        """A module is called on what lies there."""
+        found: list[int] = []
+        for step, batch in self._unused.items():
+            held = [tensor for ref in batch if (tensor := ref()) is not None and tensor.numel()]
+            if any(tensor.untyped_storage().data_ptr() in memory for tensor in held):
+                found.append(step)
+        for step in found:
+            del self._unused[step]
+        if self._has_ended or self._step not in found:  # else it is the same memory again and again
+            self._late += found
+        if len(self._late) > 1:
+            self._refuse(f"was called on the batches of steps {self._late[0]} and {self._late[1]}")
+
+    def _check_dummy(self) -> None:
+        """A step ends."""
+        if self._kind is StepBatch.EMPTY and self._on_samples and not self._on_none:
+            self._refuse("was called on samples while this rank had none left")
+        self._on_samples = self._on_none = False
+
+    def _refuse(self, what: str) -> None:
+        where = f"after step {self._step}" if self._has_ended else f"in step {self._step}"
+        raise ProtocolError(
+            f"on rank {self._rank}, a module {what} {where} of join.iterate: batches are read ahead of the loop's body,"
+            " which then takes dummies for data. Put what reads ahead inside: for batch in"
+            " join.iterate(prefetch(loader)), or join.iterate(loader, lookahead=k)"
+        )

@@ -2,8 +2,8 @@
 
 Two gloo processes train a model in several ways, each process in a network namespace of its own. Between these is a
 link that holds up each packet for a while: a TUN device on either side, and a process that carries packets from one to
-the other. Both processes run on one kernel and would share memory, so that is switched off: headers go over the network,
-as between machines. It takes Linux, iproute2 and root.
+the other. Both processes run on one kernel and would share memory, so that is switched off: headers go over the
+network, as between machines. It takes Linux, iproute2 and root.
 
 The ways take turns of a few steps, as in ``overhead.py``, in an order that is drawn anew for each round. A turn opens
 the way's context; the first steps in it are not measured. For each step of a turn, from the first to the last, the
@@ -12,8 +12,8 @@ comes every few steps does. Plain DDP is there twice: what the second differs fr
 
     step        wall time of a step, mean of the ranks
     ratio       to that of plain DDP
-    forward...  what comes to each part of a step, in milliseconds; "next" is where join.iterate hands out a batch
-    one more    how many one-way times of the link come to a step
+    next...     what comes to each part of a step, in milliseconds; "next" is where join.iterate hands out a batch
+    added trips what comes to a step, in one-way times of the link: an all-reduce that is awaited takes two or more
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import pickle
 import random
 import secrets
 import select
+import shutil
+import stat
 import statistics
 import struct
 import subprocess
@@ -61,6 +63,7 @@ LIMIT_SECONDS = 900.0
 # -- the link ---------------------------------------------------------------------------------------------------------
 
 TUN, PORT = "tun0", 29500  # in a network namespace that was just made, every port is free
+_DEVICE = "/dev/net/tun"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x1, 0x1000, 0x4000
 _CHECKSUMS_AND_SEGMENTS = 0x1 | 0x2 | 0x4  # TUN_F_CSUM, TUN_F_TSO4, TUN_F_TSO6
@@ -71,19 +74,32 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, timeout=20)
 
 
+def check_possible() -> None:
+    """End the program where no link can be made."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        raise SystemExit("there is no link to measure over: making one takes iproute2 and root")
+    if not os.path.exists(_DEVICE):
+        try:
+            os.makedirs(os.path.dirname(_DEVICE), exist_ok=True)
+            os.mknod(_DEVICE, 0o600 | stat.S_IFCHR, os.makedev(10, 200))
+        except OSError as error:
+            raise SystemExit(f"there is no link to measure over: {error}") from None
+
+
 @contextlib.contextmanager
 def far_apart(seconds: float) -> Iterator[list[str]]:
     """Network namespaces between which each packet takes so long; their names."""
     token = secrets.token_hex(4)
     names = [f"join-{token}-{rank}" for rank in range(WORLD_SIZE)]
-    here, there = multiprocessing.Pipe()
+    here, there = multiprocessing.Pipe(duplex=False)
     carrier = multiprocessing.get_context("fork").Process(target=carry, args=(names, seconds, there), daemon=True)
     try:
         for name in names:
             ip("netns", "add", name)
         carrier.start()
-        if not here.poll(20):
-            raise TimeoutError("the TUN devices do not come up")
+        problem = here.recv() if here.poll(20) else "the TUN devices do not come up"
+        if problem:
+            raise SystemExit(f"there is no link to measure over: {problem}")
         for rank, name in enumerate(names):
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "addr", "add", f"{address(rank)}/24", "dev", TUN)
@@ -105,8 +121,12 @@ def carry(names: list[str], seconds: float, ready: Connection) -> None:
     """Carry packets between the namespaces, each so many seconds after it has come, for ever."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a packet that is due does not wait for the ranks
-    devices = [open_tun(name) for name in names]
-    ready.send(True)
+    try:
+        devices = [open_tun(name) for name in names]
+    except OSError as error:
+        ready.send(str(error))
+        return
+    ready.send("")
     underway: deque[tuple[float, int, bytes]] = deque()  # in the order in which they are due
     while True:
         patience = max(underway[0][0] - time.monotonic(), 0.0) if underway else None
@@ -128,7 +148,7 @@ def open_tun(name: str) -> int:
     Segments of TCP come in one piece of up to 64 KiB, so that few are to be carried; the device's MTU is what it is.
     """
     enter(name)
-    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", TUN.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
     fcntl.ioctl(device, _TUNSETOFFLOAD, _CHECKSUMS_AND_SEGMENTS)
     return device
@@ -242,7 +262,8 @@ def run(options: argparse.Namespace) -> list[dict[str, dict[str, Measured]]]:
     with far_apart(options.milliseconds / 1e3) as names, tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"rank-{rank}") for rank in range(WORLD_SIZE)]
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": TUN, "JOIN_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1"}
-        environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # nobody knows the names of these addresses
+        # Nobody knows the names of these addresses: ask for them briefly, and do not tell of it.
+        environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         commands = [
             ["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank), str(files[rank])]
             for rank, name in enumerate(names)
@@ -287,14 +308,14 @@ def summarise(case: str, ranks: list[dict[str, Measured]], options: argparse.Nam
                 "step_ms": step * 1e3,
                 "ratio": step / base,
                 "added_ms": {part: seconds * 1e3 for part, seconds in added.items()},
-                "one_way_times": (step - base) * 1e3 / options.milliseconds if options.milliseconds else None,
+                "added_trips": (step - base) * 1e3 / options.milliseconds if options.milliseconds else None,
             }
         )
     return entries
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    trips = entry["one_way_times"]
+    trips = entry["added_trips"]
     return [
         f"{entry['model']}: {entry['way']}",
         f"{entry['step_ms']:.1f} ms",
@@ -319,10 +340,11 @@ def main() -> None:
         rank, file = options.rank
         Path(file).write_bytes(pickle.dumps(run_rank(int(rank), options)))
         return
+    check_possible()
     ranks = run(options)
     entries = [entry for case in ranks[0] for entry in summarise(case, [rank[case] for rank in ranks], options)]
     print(f"{options.milliseconds:g} ms one way, {options.rounds} rounds of {options.steps} steps\n")
-    print(table(["", "step", "ratio", *PARTS, "one more"], [row(entry) for entry in entries]))
+    print(table(["", "step", "ratio", *PARTS, "added trips"], [row(entry) for entry in entries]))
     save(options.json, milliseconds=options.milliseconds, steps=options.steps, rounds=options.rounds, results=entries)
 
 

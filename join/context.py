@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
@@ -80,7 +81,8 @@ class Join:
             loop over :meth:`iterate`, as many as its loader has batches.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
             active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
-            for each other before each step and each burst.
+            for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
+            once it takes twice as long.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 
@@ -330,6 +332,7 @@ class Join:
         self._channel = self._open_channel()
         self._is_open = True
         self._attached: list[Joinable] = []
+        self._limit_before: timedelta | None = None  # of the group's operations
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
             if isinstance(self._steps, int):  # the number may differ
@@ -338,6 +341,8 @@ class Join:
                 settings |= {"steps": self._steps}
             check_agreement(self._collective, self._joinables, settings, self._channel.wait)
             self._channel.agree()
+            if self._timeout is not None:  # no burst begins before all ranks have come to it
+                self._limit_before = self._collective.limit(timedelta(seconds=2 * self._timeout))
             self._attach()
         except BaseException:
             self._leave()
@@ -478,6 +483,8 @@ class Join:
     def _leave(self) -> None:
         with ExitStack() as calls:
             calls.callback(self._close_channel)
+            if self._limit_before is not None:
+                calls.callback(self._collective.limit, self._limit_before)
             calls.callback(self._unconfigure)
             for joinable in self._attached:  # the last attached is the first detached
                 calls.callback(joinable.detach)

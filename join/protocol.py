@@ -50,6 +50,7 @@ import torch
 
 from join.collectives import Collective, Sum, Work
 from join.collectives.board import Progress
+from join.collectives.broken import is_broken
 from join.dummies import StepBatch
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
@@ -353,6 +354,7 @@ class Channel:
         missing = [rank for rank in others if rank not in told or _is_behind(told[rank], mine)]
         here = [(rank, progress) for rank, progress in [*told.items(), (self._rank, mine)] if rank not in missing]
         doing = "; ".join(f"rank {rank} {progress.doing}" for rank, progress in sorted(here))
+        is_in_burst = any(burst.state is BurstState.RUNNING for _, burst in self._bursts)
         if missing:
             text = (
                 f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
@@ -360,6 +362,8 @@ class Channel:
                 " list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop over"
                 " join.iterate"
             )
+        elif is_in_burst:
+            text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing}"
         else:
             text = f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same"
         error = JoinTimeoutError(f"{text}. The process group has a collective pending and cannot be used any more")
@@ -477,6 +481,8 @@ class Channel:
     def explain(self, error: BaseException) -> JoinError | None:
         """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
         cause = self.peers.cause_of(error)
+        if cause is None and self.timeout is not None and is_broken(error):
+            cause = self._time_out()  # the others are there, but do not come to its end
         if cause is not None:
             self.closed = self.closed or f"{type(cause).__name__}: {cause}"
             self.group_is_usable = False

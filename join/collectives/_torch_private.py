@@ -21,6 +21,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return getattr(options, "_timeout", default_pg_timeout)
 
 
+def limit(group: dist.ProcessGroup, timeout: timedelta) -> timedelta | None:
+    """Set how long an operation of ``group`` may take, if it is gloo's; what it was before.
+
+    Stands in for ``monitored_barrier`` and the like, which are no collectives of DDP's. NCCL ends the process instead.
+    """
+    backend = group._get_backend(group._device_types[0])
+    if not isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
+        return None
+    before = timeout_of(group)
+    backend._set_default_timeout(timeout)
+    return before
+
+
 def issued_on(group: dist.ProcessGroup) -> int:
     """How many operations were started on ``group`` in this process. Stands in for a counter; 0 if there is none."""
     try:

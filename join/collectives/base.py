@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -135,6 +136,14 @@ class Collective(ABC):
     def issued(self) -> int:
         """How many operations of the group were started on this rank, by whomever; 0 where nobody counts them."""
         return 0
+
+    def limit(self, timeout: timedelta) -> timedelta | None:
+        """Let operations of the group that take longer than ``timeout`` break, where that is known how.
+
+        Returns:
+            What it was before; ``None`` if nothing was changed.
+        """
+        return None
 
     def hold(self) -> None:
         """Let an operation that nobody else will come to keep nobody waiting who ends, or destroys the group."""

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
-from join.collectives._torch_private import issued_on, never_destroy, never_destroy_at_exit, timeout_of
+from join.collectives._torch_private import issued_on, limit, never_destroy, never_destroy_at_exit, timeout_of
 from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.board import Board
 from join.collectives.line import Line
@@ -197,6 +197,10 @@ class TorchCollective(StoreCollective):
     @override
     def issued(self) -> int:
         return issued_on(self.group)
+
+    @override
+    def limit(self, timeout: timedelta) -> timedelta | None:
+        return limit(self.group, timeout)
 
     @override
     def hold(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -338,3 +339,50 @@ def optimizing_manually(rank: int, lockstep: bool) -> str:
 def test_a_backward_inside_the_forward(ending: Ending, lockstep: bool) -> None:
     for text in ending.run(optimizing_manually, lockstep):
         assert "a backward ran inside the forward of DistributedDataParallel(Manual)" in text
+
+
+class Lingers(torch.autograd.Function):
+    """The identity, whose backward takes long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(8)
+        return gradients[0]
+
+
+class Lingering(torch.nn.Sequential):
+    def __init__(self, lingers: bool) -> None:
+        super().__init__(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        self.lingers = lingers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self[0](x)
+        return self[1](Lingers.apply(y) if self.lingers else y)
+
+
+def lingering(rank: int, way: str) -> tuple[str, float]:
+    ddp = DistributedDataParallel(Lingering(rank == 1), bucket_cap_mb=1e-6)
+    started = time.monotonic()
+    try:
+        with Join([ddp], timeout=1.0) as join:
+            mine = [batch(rank, 0, step)[0] for step in range((2, 2, 0)[rank])]
+            for x in join.iterate(mine) if way == "iterate" else mine:
+                ddp(x).sum().backward()
+    except (JoinTimeoutError, PeerError) as error:
+        if rank == 1:
+            os._exit(0)  # at last
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "fine", 0.0
+
+
+@pytest.mark.parametrize("way", ["plain", "iterate"])
+def test_a_rank_that_lingers_in_a_burst(ending: Ending, way: str) -> None:
+    (first, took), _, (third, took_too) = [end.result or ("", 0) for end in ending.ends(lingering, way)]
+    for text in (first, third):
+        assert text.startswith("JoinTimeoutError: ")
+        assert "a collective was not done in 2 s, twice the timeout" in text
+    assert max(took, took_too) < 12

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
+from join.collectives._torch_private import timeout_of
 from join.timeouts import using
 from joinables import SharedCall
 from tests.ending import Ending
@@ -264,3 +265,19 @@ def test_a_collective_of_ones_own_in_a_plain_block(ending: Ending, over_group: b
     assert one.startswith(told)
     for text in (zero, two):
         assert text.startswith(f"JoinTimeoutError: rank 1 failed: {told}")
+
+
+def limits(rank: int) -> None:
+    before = timeout_of(dist.distributed_c10d._get_default_group())
+    ddp = DistributedDataParallel(build("mlp"))
+    for _ in range(2):
+        with Join([ddp], timeout=30):
+            assert timeout_of(ddp.process_group).total_seconds() == 60
+            with Join([torch.optim.SGD(ddp.parameters(), lr=0.1), SharedCall(dist.barrier)], timeout=3):
+                assert timeout_of(ddp.process_group).total_seconds() == 6
+            assert timeout_of(ddp.process_group).total_seconds() == 60
+        assert timeout_of(ddp.process_group) == before
+
+
+def test_the_time_limit_of_the_group(pool: Pool) -> None:
+    pool.run(limits, ranks=2)

@@ -48,6 +48,7 @@ def train(rank: int, store: str) -> None:
         f"Rank {rank} had {BATCHES[rank]} batches; its parameters differ from those of one process by {difference:.0e}."
     )
     assert difference < 1e-5, "uneven ranks must end where one process ends"
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -62,6 +62,7 @@ def compare(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     torchs, ours = train(rank, TorchJoin), train(rank, Join)
     untold, told = train(rank, Join, max_norm=0.5), train(rank, Join, max_norm=0.5, tell=True)
+    dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         print("After one epoch, the largest difference of a parameter to one process with plain Adam:\n")

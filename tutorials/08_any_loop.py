@@ -61,6 +61,7 @@ def train(rank: int, store: str) -> None:
         mine.run(model, join.iterate(DATA[rank, : BATCHES[rank]]), log)
     with Join([model, *state]) as join:  # until="first": while all ranks have data, so nobody gets a dummy
         steps = sum(1 for _ in join.iterate(DATA[rank, : (4, 6, 2)[rank]], until="first"))
+    dist.barrier()
     dist.destroy_process_group()
     alone = Training()  # in one process, the i-th batches of all ranks are one
     joint = [torch.cat([DATA[r, i] for r in range(3) if i < BATCHES[r]]) for i in range(6)]

@@ -64,6 +64,7 @@ def compare(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     pairs = zip(train(rank), train_in_one_process(), strict=True)
     difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
+    dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         print(f"\nAfter one epoch, parameters differ from those of one process by {difference:.0e}.")

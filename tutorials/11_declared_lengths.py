@@ -39,6 +39,7 @@ def compare(rank: int, store: str) -> None:
     announced, report = train(rank, steps=None)
     declared, quiet_report = train(rank, steps=BATCHES[rank])  # of a loader: steps=len(loader)
     difference = (announced - declared).abs().max().item()
+    dist.barrier()
     dist.destroy_process_group()
 
     if rank == 0:

@@ -5,6 +5,7 @@ Order of what communicates, on every rank::
     the process group is made          through the store of this launch
     "ready" into the store, and wait   until all ranks' are there
     fn
+    "done" into the store, and wait    until all ranks' are there, or for some seconds
     the process group is taken down    unless fn raised, or did so itself
 """
 
@@ -31,6 +32,7 @@ from joinables.trainer.environment import Environment
 from joinables.trainer.payload import Call, Payload
 
 _T = TypeVar("_T")
+_END = timedelta(seconds=5)  # how long a rank that is done waits for the others
 
 
 class Queue:
@@ -104,6 +106,11 @@ def as_rank(
     store.wait([f"ready/{rank}" for rank in range(place.world_size)])
     result = fn(*args)
     if dist.is_initialized():  # fn may have destroyed it
+        # A rank that takes its group down while others still use theirs may abort, in threads of gloo's. But what it
+        # has to return must not be lost because another one takes long.
+        store.set(f"done/{place.rank}", "")
+        with suppress(dist.DistError):
+            store.wait([f"done/{rank}" for rank in range(place.world_size)], _END)
         collective.teardown()
     return result
 

@@ -45,8 +45,9 @@ class LateUse:
         self._late: list[int] = []  # the steps whose batches were used in a later one
         self._on_samples = self._on_none = False  # what modules were called on in this step
         self._was_called = self._has_ended = False
+        self._calls_after = 0  # the end
         self.is_ruled_out = False
-        """Whether nobody reads ahead: a module was called in the first step."""
+        """Whether nobody reads ahead: a module was called in the first step, say."""
 
     def handed_out(self, batch: Any, kind: StepBatch) -> None:
         """A step begins, with this batch.
@@ -84,6 +85,8 @@ class LateUse:
         tensors = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
         if not tensors:
             return
+        self._calls_after += self._has_ended
+        self.is_ruled_out |= self._calls_after > self._step  # no batch of the loop is left to be used
         is_empty = not all(len(tensor) for tensor in tensors)
         self._on_none, self._on_samples = self._on_none or is_empty, self._on_samples or not is_empty
         if self._has_ended and not self._was_called and is_empty:

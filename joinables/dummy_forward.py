@@ -55,7 +55,8 @@ class DummyForward:
             kwargs: the same, by name.
 
         Returns:
-            ``None`` while all ranks have data, and if it cannot be sent to other ranks.
+            What the lowest rank with data called it with in the first such forward; ``None`` while all ranks have data,
+            and if it cannot be sent to other ranks.
         """
         channel = self._channel
         if channel.loop != self._loop:
@@ -71,8 +72,7 @@ class DummyForward:
             return None
         if number == len(self._told):
             self._told.append(self._tell((args, kwargs)))
-        told = self._told[number]
-        return None if told is None else _with_tensors_of(told, (args, kwargs))
+        return self._told[number]
 
     def _tell(self, mine: Arguments) -> Arguments | None:
         source = self._channel.first_active
@@ -157,8 +157,11 @@ def _detached(arguments: Arguments) -> Arguments:
     return map_tensors(torch.Tensor.detach, arguments)
 
 
-def _with_tensors_of(told: Arguments, mine: Arguments) -> Arguments:
-    """This rank's arguments with the tensors that it was told; what it was told, if they are of another kind."""
+def with_tensors_of(told: Arguments, mine: Arguments) -> Arguments:
+    """This rank's arguments with copies of the tensors that it was told.
+
+    If its own are of another kind, it is what it was told.
+    """
     leaves, structure = pytree.tree_flatten(mine)
     others, other_structure = pytree.tree_flatten(told)
     if structure != other_structure:

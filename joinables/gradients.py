@@ -22,7 +22,7 @@ from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
-from joinables.dummy_forward import DummyForward, InnerForward, emptied_output
+from joinables.dummy_forward import DummyForward, InnerForward, emptied_output, with_tensors_of
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
@@ -355,8 +355,10 @@ class GradientSync(DDPBurst):
         channel, self._inner = self._channel, None
         if channel.late_use is not None:
             channel.late_use.used((args, kwargs))
-        instead = self._dummy_forward.arguments(args, kwargs) if channel.in_lockstep else None
-        if instead is None or channel.batch is not StepBatch.EMPTY:
+            if channel.late_use.is_ruled_out and not channel.in_lockstep:
+                channel.late_use = None
+        told = self._dummy_forward.arguments(args, kwargs) if channel.in_lockstep else None
+        if told is None or channel.batch is not StepBatch.EMPTY:
             return forward(*args, **kwargs)
         if not self._refuses_empty:
             try:
@@ -365,7 +367,8 @@ class GradientSync(DDPBurst):
                 if is_broken(error):
                     raise  # another rank is gone
                 self._refuses_empty = True
-        return emptied_output(forward(*instead[0], **instead[1]), (args, kwargs))
+        instead, by_name = with_tensors_of(told, (args, kwargs))
+        return emptied_output(forward(*instead, **by_name), (args, kwargs))
 
     def _after_forward(self, output: Any) -> None:
         if self._channel.shadowing:  # a dummy leaves no trace

@@ -18,7 +18,7 @@ from join.dummies import StepBatch
 from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
-from joinables.dummy_forward import Arguments, DummyForward, emptied_output
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output, with_tensors_of
 from joinables.hooks import ModuleHook
 from joinables.rehearsal import in_mode
 from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
@@ -129,15 +129,14 @@ class ReplayedForward(ReplayedBurst):
         of, self._stands_in = self._of, None
         if not self._may_stand_in:
             return None
-        instead = of.rehearsal.arguments_of_example()
-        if instead is None:
-            instead = self._dummy_forward.arguments(args, kwargs)
-            if instead is None or self._takes_empty(instead):
-                return None
+        example = of.rehearsal.arguments_of_example()
+        told = example or self._dummy_forward.arguments(args, kwargs)
+        if told is None or (example is None and self._takes_empty(told)):
+            return None
         if self._channel.batch is not StepBatch.EMPTY:
             return None
         self._stands_in = args, kwargs
-        return instead
+        return example or with_tensors_of(told, self._stands_in)
 
     def _takes_empty(self, arguments: Arguments) -> bool:
         of = self._of

@@ -15,6 +15,8 @@ class StepBatch(Enum):
 
     DATA = auto()
     """A batch of its own, or there is no such loop."""
+    LAST = auto()
+    """A batch of its own, perhaps its last one."""
     EMPTY = auto()
     """A dummy without samples."""
     DUMMY = auto()

@@ -178,7 +178,6 @@ class Iteration:
             channel.late_use.handed_out(batch, channel.batch)
 
     def _batch(self) -> Any:
-        self._channel.batch = StepBatch.DATA
         if self._length is not None and not self._ahead.batches:
             self._ahead.read(1)
             if self._ahead.error is not None:
@@ -195,6 +194,7 @@ class Iteration:
             may_be_last = self._template is None or self._step == self._length
         if may_be_last:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
+        self._channel.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
 
     def _too_few(self, count: int) -> str:

@@ -1,18 +1,9 @@
 """Modules that cannot take an empty batch, in a loop over ``Join.iterate``: :class:`DummyForward`.
 
-A rank without data runs such a module on the batch of another rank, and hands out its outputs at length 0 (a number,
-such as a loss, as 0), through which gradients of 0 go back. In the first step of a loop in which a rank has no data,
-and for each forward with grad in that step::
-
-    rank with data                                       rank with an empty dummy
-    --------------                                       ------------------------
-    the lowest: what it calls the module with            what to call it with
-    (broadcast)
-    only where forwards communicate (fully_shard):       the same
-    an attempt on an empty batch, once for each kind
-    its forward                                          the forward on the empty batch; if that raises, or the attempt
-                                                         has, on that call
-
+A rank without data runs such a module on what it called it with last, or, if it never had data, on rows of ones, and
+hands out its outputs at length 0 (a number, such as a loss, as 0), through which gradients of 0 go back. Each rank does
+so by itself: nothing is sent for it. A DDP module is given the empty batch first, since its forward sends nothing that
+an exception could leave half done. How it is found out elsewhere is told in ``joinables.replayed_forward``.
 """
 
 from __future__ import annotations
@@ -24,65 +15,64 @@ import torch
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from join import Join
 from join.batch import map_tensors, tensors_in
-from join.collectives.broken import is_broken
-from join.transfer import broadcast_tree
-from joinables._torch_reducer import not_compiled
+from join.dummies import StepBatch
+from join.protocol import Channel
+from joinables._torch_reducer import call_uncompiled, compiler_under_way, not_compiled
+from joinables.wrapped_forward import own_forward
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DummyForward:
-    """What a module runs on, on ranks without data.
+    """What a module may run on, on this rank, instead of an empty batch.
 
     Args:
-        join: the block.
+        channel: that of the block.
     """
 
-    def __init__(self, join: Join) -> None:
-        self._channel, self._collective = join.channel, join.collective
-        self._told: list[Arguments | None] = []  # in this loop: by the number of the forward in its step
-        self._loop = self._step = self._forward = 0
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._calls: list[Arguments] = []  # of the last step in which this rank had data, in their order
+        self._step = self._number = 0
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """What a rank without data may call the module with; called on all ranks, before each forward of the loop.
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called, on a batch that may be this rank's last, or on a dummy."""
+        channel = self._channel
+        is_last = channel.batch is StepBatch.LAST
+        if channel.steps != self._step:
+            self._step, self._number = channel.steps, 0
+            if is_last:
+                self._calls = []
+        self._number += 1
+        if is_last:
+            # The same tensors, without the graphs that they come from.
+            self._calls.append(map_tensors(torch.Tensor.detach, (args, kwargs)))
 
-        One without grad sends nothing, since not all ranks need to run it: it is what the first one with grad was.
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """What to run the module on in the call under way.
 
         Args:
-            args: what this rank calls it with.
+            args: what it is called with.
             kwargs: the same, by name.
-
-        Returns:
-            What the lowest rank with data called it with in the first such forward; ``None`` while all ranks have data,
-            and if it cannot be sent to other ranks.
         """
-        channel = self._channel
-        if channel.loop != self._loop:
-            self._loop, self._told, self._step = channel.loop, [], 0
-        if channel.steps != self._step:
-            self._step, self._forward = channel.steps, 0
-        number = 0
-        if torch.is_grad_enabled():
-            number, self._forward = self._forward, self._forward + 1
-        elif not self._told:
-            return None
-        if channel.all_have_data:
-            return None
-        if number == len(self._told):
-            self._told.append(self._tell((args, kwargs)))
-        return self._told[number]
+        if not self._calls:
+            return map_tensors(_with_rows, (args, kwargs))
+        last = self._calls[min(self._number, len(self._calls)) - 1]
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        others, other_structure = pytree.tree_flatten(last)
+        if structure != other_structure:
+            return last
+        pairs = zip(leaves, others, strict=True)
+        merged = [other.clone() if isinstance(other, torch.Tensor) else leaf for leaf, other in pairs]
+        return cast("Arguments", pytree.tree_unflatten(merged, structure))
 
-    def _tell(self, mine: Arguments) -> Arguments | None:
-        source = self._channel.first_active
-        is_source = self._collective.rank == source
-        try:
-            return broadcast_tree(self._collective, _detached(mine) if is_source else None, source)
-        except (RuntimeError, TypeError) as error:
-            if is_broken(error):
-                raise  # another rank is gone
-            return None  # it cannot be pickled: on all ranks alike
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Ones are valid in most places: as tokens, labels, masks and lengths. BatchNorm does not take a single row."""
+    if tensor.dim() == 0 or len(tensor):
+        return tensor
+    return torch.ones(2, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
 
 
 def emptied_output(output: Any, arguments: Any) -> Any:
@@ -124,15 +114,23 @@ class _Emptied(torch.autograd.Function):
 
 
 class InnerForward:
-    """Stands in a module's ``forward`` until it is removed: calls ``run(forward, args, kwargs)``.
+    """Stands in a module's ``forward`` until it is called once, or removed.
+
+    A copy of the module, or one that was pickled, has its own forward again.
 
     Args:
         module: whose ``forward`` it is.
-        run: what is run instead.
+        stands_in: called with the arguments: whether ``run`` is to be called instead of the forward.
+        run: called with the forward and its arguments; ``torch.compile`` leaves it alone.
     """
 
-    def __init__(self, module: torch.nn.Module, run: Callable[..., Any]) -> None:
-        self._attributes, self._run = vars(module), run
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        stands_in: Callable[[tuple[Any, ...], dict[str, Any]], bool],
+        run: Callable[..., Any],
+    ) -> None:
+        self._attributes, self._stands_in, self._run = vars(module), stands_in, run
         self._own: Callable[..., Any] | None = self._attributes.get("forward")  # the user's, of the module itself
         self._forward = module.forward
         self._attributes["forward"] = self
@@ -141,7 +139,10 @@ class InnerForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, once."""
         self.remove()
-        return self._run(self._forward, args, kwargs)
+        compiled = compiler_under_way() is not None
+        if call_uncompiled(self._stands_in, args, kwargs) if compiled else self._stands_in(args, kwargs):
+            return call_uncompiled(self._run, self._forward, args, kwargs)
+        return self._forward(*args, **kwargs)
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -151,22 +152,5 @@ class InnerForward:
             else:
                 self._attributes["forward"] = self._own
 
-
-def _detached(arguments: Arguments) -> Arguments:
-    """The same tensors, without the graphs that they come from."""
-    return map_tensors(torch.Tensor.detach, arguments)
-
-
-def with_tensors_of(told: Arguments, mine: Arguments) -> Arguments:
-    """This rank's arguments with copies of the tensors that it was told.
-
-    If its own are of another kind, it is what it was told.
-    """
-    leaves, structure = pytree.tree_flatten(mine)
-    others, other_structure = pytree.tree_flatten(told)
-    if structure != other_structure:
-        return told
-    pairs = zip(leaves, others, strict=True)
-    return pytree.tree_unflatten(
-        [other.clone() if isinstance(other, torch.Tensor) else leaf for leaf, other in pairs], structure
-    )
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return own_forward, (self._forward,)

@@ -22,7 +22,7 @@ from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
-from joinables.dummy_forward import DummyForward, InnerForward, emptied_output, with_tensors_of
+from joinables.dummy_forward import DummyForward, InnerForward, emptied_output
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
@@ -113,7 +113,7 @@ class GradientSync(DDPBurst):
         self._counts_use = ddp.find_unused_parameters and not ddp.static_graph  # in lockstep
         self._may_hold_result, self._plain_in = _may_hold_result.get(ddp, True), 0
         self._backwards, self._expects_backward_inside = 0, True
-        self._dummy_forward, self._inner, self._refuses_empty = DummyForward(join), None, False
+        self._dummy_forward, self._inner, self._refuses_empty = DummyForward(join.channel), None, False
         self._param_sync, self._has_comm_hook = ddp.require_forward_param_sync, reducer.has_comm_hook(ddp)
         self._handles = around_forward(ddp, self._before_forward, self._after_forward)
 
@@ -124,7 +124,7 @@ class GradientSync(DDPBurst):
             self._inner.remove()
         self._weights.detach()
         self._usage.detach()
-        del self._join
+        del self._join, self._dummy_forward
         self._ddp.require_forward_param_sync = self._param_sync
         _may_hold_result[self._ddp] = self._may_hold_result
         self._armed = False
@@ -314,7 +314,7 @@ class GradientSync(DDPBurst):
             self._written = self._gradient_writes()
         if self._channel.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
-        if not self._channel.all_have_data or self._channel.late_use is not None:
+        if self._channel.batch is not StepBatch.DATA or self._channel.late_use is not None:
             self._look_into_forward()
 
     def _watch_use(self) -> None:
@@ -348,18 +348,19 @@ class GradientSync(DDPBurst):
     def _look_into_forward(self) -> None:
         if self._inner is not None:
             self._inner.remove()  # the forward that it was for has raised
-        self._inner = InnerForward(cast("torch.nn.Module", self._ddp.module), self._run_inner)
+        self._inner = InnerForward(cast("torch.nn.Module", self._ddp.module), self._stands_in, self._run_on_dummy)
 
-    def _run_inner(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's own forward, in a step in which some ranks have no data, or at the beginning of a loop."""
+    def _stands_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Before the module's own forward, at the beginning of a loop and where this rank's data ends."""
         channel, self._inner = self._channel, None
         if channel.late_use is not None:
             channel.late_use.used((args, kwargs))
             if channel.late_use.is_ruled_out and not channel.in_lockstep:
                 channel.late_use = None
-        told = self._dummy_forward.arguments(args, kwargs) if channel.in_lockstep else None
-        if told is None or channel.batch is not StepBatch.EMPTY:
-            return forward(*args, **kwargs)
+        self._dummy_forward.called(args, kwargs)
+        return channel.batch is StepBatch.EMPTY
+
+    def _run_on_dummy(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._refuses_empty:
             try:
                 return forward(*args, **kwargs)
@@ -367,7 +368,7 @@ class GradientSync(DDPBurst):
                 if is_broken(error):
                     raise  # another rank is gone
                 self._refuses_empty = True
-        instead, by_name = with_tensors_of(told, (args, kwargs))
+        instead, by_name = self._dummy_forward.arguments(args, kwargs)
         return emptied_output(forward(*instead, **by_name), (args, kwargs))
 
     def _after_forward(self, output: Any) -> None:

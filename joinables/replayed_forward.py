@@ -1,6 +1,14 @@
 """The forward of a replayed module: :class:`ReplayedForward`.
 
-The order of collectives is told in ``joinables.replay``.
+The order of collectives is told in ``joinables.replay``. In a loop over ``Join.iterate`` all ranks run the module
+themselves. There, in the first forward of a loop in which some ranks have a dummy::
+
+    rank with data                                   rank with a dummy
+    --------------                                   -----------------
+    the lowest: its call, without rows (broadcast)   the same
+    once for each kind of call: an attempt on it     the same
+    its forward                                      its forward; of an empty dummy, if the attempt has raised, on
+                                                     other rows (``joinables.dummy_forward``)
 """
 
 from __future__ import annotations
@@ -14,11 +22,11 @@ from typing_extensions import override
 
 from join import Join, JoinError
 from join.collectives.broken import is_broken
-from join.dummies import StepBatch
+from join.dummies import StepBatch, emptied
 from join.joinable import BurstState
-from join.transfer import broadcast_tensors
+from join.transfer import broadcast_tensors, broadcast_tree
 from joinables import _torch_reducer as reducer
-from joinables.dummy_forward import Arguments, DummyForward, emptied_output, with_tensors_of
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output
 from joinables.hooks import ModuleHook
 from joinables.rehearsal import in_mode
 from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
@@ -39,6 +47,7 @@ class ReplayedForward(ReplayedBurst):
         self.passes: deque[Pass] = deque(maxlen=REMEMBERED)
         """The last forwards with grad, the newest at the end: the same number on all ranks."""
         self._is_other = self._due = False
+        self._takes_empty, self._found_in = True, 0  # whether the module can take an empty batch; the loop, by number
         self._stands_in: Arguments | None = None  # on a dummy: what the module was called with, and does not run on
 
     @override
@@ -46,7 +55,7 @@ class ReplayedForward(ReplayedBurst):
         super().attach(join)
         rehearsals[self._of.module] = self._of.rehearsal
         self._reduction.attach()
-        self._dummy_forward, self._stands_in = DummyForward(join), None
+        self._dummy_forward, self._stands_in, self._found_in = DummyForward(join.channel), None, 0
         # Else ranks may compute together with what a rank without data runs on.
         is_known = self._reduction.scales or self._of.rehearsal.example is not None
         self._may_stand_in = is_known and not self.mixes_ranks
@@ -122,27 +131,36 @@ class ReplayedForward(ReplayedBurst):
         self._begin((args, kwargs))
         if self._channel.late_use is not None:
             self._channel.late_use.used((args, kwargs))
-        return None if self._channel.all_have_data else self._instead_of(args, kwargs)
+        return self._instead_of(args, kwargs) if self._may_stand_in else None
 
     def _instead_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """What to run the module on, if this rank has an empty dummy that it cannot take."""
-        of, self._stands_in = self._of, None
-        if not self._may_stand_in:
+        channel, self._stands_in = self._channel, None
+        if channel.batch is not StepBatch.DATA:
+            self._dummy_forward.called(args, kwargs)
+        if channel.all_have_data:
             return None
-        example = of.rehearsal.arguments_of_example()
-        told = example or self._dummy_forward.arguments(args, kwargs)
-        if told is None or (example is None and self._takes_empty(told)):
-            return None
-        if self._channel.batch is not StepBatch.EMPTY:
+        example = self._of.rehearsal.arguments_of_example()
+        if example is None and self._found_in != channel.loop:
+            self._found_in, self._takes_empty = channel.loop, self._find_out(args, kwargs)
+        if (example is None and self._takes_empty) or channel.batch is not StepBatch.EMPTY:
             return None
         self._stands_in = args, kwargs
-        return example or with_tensors_of(told, self._stands_in)
+        return example or self._dummy_forward.arguments(args, kwargs)
 
-    def _takes_empty(self, arguments: Arguments) -> bool:
-        of = self._of
+    def _find_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the module can take a call without rows, that of the lowest rank with data; the same on all ranks."""
+        of, source = self._of, self._channel.first_active
+        try:
+            mine = emptied((args, kwargs)) if self._collective.rank == source else None
+            told = cast("Arguments", broadcast_tree(self._collective, mine, source))
+        except (RuntimeError, TypeError) as error:
+            if is_broken(error):
+                raise  # another rank is gone
+            return True  # it cannot be sent to all ranks: an error, if there is one, comes from the module itself
         of.replaying = True
         try:
-            takes = of.rehearsal.takes_empty(self._reduction.inner, *arguments, self._collective.rank)
+            takes = of.rehearsal.takes_empty(self._reduction.inner, *told, self._collective.rank)
         finally:
             of.replaying = False
         if not takes:

@@ -85,9 +85,9 @@ class WrappedForward:
             del attributes["forward"]
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _own, (self._forward,)
+        return own_forward, (self._forward,)
 
 
-def _own(forward: Callable[..., Any]) -> Callable[..., Any]:
+def own_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """What a copy has: a copy of the forward, which is a method of the copied module if it was one of the module."""
     return forward

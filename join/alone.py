@@ -43,3 +43,4 @@ class LoopAlone:
             self._has_ended = True
         finally:
             self.is_last_step = False
+            ahead.close()

@@ -392,10 +392,11 @@ class Join:
         try:
             self._finish(outcome, ran_out)
             self._warn_of_no_loop()
-        except Exception as failure:
+        except BaseException as failure:
             cause = self._channel.explain(failure)
             if cause is not None:
                 raise cause from failure
+            self._channel.peers.leave(failure)  # others may wait for this rank
             raise
 
     def _fail(self, error: BaseException) -> None:
@@ -433,17 +434,17 @@ class Join:
         ended_at = time.monotonic() - self._started
         if outcome.even:
             outcome = self._compare_steps()
-        with ExitStack() as calls:  # runs them all, whatever one of them raises: the collectives must stay in step
-            calls.callback(self._gather_report, outcome.even, joined_at, ended_at)
-            for member in reversed(self._scope.members):
-                calls.callback(member.hook.post_hook, outcome.last)
-            if outcome.even:
-                for member in reversed(self._scope.members):
-                    calls.callback(member.joinable.synchronise_own, self._channel.leader)
-            else:
-                # Everything was shadowed, so everything is synchronised: also what belongs to a block around this one.
-                for member in reversed([member for scope in self._channel.scopes for member in scope.members]):
-                    calls.callback(member.joinable.synchronise, self._channel.leader)
+        self._restore_limit()  # state may take its time
+        mine, members = self._scope.members, [member for scope in self._channel.scopes for member in scope.members]
+        if outcome.even:
+            for member in mine:
+                member.joinable.synchronise_own(self._channel.leader)
+        else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
+            for member in members:
+                member.joinable.synchronise(self._channel.leader)
+        for member in mine:
+            member.hook.post_hook(outcome.last)
+        self._gather_report(outcome.even, joined_at, ended_at)
 
     def _compare_steps(self) -> Outcome:
         """Ranks that ran out together may have made different numbers of steps that nobody announces."""
@@ -483,11 +484,15 @@ class Join:
     def _leave(self) -> None:
         with ExitStack() as calls:
             calls.callback(self._close_channel)
-            if self._limit_before is not None:
-                calls.callback(self._collective.limit, self._limit_before)
+            calls.callback(self._restore_limit)
             calls.callback(self._unconfigure)
             for joinable in self._attached:  # the last attached is the first detached
                 calls.callback(joinable.detach)
+
+    def _restore_limit(self) -> None:
+        if self._limit_before is not None:
+            self._collective.limit(self._limit_before)
+            self._limit_before = None
 
     def _close_channel(self) -> None:
         self._is_open = False

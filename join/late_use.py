@@ -8,9 +8,8 @@ loop is at another, so a batch that counts is taken for a dummy, or the other wa
     in a step in which this rank has an empty dummy, modules are called on samples, and not on it; or
     after a loop in which no module was called, one is called on an empty batch
 
-Or batches are taken in another thread than the one that calls modules.
-
-A loop whose first step calls a module, as almost all do, is not looked at any further. One that skips its first steps
+A loop whose first step calls a module, as almost all do, is not looked at any further, if batches are taken in the same
+thread. One that skips its first steps
 calls modules on the batches of the steps it is in. One that keeps the batch before calls them on both.
 """
 
@@ -77,9 +76,7 @@ class LateUse:
         Raises:
             ProtocolError: if they are of another step than the one that the loop is at.
         """
-        if threading.get_ident() != self._thread:
-            self._refuse("was called in another thread than the one that takes batches")
-        if self._step == 1 and not self._has_ended:
+        if self._step == 1 and not self._has_ended and threading.get_ident() == self._thread:
             self.is_ruled_out = True
             return
         tensors = [tensor for tensor in tensors_in(arguments) if tensor.dim()]

@@ -118,13 +118,13 @@ class LockstepChannel(Channel):
             )
         self._unsettled, self._leads = False, True
         self.in_lockstep = True
-        self.loop += 1
         self.late_use = LateUse(self._rank)
         self._all_ranks = (1 << self._world_size) - 1
         self._in_last_burst = 0
         self._set_active(self._all_ranks)
         self.begun = self.steps = self.meetings = 0
         self.has_left, self._last, self._issued_before = False, None, self.collective.issued()
+        self.loop += 1
         self._ended = 0  # how many steps of the loop have ended
         self._at_ends = deque([0], maxlen=_REMEMBERED)  # how many bursts this rank had begun then, the last at the end
         self._meeting = self.collective.line(2) if self.timeout is not None else None
@@ -206,7 +206,8 @@ class LockstepChannel(Channel):
 
         Raises:
             ProtocolError: if this rank has left alone.
-            PeerError: if another one has, or has failed.
+            PeerError: if another one has, or has failed, or is gone.
+            JoinTimeoutError: if another one does not come within ``timeout``.
         """
         self.has_left = True
         pause, started = 1e-3, time.monotonic()
@@ -216,8 +217,9 @@ class LockstepChannel(Channel):
             if len(told) == self._world_size - 1 and all(map(self._has_left_here, told.values())):
                 return
             self._look()
-            if time.monotonic() - started > timeouts().silent and len(told) < self._world_size - 1:
-                raise self.peers.silent(told)
+            self.peers.look_for_silent(told)
+            if self.timeout is not None and time.monotonic() - started > self.timeout:
+                raise self._time_out()
             time.sleep(pause)
             pause = min(2 * pause, timeouts().look)
 

@@ -40,6 +40,7 @@ class Peers:
     def __init__(self, collective: Collective, block: int, progress: Callable[[], Progress]) -> None:
         self._rank, self._world_size = collective.rank, collective.world_size
         self._block, self._progress = block, progress
+        self._beats: dict[int, tuple[int | None, float]] = {}  # what each rank has told last, and since when
         self._begin(collective.board())
 
     def _begin(self, board: Board) -> None:
@@ -93,6 +94,7 @@ class Peers:
             notes = self._watch.news.notes
         error = PeerError("; ".join(note.text for note in notes) or "another rank failed")
         error.rank = notes[0].cause if notes else None
+        error.group_is_usable = all(note.parts for note in notes)  # else it has not waited for this header
         return error
 
     def ask(self, *, limit: float = 0.0) -> dict[int, Progress]:
@@ -109,9 +111,23 @@ class Peers:
                 return told
             time.sleep(0.01)
 
-    def silent(self, told: dict[int, Progress]) -> JoinError:
-        """The error for ranks that have not told how far they are, for as long as that can take."""
-        return self._gone([rank for rank in range(self._world_size) if rank not in told and rank != self._rank])
+    def look_for_silent(self, told: dict[int, Progress]) -> None:
+        """Raise if another rank's process has ended, or has not told for long how far it is.
+
+        Args:
+            told: what :meth:`ask` has found.
+
+        Raises:
+            PeerError: that names the rank.
+        """
+        now, others = time.monotonic(), set(range(self._world_size)) - {self._rank}
+        for rank in others:
+            beat = told[rank].beat if rank in told else None
+            if rank not in self._beats or self._beats[rank][0] != beat:
+                self._beats[rank] = beat, now
+        silent = [rank for rank in others if now - self._beats[rank][1] > timeouts().silent]
+        if gone := {*self._watch.news.ended, *silent}:
+            raise self._gone(sorted(gone))
 
     # -- who is to blame ----------------------------------------------------------------------------------------------
 

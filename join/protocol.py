@@ -143,7 +143,6 @@ class Channel:
         """Why nothing can be announced any more, if so."""
         self.group_is_usable = True
         """Whether nothing is half done on the group, after an exception."""
-        self.peers = Peers(collective, collective.next_block(), self.progress)
         self._members: list[Member] = []
         self._arrange()
         self._work: Sum | None = None
@@ -158,6 +157,7 @@ class Channel:
         self._away = 0.0
         self._doing = ""  # what this rank waits for, where that is no header
         self._parts_until = 0.0  # when a rank that fails gives up the group
+        self.peers = Peers(collective, collective.next_block(), self.progress)  # at last: its thread asks for progress
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
@@ -481,7 +481,8 @@ class Channel:
     def explain(self, error: BaseException) -> JoinError | None:
         """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
         cause = self.peers.cause_of(error)
-        if cause is None and self.timeout is not None and is_broken(error):
+        is_in_burst = any(burst.state is BurstState.RUNNING for _, burst in self._bursts)
+        if cause is None and self.timeout is not None and is_in_burst and is_broken(error):
             cause = self._time_out()  # the others are there, but do not come to its end
         if cause is not None:
             self.closed = self.closed or f"{type(cause).__name__}: {cause}"
@@ -496,6 +497,8 @@ class Channel:
         """Come to the next header with the others, who learn there that this rank fails; whether they have come."""
         self._parts_until = time.monotonic() + timeouts().part
         try:
+            if any(burst.state is BurstState.OWED for burst in self._owing):
+                self.read()  # the others have come to it, too, or are given up
             self.fulfil()
             self.complete_followers()
             self.settle()

@@ -23,6 +23,7 @@ class Timeouts:
         cause: how long a rank whose collective has broken looks at most for the rank that is to blame.
         still: how long the others must not have moved, before a rank takes it that they wait for it in a collective of
             the loop's body.
+        end: how long a rank of the launcher that is done waits for the others before it takes its group down.
         silent: how long a rank may not answer, while nothing has broken, before it is taken to be gone.
     """
 
@@ -32,6 +33,7 @@ class Timeouts:
     cause: float = 3.0
     still: float = 5.0
     silent: float = 30.0
+    end: float = 5.0
 
 
 _current = Timeouts()

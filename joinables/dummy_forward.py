@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from join import JoinError
 from join.batch import map_tensors, tensors_in
 from join.dummies import StepBatch
 from join.protocol import Channel
 from joinables._torch_reducer import call_uncompiled, compiler_under_way, not_compiled
+from joinables.tensors import hides_tensors
 from joinables.wrapped_forward import own_forward
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,14 +59,12 @@ class DummyForward:
         """
         if not self._calls:
             return map_tensors(_with_rows, (args, kwargs))
-        last = self._calls[min(self._number, len(self._calls)) - 1]
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        others, other_structure = pytree.tree_flatten(last)
-        if structure != other_structure:
-            return last
-        pairs = zip(leaves, others, strict=True)
-        merged = [other.clone() if isinstance(other, torch.Tensor) else leaf for leaf, other in pairs]
-        return cast("Arguments", pytree.tree_unflatten(merged, structure))
+        return map_tensors(torch.clone, self._calls[min(self._number, len(self._calls)) - 1])
+
+
+def is_empty_call(arguments: Any) -> bool:
+    """Whether a module is called on an empty batch: one may evaluate on samples of its own in between."""
+    return any(tensor.dim() and not len(tensor) for tensor in tensors_in(arguments))
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,8 +80,16 @@ def emptied_output(output: Any, arguments: Any) -> Any:
     Args:
         output: of a module that ran on other ``arguments``.
         arguments: what it was called with, and what gets gradients of 0, too.
+
+    Raises:
+        JoinError: if no tensor is found in ``output``.
     """
     tensors = list(tensors_in(output))
+    if not tensors and hides_tensors(output):
+        raise JoinError(
+            f"a module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
+            " to empty; return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')"
+        )
     linked = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
     emptied = iter(cast("tuple[torch.Tensor, ...]", _Emptied.apply(len(tensors), *tensors, *linked)))
     return map_tensors(lambda _: next(emptied), output)

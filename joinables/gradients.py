@@ -22,7 +22,7 @@ from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
-from joinables.dummy_forward import DummyForward, InnerForward, emptied_output
+from joinables.dummy_forward import DummyForward, InnerForward, emptied_output, is_empty_call
 from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
 from joinables.usage import Usage
@@ -358,7 +358,7 @@ class GradientSync(DDPBurst):
             if channel.late_use.is_ruled_out and not channel.in_lockstep:
                 channel.late_use = None
         self._dummy_forward.called(args, kwargs)
-        return channel.batch is StepBatch.EMPTY
+        return channel.batch is StepBatch.EMPTY and is_empty_call((args, kwargs))
 
     def _run_on_dummy(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._refuses_empty:

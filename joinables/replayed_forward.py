@@ -26,7 +26,7 @@ from join.dummies import StepBatch, emptied
 from join.joinable import BurstState
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables import _torch_reducer as reducer
-from joinables.dummy_forward import Arguments, DummyForward, emptied_output
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
 from joinables.hooks import ModuleHook
 from joinables.rehearsal import in_mode
 from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
@@ -69,6 +69,7 @@ class ReplayedForward(ReplayedBurst):
     def detach(self) -> None:
         super().detach()
         self._reduction.detach()
+        del self._dummy_forward  # which may hold a batch
         for each in self.passes:
             each.outputs.clear()
         self.passes.clear()
@@ -144,6 +145,8 @@ class ReplayedForward(ReplayedBurst):
         if example is None and self._found_in != channel.loop:
             self._found_in, self._takes_empty = channel.loop, self._find_out(args, kwargs)
         if (example is None and self._takes_empty) or channel.batch is not StepBatch.EMPTY:
+            return None
+        if not is_empty_call((args, kwargs)):
             return None
         self._stands_in = args, kwargs
         return example or self._dummy_forward.arguments(args, kwargs)

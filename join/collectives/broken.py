@@ -15,6 +15,9 @@ import torch.distributed as dist
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]")
 
 
+_DEPTH = 8  # how far back the exceptions that led to another one are looked at
+
+
 class BrokenCollective(RuntimeError):
     """An operation of one of this package's own collectives that cannot come to its end.
 
@@ -29,7 +32,18 @@ class BrokenCollective(RuntimeError):
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether ``error`` is of a collective, or of a store, that another rank has left."""
+    """Whether ``error`` is of a collective, or of a store, that another rank has left, or was raised because of one."""
+    found: BaseException | None = error
+    for _ in range(_DEPTH):
+        if found is None:
+            return False
+        if _breaks(found):
+            return True
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return False
+
+
+def _breaks(error: BaseException) -> bool:
     if isinstance(error, (BrokenCollective, dist.DistError)):
         return True
     return type(error) is RuntimeError and _GLOO.search(str(error)) is not None

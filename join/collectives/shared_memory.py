@@ -21,10 +21,10 @@ from join.collectives.broken import BrokenCollective
 from join.collectives.line import Line, Sum
 from join.collectives.roll_call import RollCall, SummedRollCall
 from join.collectives.segment import BITS, CELLS, LOW, PLACES, Lane
+from join.timeouts import timeouts
 
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
 _WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
-_LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others are alive
 
 
 class SharedMemoryLine(Line):
@@ -123,7 +123,7 @@ class _Arrivals:
         looked = 0.0
         while not self.is_completed():
             waited = time.monotonic() - started
-            if waited >= min(looked + _LOOK_SECONDS, limit):
+            if waited >= min(looked + timeouts().look, limit):
                 looked = waited
                 self._see_whether_it_comes()
                 if waited >= limit and self._failure is None:

@@ -39,6 +39,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 class _Shared:
     """What all collectives of one group have in common, over time."""
 
+    timeout: float
+    """How many seconds an operation may take, by the group's own limit."""
     blocks: int = 0
     cpu_group: dist.ProcessGroup | None = None
     companion: TorchCollective | None = None
@@ -91,7 +93,7 @@ class TorchCollective(StoreCollective):
 
     def _connect(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._shared = _shared.setdefault(group, _Shared())
+        self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -186,7 +188,7 @@ class TorchCollective(StoreCollective):
         if shared.segment is None:
             return over_group()
         if number not in shared.lanes:
-            shared.lanes[number] = Lane(shared.segment, number, timeout_of(self.group).total_seconds())
+            shared.lanes[number] = Lane(shared.segment, number, shared.timeout)
         return SharedMemoryLine(shared.lanes[number], over_group)
 
     @override

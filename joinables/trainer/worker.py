@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from join.collectives import TorchCollective
+from join.timeouts import timeouts
 from joinables.trainer.environment import Environment
 from joinables.trainer.payload import Call, Payload
 
 _T = TypeVar("_T")
-_END = timedelta(seconds=5)  # how long a rank that is done waits for the others
 
 
 class Queue:
@@ -110,7 +110,7 @@ def as_rank(
         # has to return must not be lost because another one takes long.
         store.set(f"done/{place.rank}", "")
         with suppress(dist.DistError):
-            store.wait([f"done/{rank}" for rank in range(place.world_size)], _END)
+            store.wait([f"done/{rank}" for rank in range(place.world_size)], timedelta(seconds=timeouts().end))
         collective.teardown()
     return result
 

@@ -102,8 +102,8 @@ def copy_inside(rank: int) -> None:
         copied(x).sum().backward()
         buffer = io.BytesIO()
         torch.save(ddp, buffer)
-    buffer.seek(0)
-    check(torch.load(buffer, weights_only=False))
+        buffer.seek(0)
+        check(torch.load(buffer, weights_only=False))
     check(copy.deepcopy(ddp))
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
-from tests.ending import Ending
+from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError
+from joinables import State
+from tests.ending import Ending, assert_blamed
 from tests.joinables.test_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
@@ -386,3 +387,56 @@ def test_a_rank_that_lingers_in_a_burst(ending: Ending, way: str) -> None:
         assert text.startswith("JoinTimeoutError: ")
         assert "a collective was not done in 2 s, twice the timeout" in text
     assert max(took, took_too) < 12
+
+
+def dying_before_a_break(rank: int, limit: float | None) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp], timeout=limit) as join:
+            for step, (x, _) in enumerate(join.iterate([batch(rank, 0, step) for step in range(5)])):
+                ddp(x).sum().backward()
+                if step == 2:
+                    if rank == 1:
+                        time.sleep(1)
+                        os._exit(3)
+                    break
+    except (PeerError, JoinTimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize(("limit", "over_group"), [(None, False), (4.0, True)])
+def test_a_rank_that_dies_where_all_leave(ending: Ending, limit: float | None, over_group: bool) -> None:
+    for rank, end in enumerate(ending.ends(dying_before_a_break, limit, over_group=over_group, limit=30)):
+        if rank != 1:
+            assert end.code == 0
+            assert end.result.startswith("JoinTimeoutError: waited 4 s" if limit else "PeerError: rank 1 is gone")
+
+
+class Ends(State):
+    """State that communicates when the block ends, and fails on one rank."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return EndsHook()
+
+
+class EndsHook(JoinHook):
+    def post_hook(self, is_last_joiner: bool) -> None:
+        if dist.get_rank() == 0:
+            raise KeyError("at the end")
+        dist.all_reduce(torch.ones(100))
+
+
+def failing_at_the_end(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp, Ends(torch.optim.SGD(ddp.parameters(), lr=0.1))]):
+            for step in range(rank):
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+    except (PeerError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_a_rank_that_fails_at_the_end(ending: Ending) -> None:
+    assert_blamed(ending.run(failing_at_the_end), 0, "KeyError: 'at the end'")

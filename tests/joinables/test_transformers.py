@@ -81,6 +81,11 @@ def train(rank: int, family: str, how: str) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            with torch.no_grad():
+                assert trained(**data).loss == 0 or not join.shadowing
+                if how != "DDP" or not join.shadowing:
+                    continue
+                assert len(trained(**batch(family, 5, step)).logits) == 2  # on samples of one's own
     return flat_state(whole(model.state_dict()))
 
 

@@ -141,7 +141,7 @@ class BurstState(Enum):
     IDLE = auto()
     """Nothing is under way."""
     OWED = auto()
-    """It is announced, and none of its collectives is issued: a *credit*."""
+    """It is announced, and none of its collectives is issued."""
     RUNNING = auto()
     """Some of its collectives may be issued, and others not."""
 

@@ -17,7 +17,7 @@ collectives is announced by one header (``join.header``), and what was announced
 diverged), and elects a new leader (one more all-reduce, min of rank) if the old one has left and anyone needs a leader.
 All ranks settle header i after burst i and before header i+1, so what they raise they raise at the same place.
 
-*Credits.* A burst may be announced before it runs. Until then it is owed; whoever is about to announce something else,
+*Owed bursts.* A burst may be announced before it runs. Until then it is owed; whoever is about to announce something else,
 to leave, or to fail runs it first with nothing to say.
 
 *Failing.* A rank that raises between two bursts runs what it owes and says in one more header that it fails; all others
@@ -510,7 +510,7 @@ class Channel:
         except Exception as secondary:
             # The user's exception is under way and must not be replaced by ours.
             logger.info("could not tell the peers about the exception: %s", secondary)
-            return False
+            return Channel._can_part(self)  # it may have come after the collectives
         return True
 
     def _shadow(self, header: Header) -> None:

@@ -4,8 +4,7 @@ A *window* is ``lookahead`` steps, for which one roll call is held, on a line of
 never meets what the loop's body sends. The order is told in ``join.iteration``.
 
 In a roll call each rank answers how many batches it has for a window, or how it ended. Packed with that it tells how
-many bursts it has begun since its last answer. A rank that has left one out, and whose next bursts have met the last
-ones of the others since, learns that these ran more.
+many bursts it has begun since its last answer: a rank that has begun fewer than another has left one out.
 """
 
 from __future__ import annotations

@@ -148,6 +148,11 @@ class ShardStep(OptimizerStep):
         return self._group
 
     @override
+    def _shadow_step(self) -> None:
+        self.state = BurstState.IDLE  # what follows communicates nothing, and may raise
+        super()._shadow_step()
+
+    @override
     def synchronise(self, source: int) -> None:
         """Shards are up to date everywhere; hyperparameters and the state of what is no shard come from ``source``."""
         super().synchronise(source)

@@ -271,7 +271,7 @@ def test_post_hook_that_raises_leaves_the_group_in_step() -> None:
                 other()
             for member in join._scope.members[:1]:
                 member.hook.post_hook = lambda last: {}["missing"]  # type: ignore[assignment]
-        assert other.last_joiner is (collective.rank == 0)
+        assert other.last_joiner is None  # nothing that communicates may follow on one rank alone
         assert other.reduce(1) == 2
 
     run_threads(2, rank_main)

@@ -38,7 +38,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -71,7 +71,9 @@ _MOST_BYTES = 1 << 17
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=20)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise SystemExit(f"there is no link to measure over: ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 def check_possible() -> None:
@@ -87,7 +89,7 @@ def check_possible() -> None:
 
 
 @contextlib.contextmanager
-def far_apart(seconds: float) -> Iterator[list[str]]:
+def far_apart(seconds: float) -> Generator[list[str]]:
     """Network namespaces between which each packet takes so long; their names."""
     token = secrets.token_hex(4)
     names = [f"join-{token}-{rank}" for rank in range(WORLD_SIZE)]

@@ -1,7 +1,8 @@
 """What can go wrong inside a :class:`join.Join` block, one class a cause.
 
-A rank that raises leaves its block with its own exception, within seconds. Every other rank ends with :class:`PeerError`,
-which names the first cause: at its next header, or, from inside a collective, when the process of that rank has ended.
+A rank that raises leaves its block with its own exception, within seconds. Every other rank ends with
+:class:`PeerError`, which names the first cause: at its next header, or, from inside a collective, when the process of
+that rank has ended.
 ``group_is_usable`` of these errors says whether the process group works afterwards. It does where all ranks have
 stopped at the same place, between two bursts of a plain block; the parameters may differ there, so go on from a
 checkpoint. Anywhere else an operation may be half done: restart the processes.

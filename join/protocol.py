@@ -17,8 +17,8 @@ collectives is announced by one header (``join.header``), and what was announced
 diverged), and elects a new leader (one more all-reduce, min of rank) if the old one has left and anyone needs a leader.
 All ranks settle header i after burst i and before header i+1, so what they raise they raise at the same place.
 
-*Owed bursts.* A burst may be announced before it runs. Until then it is owed; whoever is about to announce something else,
-to leave, or to fail runs it first with nothing to say.
+*Owed bursts.* A burst may be announced before it runs. Until then it is owed; whoever is about to announce something
+else, to leave, or to fail runs it first with nothing to say.
 
 *Failing.* A rank that raises between two bursts runs what it owes and says in one more header that it fails; all others
 raise when they have read it, and the group works afterwards. One that raises inside a burst of its own, whose
@@ -348,13 +348,12 @@ class Channel:
         """This rank waits: see whether another one has failed."""
         self.peers.look()
 
-    def _time_out(self) -> JoinTimeoutError:
+    def _time_out(self, *, in_collective: bool = False) -> JoinTimeoutError:
         mine, told = self.progress(), self.peers.ask(limit=timeouts().note)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         missing = [rank for rank in others if rank not in told or _is_behind(told[rank], mine)]
         here = [(rank, progress) for rank, progress in [*told.items(), (self._rank, mine)] if rank not in missing]
         doing = "; ".join(f"rank {rank} {progress.doing}" for rank, progress in sorted(here))
-        is_in_burst = any(burst.state is BurstState.RUNNING for _, burst in self._bursts)
         if missing:
             text = (
                 f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
@@ -362,7 +361,7 @@ class Channel:
                 " list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop over"
                 " join.iterate"
             )
-        elif is_in_burst:
+        elif in_collective:
             text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing}"
         else:
             text = f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same"
@@ -481,9 +480,8 @@ class Channel:
     def explain(self, error: BaseException) -> JoinError | None:
         """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
         cause = self.peers.cause_of(error)
-        is_in_burst = any(burst.state is BurstState.RUNNING for _, burst in self._bursts)
-        if cause is None and self.timeout is not None and is_in_burst and is_broken(error):
-            cause = self._time_out()  # the others are there, but do not come to its end
+        if cause is None and self.timeout is not None and is_broken(error, stores=False):
+            cause = self._time_out(in_collective=True)  # the others are there, but do not come to its end
         if cause is not None:
             self.closed = self.closed or f"{type(cause).__name__}: {cause}"
             self.group_is_usable = False

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 # Gloo raises RuntimeError, with no class of its own. Its text begins with the place in gloo's source, in brackets; then
 # comes that a connection was closed or reset by the peer, or that gloo's own time limit has passed.
-_GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]")
+# Once one operation has taken too long, those that follow on the same connection raise a text without a place.
+_GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
 
 
 _DEPTH = 8  # how far back the exceptions that led to another one are looked at
@@ -31,19 +32,24 @@ class BrokenCollective(RuntimeError):
         self.ranks = tuple(ranks)
 
 
-def is_broken(error: BaseException) -> bool:
-    """Whether ``error`` is of a collective, or of a store, that another rank has left, or was raised because of one."""
+def is_broken(error: BaseException, *, stores: bool = True) -> bool:
+    """Whether ``error`` is of a collective that another rank has left, or was raised because of one.
+
+    Args:
+        error: what was raised.
+        stores: whether it may be of a store, too.
+    """
     found: BaseException | None = error
     for _ in range(_DEPTH):
         if found is None:
             return False
-        if _breaks(found):
+        if _breaks(found) or (stores and isinstance(found, dist.DistError)):
             return True
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
     return False
 
 
 def _breaks(error: BaseException) -> bool:
-    if isinstance(error, (BrokenCollective, dist.DistError)):
+    if isinstance(error, BrokenCollective):
         return True
     return type(error) is RuntimeError and _GLOO.search(str(error)) is not None

@@ -171,7 +171,10 @@ class TorchCollective(StoreCollective):
 
     def _new_gloo_group(self) -> dist.ProcessGroup:
         ranks = distributed_c10d.get_process_group_ranks(self.group)
-        return cast("dist.ProcessGroup", dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        return cast(
+            "dist.ProcessGroup",
+            dist.new_group(ranks, timedelta(seconds=self._shared.timeout), "gloo", use_local_synchronization=True),
+        )
 
     @override
     def companion(self) -> TorchCollective:

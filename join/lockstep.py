@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from join.collectives import Work
 from join.collectives.board import Progress
+from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.dummies import StepBatch
 from join.errors import JoinError, ProtocolError
@@ -37,7 +38,6 @@ from join.joinable import Joinable
 from join.late_use import LateUse
 from join.members import Member
 from join.protocol import Channel, Outcome
-from join.timeouts import timeouts
 
 _REMEMBERED = 256  # steps; ranks are never as far from each other, but with a lookahead beyond that
 

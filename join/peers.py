@@ -21,8 +21,8 @@ from collections.abc import Callable
 from join.collectives import Collective
 from join.collectives.board import Board, Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken
+from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError
-from join.timeouts import timeouts
 from join.watch import Watch
 
 _UNUSABLE = "The process group cannot be used any more: restart from a checkpoint"

@@ -51,6 +51,7 @@ import torch
 from join.collectives import Collective, Sum, Work
 from join.collectives.board import Progress
 from join.collectives.broken import is_broken
+from join.collectives.timeouts import timeouts
 from join.dummies import StepBatch
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
@@ -58,7 +59,6 @@ from join.joinable import Burst, BurstState, Joinable
 from join.late_use import LateUse
 from join.members import Member, Scope
 from join.peers import Peers
-from join.timeouts import timeouts
 from join.waiting import is_done_within
 
 logger = logging.getLogger("join")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from join.collectives.board import Board, Note, Progress
-from join.timeouts import timeouts
+from join.collectives.timeouts import timeouts
 
 _RANKS_AT_ONCE = 64  # the more ranks there are beyond these, the less often each of them asks and tells
 

@@ -21,7 +21,7 @@ from join.collectives.broken import BrokenCollective
 from join.collectives.line import Line, Sum
 from join.collectives.roll_call import RollCall, SummedRollCall
 from join.collectives.segment import BITS, CELLS, LOW, PLACES, Lane
-from join.timeouts import timeouts
+from join.collectives.timeouts import timeouts
 
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
 _WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from join.collectives import TorchCollective
-from join.timeouts import timeouts
+from join.collectives.timeouts import timeouts
 from joinables.trainer.environment import Environment
 from joinables.trainer.payload import Call, Payload
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
 from join.collectives._torch_private import timeout_of
-from join.timeouts import using
+from join.collectives.timeouts import using
 from joinables import SharedCall
 from tests.ending import Ending
 from tests.joinables.test_failures import group_works

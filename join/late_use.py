@@ -6,10 +6,11 @@ loop is at another, so a batch that counts is taken for a dummy, or the other wa
     the first step of the loop ends, and no module was called in it; and then, in a later step or after the loop,
     modules are called on the batches of two earlier steps, which were not used in those steps; or
     in a step in which this rank has an empty dummy, modules are called on samples, and not on it; or
-    after a loop in which no module was called, one is called on an empty batch
+    after a loop in which no module was called, one is called on an empty batch; or
+    a module is called in another thread than the one that takes the batches: refused before it sends anything, as the
+    collectives of the two threads would meet in any order
 
-A loop whose first step calls a module, as almost all do, is not looked at any further, if batches are taken in the same
-thread. One that skips its first steps
+A loop whose first step calls a module, as almost all do, is not looked at any further. One that skips its first steps
 calls modules on the batches of the steps it is in. One that keeps the batch before calls them on both.
 """
 
@@ -70,13 +71,22 @@ class LateUse:
         if not self._late:
             self._unused.clear()  # what has not been used in the loop at all may be used after it
 
+    def called(self) -> None:
+        """A module is called, and has sent nothing yet.
+
+        Raises:
+            ProtocolError: if the batches are taken in another thread.
+        """
+        if not self._has_ended and not self.is_ruled_out and threading.get_ident() != self._thread:
+            self._refuse("was called in another thread than the one that takes the batches,")
+
     def used(self, arguments: Any) -> None:
-        """A module is called with these arguments.
+        """A module runs on these arguments.
 
         Raises:
             ProtocolError: if they are of another step than the one that the loop is at.
         """
-        if self._step == 1 and not self._has_ended and threading.get_ident() == self._thread:
+        if self._step == 1 and not self._has_ended:
             self.is_ruled_out = True
             return
         tensors = [tensor for tensor in tensors_in(arguments) if tensor.dim()]

@@ -299,6 +299,8 @@ class GradientSync(DDPBurst):
     def _before_forward(self) -> None:
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(_IN_TORCH_JOIN)
+        if self._channel.late_use is not None:
+            self._channel.late_use.called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():

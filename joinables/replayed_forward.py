@@ -111,6 +111,8 @@ class ReplayedForward(ReplayedBurst):
         if self._of.replaying or reducer.in_backward():
             return None
         of = self._of
+        if self._channel.late_use is not None:
+            self._channel.late_use.called()
         if self._channel.leave_loop is not None:
             self._channel.leave_loop()
         if not self._channel.in_lockstep:  # there every rank calls the module itself

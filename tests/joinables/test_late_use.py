@@ -73,7 +73,7 @@ CONSUMERS: dict[str, Callable[[Iterable[Data]], Iterable[Data]]] = {
 
 
 def reads_ahead(rank: int, consumer: str, how: str) -> str:
-    trained: Any = DistributedDataParallel(build("mlp")) if how == "DDP" else shard(Sharded())
+    trained: Any = shard(Sharded()) if how == "shard" else DistributedDataParallel(build(how))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     try:
         with Join([trained, optimizer], divide_by_initial_world_size=False) as join:
@@ -88,7 +88,12 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("consumer", "how"), [*[(each, "DDP") for each in CONSUMERS], ("prefetch", "shard"), ("windows", "shard")]
+    ("consumer", "how"),
+    [
+        *[(each, "mlp") for each in CONSUMERS],
+        *[(each, "shard") for each in ("prefetch", "windows", "in a thread")],
+        ("in a thread", "norm"),
+    ],
 )
 def test_a_consumer_that_reads_ahead_is_refused(ending: Ending, consumer: str, how: str) -> None:
     for text in ending.run(reads_ahead, consumer, how):

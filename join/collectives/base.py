@@ -19,7 +19,7 @@ import torch
 from typing_extensions import final
 
 from join.collectives.board import Board
-from join.collectives.line import GroupLine, Line
+from join.collectives.control_line import GroupLine, Line
 from join.collectives.work import Work
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]

@@ -10,7 +10,7 @@ from typing_extensions import override
 from join.collectives.work import Work
 
 if TYPE_CHECKING:
-    from join.collectives.line import Line
+    from join.collectives.control_line import Line
 
 
 class RollCall(Work, Protocol):

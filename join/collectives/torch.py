@@ -24,9 +24,9 @@ from typing_extensions import override
 from join.collectives._torch_private import issued_on, limit, never_destroy, never_destroy_at_exit, timeout_of
 from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.board import Board
-from join.collectives.line import Line
-from join.collectives.segment import Lane, Segment, SharedBoard, connect
-from join.collectives.shared_memory import SharedMemoryLine
+from join.collectives.control_line import Line
+from join.collectives.shared_memory.line import SharedMemoryLine
+from join.collectives.shared_memory.segment import Lane, Segment, SharedBoard, connect
 from join.collectives.store import StoreCollective
 from join.collectives.work import Work
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from join import Join
 from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
-from join.collectives import segment as memory
 from join.collectives.broken import BrokenCollective
-from join.collectives.line import GroupLine
-from join.collectives.shared_memory import SharedMemoryLine
+from join.collectives.control_line import GroupLine
+from join.collectives.shared_memory.line import SharedMemoryLine
+from join.collectives.shared_memory.line import segment as memory
 from tests.join.counter import Counter
 from tests.pool import Pool
 

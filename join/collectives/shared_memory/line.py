@@ -5,7 +5,7 @@ stores to memory, and a few loads when the sum is read; a roll call needs no sum
 others. Nobody is woken up: a rank that has to wait looks again and again, at intervals that grow with the time it has
 waited.
 
-No sum relies on the order in which others see memory change (``join.collectives.segment``).
+No sum relies on the order in which others see memory change (``join.collectives.shared_memory.segment``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import final
 from typing_extensions import override
 
 from join.collectives.broken import BrokenCollective
-from join.collectives.line import Line, Sum
+from join.collectives.control_line import Line, Sum
 from join.collectives.roll_call import RollCall, SummedRollCall
-from join.collectives.segment import BITS, CELLS, LOW, PLACES, Lane
+from join.collectives.shared_memory.segment import BITS, CELLS, LOW, PLACES, Lane
 from join.collectives.timeouts import timeouts
 
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from join.joinable import Burst, Joinable, JoinHook
-from join.step_times import StepTimes
+from join.report.step_times import StepTimes
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ class RankReport:
         headers: how many headers it sent.
         header_bytes: their size in bytes.
         step_times: how many of ``steps`` took how long, from one to the next (the first: from entering), counted in the
-            bins of :data:`join.step_times.EDGES`; only those that were announced are timed.
+            bins of :data:`join.report.step_times.EDGES`; only those that were announced are timed.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class JoinReport:
         Raises:
             ImportError: if matplotlib is not installed.
         """
-        from join.plot import draw, save
+        from join.report.plot import draw, save
 
         figure = draw(self)
         if path is not None:

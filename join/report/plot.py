@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from join.step_times import EDGES, PER_DECADE
+from join.report.step_times import EDGES, PER_DECADE
 
 if TYPE_CHECKING:
     from join.report import JoinReport, RankReport

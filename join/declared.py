@@ -9,7 +9,7 @@ would have come. A *step* is one burst of every announcing member, in the order 
     its second, ...                                main_hook of the second, ...
 
 A rank that makes another number of steps than it declared raises :class:`ProtocolError` where it finds out: before its
-burst, or when it leaves. The others learn of that as of any failure (``join.peers``).
+burst, or when it leaves. The others learn of that as of any failure (``join.failure.peers``).
 """
 
 from __future__ import annotations

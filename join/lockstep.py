@@ -15,7 +15,7 @@ With a ``timeout``, all ranks meet before each step, and again before each burst
 A rank that leaves the loop alone, or leaves out of a step what others run in it, comes to a place where nobody else
 comes to: the next roll call, or the agreement of all that leave. While it waits there it asks the others how far they
 are. If one of them is in a burst, or a collective of the body's own, that this rank has left behind, it raises
-:class:`ProtocolError`, and the others learn of it as of any failure (``join.peers``).
+:class:`ProtocolError`, and the others learn of it as of any failure (``join.failure.peers``).
 """
 
 from __future__ import annotations

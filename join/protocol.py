@@ -22,7 +22,7 @@ else, to leave, or to fail runs it first with nothing to say.
 
 *Failing.* A rank that raises between two bursts runs what it owes and says in one more header that it fails; all others
 raise when they have read it, and the group works afterwards. One that raises inside a burst of its own, whose
-collectives are half done, sends nothing more. Both leave a note first (``join.peers``)::
+collectives are half done, sends nothing more. Both leave a note first (``join.failure.peers``)::
 
     rank that fails between bursts                   every other rank
     the burst that is owed                           the same, as announced
@@ -54,12 +54,12 @@ from join.collectives.broken import is_broken
 from join.collectives.timeouts import timeouts
 from join.dummies import StepBatch
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
+from join.failure.peers import Peers
+from join.failure.waiting import is_done_within
 from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.joinable import Burst, BurstState, Joinable
 from join.late_use import LateUse
 from join.members import Member, Scope
-from join.peers import Peers
-from join.waiting import is_done_within
 
 logger = logging.getLogger("join")
 

@@ -23,7 +23,7 @@ from join.collectives.board import Board, Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken
 from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError
-from join.watch import Watch
+from join.failure.watch import Watch
 
 _UNUSABLE = "The process group cannot be used any more: restart from a checkpoint"
 

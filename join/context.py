@@ -1,7 +1,7 @@
 """The context manager: :class:`Join`.
 
 It checks its arguments, turns objects into joinables, attaches and detaches them, and synchronises state at the end.
-The order of collectives inside the block is the business of ``join.protocol``; around it stand, on all ranks alike::
+The order of collectives inside the block is the business of ``join.protocol.announced``; around it stand, on all ranks alike::
 
     enter    one all-reduce: do all ranks list the same? (``join.arguments``)
              joinables attach (a pending bucket rebuild of DDP is done now)
@@ -40,13 +40,13 @@ from join.arguments import (
     hook_of,
 )
 from join.collectives import Collective, Work, collective_of
-from join.declared import DeclaredChannel
 from join.errors import JoinError, ProtocolError
 from join.iteration import Iteration, check_arguments
 from join.joinable import Joinable, JoinConfig
-from join.lockstep import LockstepChannel
-from join.members import Member, Scope
-from join.protocol import Channel, Outcome
+from join.protocol.announced import Channel, Outcome
+from join.protocol.declared import DeclaredChannel
+from join.protocol.lockstep import LockstepChannel
+from join.protocol.members import Member, Scope
 from join.report import JoinReport, RankReport
 
 T = TypeVar("T")

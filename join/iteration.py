@@ -34,7 +34,7 @@ from typing import Any, Literal, TypeAlias, cast
 from join.arguments import check_same
 from join.dummies import StepBatch, duplicate, emptied, hint_at_empty_batch
 from join.errors import JoinError, PeerError, ProtocolError
-from join.lockstep import ONE_AT_A_TIME, LockstepChannel
+from join.protocol.lockstep import ONE_AT_A_TIME, LockstepChannel
 from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
 from join.windows import Windows

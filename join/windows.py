@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from join.collectives import RollCall
-from join.lockstep import LockstepChannel
+from join.protocol.lockstep import LockstepChannel
 
 _BURST_BITS = 5  # for how many bursts a rank begins in a step: more are not told apart
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, HeaderCode
+from join.protocol.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, HeaderCode
 
 
 @given(st.data())

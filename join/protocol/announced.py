@@ -1,7 +1,7 @@
 """The protocol that keeps the ranks of one group in step: :class:`Channel`.
 
 A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. Every burst of
-collectives is announced by one header (``join.header``), and what was announced is run by everybody::
+collectives is announced by one header (``join.protocol.header``), and what was announced is run by everybody::
 
     active rank                                    joined rank
     -----------                                    -----------
@@ -56,10 +56,10 @@ from join.dummies import StepBatch
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.peers import Peers
 from join.failure.waiting import is_done_within
-from join.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.joinable import Burst, BurstState, Joinable
-from join.late_use import LateUse
-from join.members import Member, Scope
+from join.protocol.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
+from join.protocol.late_use import LateUse
+from join.protocol.members import Member, Scope
 
 logger = logging.getLogger("join")
 

@@ -33,11 +33,11 @@ from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.dummies import StepBatch
 from join.errors import JoinError, ProtocolError
-from join.header import ACTIVE, LEADER, Header
 from join.joinable import Joinable
-from join.late_use import LateUse
-from join.members import Member
-from join.protocol import Channel, Outcome
+from join.protocol.announced import Channel, Outcome
+from join.protocol.header import ACTIVE, LEADER, Header
+from join.protocol.late_use import LateUse
+from join.protocol.members import Member
 
 _REMEMBERED = 256  # steps; ranks are never as far from each other, but with a lookahead beyond that
 

@@ -23,9 +23,9 @@ from typing_extensions import override
 from join.collectives import Collective, Work
 from join.collectives.work import DONE
 from join.errors import JoinError, ProtocolError
-from join.header import Header
-from join.members import Member, Scope
-from join.protocol import Channel, Outcome
+from join.protocol.announced import Channel, Outcome
+from join.protocol.header import Header
+from join.protocol.members import Member, Scope
 
 
 class DeclaredChannel(Channel):

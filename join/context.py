@@ -26,7 +26,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from typing_extensions import Self
 
-from join.alone import LoopAlone
 from join.arguments import (
     check_agreement,
     check_flags,
@@ -41,8 +40,9 @@ from join.arguments import (
 )
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError, ProtocolError
-from join.iteration import Iteration, check_arguments
 from join.joinable import Joinable, JoinConfig
+from join.loop.alone import LoopAlone
+from join.loop.iterate import Iteration, check_arguments
 from join.protocol.announced import Channel, Outcome
 from join.protocol.declared import DeclaredChannel
 from join.protocol.lockstep import LockstepChannel

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from join import JoinError
 from join.batch import map_tensors, tensors_in
-from join.dummies import StepBatch
+from join.loop.dummies import StepBatch
 from join.protocol.announced import Channel
 from joinables._torch_reducer import call_uncompiled, compiler_under_way, not_compiled
 from joinables.tensors import hides_tensors

@@ -17,8 +17,8 @@ from typing_extensions import override
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives import Work
 from join.collectives.broken import is_broken
-from join.dummies import StepBatch
 from join.joinable import BurstState
+from join.loop.dummies import StepBatch
 from join.transfer import broadcast_tensors
 from joinables import _torch_reducer as reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from join import JoinError
 from join.collectives import Collective
 from join.collectives.broken import is_broken
-from join.dummies import emptied
+from join.loop.dummies import emptied
 from join.transfer import broadcast_tree
 from joinables.modes import keeping_modes
 

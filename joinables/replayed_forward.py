@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from join import Join, JoinError
 from join.collectives.broken import is_broken
-from join.dummies import StepBatch, emptied
 from join.joinable import BurstState
+from join.loop.dummies import StepBatch, emptied
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables import _torch_reducer as reducer
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call

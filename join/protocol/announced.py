@@ -52,11 +52,11 @@ from join.collectives import Collective, Sum, Work
 from join.collectives.board import Progress
 from join.collectives.broken import is_broken
 from join.collectives.timeouts import timeouts
-from join.dummies import StepBatch
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.peers import Peers
 from join.failure.waiting import is_done_within
 from join.joinable import Burst, BurstState, Joinable
+from join.loop.dummies import StepBatch
 from join.protocol.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.protocol.late_use import LateUse
 from join.protocol.members import Member, Scope

@@ -2,7 +2,7 @@
 
 There all ranks run the same loop body as often, with or without data, so every rank issues its collectives itself: no
 burst is announced and none is shadowed. Who has data in a step is known from the loop's own roll calls, which
-``join.iteration`` tells of, so whatever a burst asks a header for is computed::
+``join.loop.iterate`` tells of, so whatever a burst asks a header for is computed::
 
     rank with data                                 rank without data
     --------------                                 -----------------
@@ -31,9 +31,9 @@ from join.collectives import Work
 from join.collectives.board import Progress
 from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
-from join.dummies import StepBatch
 from join.errors import JoinError, ProtocolError
 from join.joinable import Joinable
+from join.loop.dummies import StepBatch
 from join.protocol.announced import Channel, Outcome
 from join.protocol.header import ACTIVE, LEADER, Header
 from join.protocol.late_use import LateUse

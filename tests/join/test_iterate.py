@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.collectives.timeouts import using
-from join.dummies import emptied
+from join.loop.dummies import emptied
 from tests.join.counter import Counter, Leading, group_works
 
 

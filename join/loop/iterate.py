@@ -32,12 +32,12 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal, TypeAlias, cast
 
 from join.arguments import check_same
-from join.dummies import StepBatch, duplicate, emptied, hint_at_empty_batch
 from join.errors import JoinError, PeerError, ProtocolError
+from join.loop.dummies import StepBatch, duplicate, emptied, hint_at_empty_batch
+from join.loop.read_ahead import ReadAhead
+from join.loop.step_counts import Windows
 from join.protocol.lockstep import ONE_AT_A_TIME, LockstepChannel
-from join.read_ahead import ReadAhead
 from join.transfer import broadcast_tree
-from join.windows import Windows
 
 Until: TypeAlias = Literal["all", "first"]
 Dummy: TypeAlias = Literal["empty", "last"] | Callable[[Any], Any]

@@ -1,7 +1,7 @@
 """Who has how many batches in the steps to come of a loop in lockstep: :class:`Windows`.
 
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
-never meets what the loop's body sends. The order is told in ``join.iteration``.
+never meets what the loop's body sends. The order is told in ``join.loop.iterate``.
 
 In a roll call each rank answers how many batches it has for a window, or how it ended. Packed with that it tells how
 many bursts it has begun since its last answer: a rank that has begun fewer than another has left one out.

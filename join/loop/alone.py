@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from join.read_ahead import ReadAhead
+from join.loop.read_ahead import ReadAhead
 
 
 class LoopAlone:
@@ -28,7 +28,7 @@ class LoopAlone:
 
     @property
     def loader_state(self) -> Any:
-        """As of :class:`join.iteration.Iteration`."""
+        """As of :class:`join.loop.iterate.Iteration`."""
         return self._ahead.loader_state(at_end=self._has_ended)
 
     def handed_out(self) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
-from joinables._torch_reducer import compiled_from
+from joinables._torch.reducer import compiled_from
 from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync

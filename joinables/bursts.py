@@ -14,7 +14,7 @@ from typing_extensions import override
 from join import Join
 from join.joinable import BurstState
 from join.transfer import broadcast_tensors
-from joinables import _torch_reducer as reducer
+from joinables._torch import reducer
 from joinables.stand_in import Announcing
 
 

@@ -46,7 +46,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Joinable
-from joinables import _torch_reducer as reducer
+from joinables._torch import reducer
 from joinables.bursts import BucketRebuild, BufferSync
 from joinables.gradients import GradientSync
 from joinables.replay import Replay

@@ -18,7 +18,7 @@ from join import JoinError
 from join.batch import map_tensors, tensors_in
 from join.loop.dummies import StepBatch
 from join.protocol.announced import Channel
-from joinables._torch_reducer import call_uncompiled, compiler_under_way, not_compiled
+from joinables._torch.reducer import call_uncompiled, compiler_under_way, not_compiled
 from joinables.tensors import hides_tensors
 from joinables.wrapped_forward import own_forward
 

@@ -20,7 +20,7 @@ from join.collectives.broken import is_broken
 from join.joinable import BurstState
 from join.loop.dummies import StepBatch
 from join.transfer import broadcast_tensors
-from joinables import _torch_reducer as reducer
+from joinables._torch import reducer
 from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
 from joinables.dummy_forward import DummyForward, InnerForward, emptied_output, is_empty_call
 from joinables.static_graph import StaticGraph

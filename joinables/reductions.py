@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from joinables import _torch_reducer as reducer
+from joinables._torch import reducer
 from joinables.sharding import is_dtensor, is_sharded
 
 
@@ -204,7 +204,7 @@ class ShardedReduction(Reduction):
     @property
     @override
     def entrances(self) -> list[torch.nn.Module]:
-        from joinables._torch_fsdp import sharded_modules
+        from joinables._torch.fsdp import sharded_modules
 
         found = sharded_modules(self._module)
         return found if self._module in found else [*found, self._module]
@@ -212,21 +212,21 @@ class ShardedReduction(Reduction):
     @property
     @override
     def parameters(self) -> list[torch.nn.Parameter]:
-        from joinables._torch_fsdp import sharded_parameters
+        from joinables._torch.fsdp import sharded_parameters
 
         return [parameter for parameter in sharded_parameters(self._module) if parameter.requires_grad]
 
     @property
     @override
     def replicated(self) -> list[torch.Tensor]:
-        from joinables._torch_fsdp import unsharded_parameters
+        from joinables._torch.fsdp import unsharded_parameters
 
         gathered = {id(parameter) for parameter in unsharded_parameters(self._module)}  # by a forward without backward
         return [tensor for tensor in super().replicated if id(tensor) not in gathered]
 
     @override
     def forwarded(self) -> None:
-        from joinables._torch_fsdp import unsharded_parameters
+        from joinables._torch.fsdp import unsharded_parameters
 
         if not self.seen:
             self.seen.extend(each for each in unsharded_parameters(self._module) if each.requires_grad)
@@ -234,13 +234,13 @@ class ShardedReduction(Reduction):
     @property
     @override
     def reduces(self) -> tuple[bool, bool]:
-        from joinables._torch_fsdp import reduces
+        from joinables._torch.fsdp import reduces
 
         return reduces(self._module)
 
     @override
     def reducing(self, reduces: bool, completely: bool) -> AbstractContextManager[None]:
-        from joinables._torch_fsdp import reducing
+        from joinables._torch.fsdp import reducing
 
         return reducing(self._module, reduces, completely)
 
@@ -268,7 +268,7 @@ class ShardedReduction(Reduction):
 
     @override
     def reset(self) -> None:
-        from joinables._torch_fsdp import reset
+        from joinables._torch.fsdp import reset
 
         self._aside.clear()
         reset(self._module)

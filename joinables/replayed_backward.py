@@ -18,8 +18,8 @@ from typing_extensions import override
 from join import Join, JoinError, JoinHook
 from join.collectives import Work
 from join.joinable import BurstState
-from joinables import _torch_reducer as reducer
-from joinables.hooks import ModuleHook
+from joinables._torch import reducer
+from joinables._torch.hooks import ModuleHook
 from joinables.replayed import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
 from joinables.replayed_forward import ReplayedForward
 from joinables.sharding import is_dtensor

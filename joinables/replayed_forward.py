@@ -25,9 +25,9 @@ from join.collectives.broken import is_broken
 from join.joinable import BurstState
 from join.loop.dummies import StepBatch, emptied
 from join.transfer import broadcast_tensors, broadcast_tree
-from joinables import _torch_reducer as reducer
+from joinables._torch import reducer
+from joinables._torch.hooks import ModuleHook
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
-from joinables.hooks import ModuleHook
 from joinables.rehearsal import in_mode
 from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
 from joinables.sharding import is_dtensor

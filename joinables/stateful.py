@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from join import Join
 from join.transfer import broadcast_tree
-from joinables._torch_reducer import has_stepped, mark_stepped
+from joinables._torch.reducer import has_stepped, mark_stepped
 from joinables.stand_in import Silent
 
 

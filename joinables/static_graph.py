@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.collectives import Collective
-from joinables import _torch_reducer as reducer
+from joinables._torch import reducer
 
 # Kept over blocks, and not on the module itself, which belongs to the user.
 _arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from typing_extensions import override
 
 from join import Join, JoinHook
-from joinables._torch_reducer import routed_notifications
+from joinables._torch.reducer import routed_notifications
 from joinables.stand_in import StandIn
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from joinables._torch_reducer import call_uncompiled, compiler_under_way, has_forward_hooks, not_compiled
-from joinables.hooks import ModuleHook
+from joinables._torch.hooks import ModuleHook
+from joinables._torch.reducer import call_uncompiled, compiler_under_way, has_forward_hooks, not_compiled
 
 
 def around_forward(module: torch.nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[Any]:

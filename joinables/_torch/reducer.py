@@ -1,7 +1,7 @@
 """Every private torch API that this package calls, each with what it stands in for.
 
 Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's, but for FSDP's, which are in
-``joinables._torch_fsdp``. An unsupported torch is one error here, at import.
+``joinables._torch.fsdp``. An unsupported torch is one error here, at import.
 """
 
 # What is private is not in torch's type stubs, or has no types there.

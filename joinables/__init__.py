@@ -19,12 +19,12 @@ from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync
 from joinables.metric import Metric, is_metric
+from joinables.optimizer_step import ShardStep
 from joinables.replay import Replay, refuse_fsdp1
 from joinables.sharding import is_dtensor, is_sharded
 from joinables.shared_call import SharedCall
-from joinables.stateful import State
-from joinables.step import ShardStep
-from joinables.third_party import TorchJoinable
+from joinables.state import State
+from joinables.torch_joinable import TorchJoinable
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroStep

@@ -15,7 +15,7 @@ from join import Join
 from join.joinable import BurstState
 from join.transfer import broadcast_tensors
 from joinables._torch import reducer
-from joinables.stand_in import Announcing
+from joinables.adapter import Announcing
 
 
 class DDPBurst(Announcing):

@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from join import Join, JoinHook
 from join.transfer import gather_trees
+from joinables.adapter import Silent
 from joinables.metric_states import contributions, merged, put
-from joinables.stand_in import Silent
 
 
 class MetricAtEnd(Silent, JoinHook):

@@ -21,7 +21,7 @@ from join.collectives import Collective
 from join.collectives.broken import is_broken
 from join.loop.dummies import emptied
 from join.transfer import broadcast_tree
-from joinables.modes import keeping_modes
+from joinables.train_mode import keeping_modes
 
 Example = tuple[Any, ...] | Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 

@@ -12,10 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from joinables.adapter import Announcing
 from joinables.reductions import Reduction, reduction_of
 from joinables.rehearsal import Example, Rehearsal
 from joinables.sharding import group_of
-from joinables.stand_in import Announcing
 
 REMEMBERED = 62
 """How many forwards back a backward can go through: bits of a word."""

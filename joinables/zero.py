@@ -39,7 +39,7 @@ from typing_extensions import override
 
 from join.joinable import BurstState
 from joinables._torch.reducer import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
-from joinables.step import OptimizerStep
+from joinables.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer

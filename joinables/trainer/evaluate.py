@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from join.batch import map_tensors
-from joinables.modes import keeping_modes
+from joinables.train_mode import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.data import distribute
 from joinables.trainer.run import Run

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from join import JoinReport
-from joinables.modes import keeping_modes
+from joinables.train_mode import keeping_modes
 from joinables.trainer import rng, snapshot
 from joinables.trainer.arguments import (
     check_alone,

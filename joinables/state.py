@@ -15,7 +15,7 @@ from typing_extensions import override
 from join import Join
 from join.transfer import broadcast_tree
 from joinables._torch.reducer import has_stepped, mark_stepped
-from joinables.stand_in import Silent
+from joinables.adapter import Silent
 
 
 class Stateful(Protocol):

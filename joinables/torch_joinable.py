@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from join import Join, JoinHook
 from joinables._torch.reducer import routed_notifications
-from joinables.stand_in import StandIn
+from joinables.adapter import StandIn
 
 
 class TorchJoinable(StandIn):

@@ -26,9 +26,9 @@ from typing_extensions import override
 from join import Join
 from join.joinable import BurstState
 from join.transfer import broadcast_tree
+from joinables.adapter import Announcing
 from joinables.hyperparameters import Hyperparameters
 from joinables.sharding import group_of, is_dtensor
-from joinables.stand_in import Announcing
 
 
 class OptimizerStep(Announcing):

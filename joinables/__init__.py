@@ -18,7 +18,7 @@ from joinables._torch.reducer import compiled_from
 from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
 from joinables.gradients import GradientSync
-from joinables.metric import Metric, is_metric
+from joinables.metrics import Metric, is_metric
 from joinables.optimizer_step import ShardStep
 from joinables.replay import Replay, refuse_fsdp1
 from joinables.sharding import is_dtensor, is_sharded

@@ -12,7 +12,7 @@ of them::
     the twin merges the states and computes the value      .
 
 So what the metric accumulates is what it would without: each sample of this rank once, merged when the block ends
-(``joinables.metric_at_end``). ``update`` stays local. All of it is awaited, and the value has no gradient.
+(``joinables.metrics.at_end``). ``update`` stays local. All of it is awaited, and the value has no gradient.
 
 A batch without samples, and a dummy in a loop in lockstep, take part with nothing and get the value of the others;
 ``None`` if no rank has any.
@@ -35,8 +35,8 @@ from typing_extensions import override
 from join import Burst, Join
 from join.joinable import BurstState
 from join.transfer import gather_trees
-from joinables.metric_at_end import InBlock, Local, MetricAtEnd, metrics_of
-from joinables.metric_states import contributions, merged, put
+from joinables.metrics.at_end import InBlock, Local, MetricAtEnd, metrics_of
+from joinables.metrics.states import contributions, merged, put
 
 
 class MetricAtEveryStep(MetricAtEnd, Burst):

@@ -31,7 +31,7 @@ from typing_extensions import override
 from join import Join, JoinHook
 from join.transfer import gather_trees
 from joinables.adapter import Silent
-from joinables.metric_states import contributions, merged, put
+from joinables.metrics.states import contributions, merged, put
 
 
 class MetricAtEnd(Silent, JoinHook):

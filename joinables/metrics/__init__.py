@@ -1,7 +1,7 @@
 """Metrics of torchmetrics over uneven ranks: :class:`Metric`.
 
-A block may list them as they are, and merges them when it ends (``joinables.metric_at_end``). ``Metric`` says more of
-them: that the value of every step is wanted over all ranks, too (``joinables.metric_at_every_step``).
+A block may list them as they are, and merges them when it ends (``joinables.metrics.at_end``). ``Metric`` says more of
+them: that the value of every step is wanted over all ranks, too (``joinables.metrics.every_step``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 
 from join import Joinable
-from joinables.metric_at_end import MetricAtEnd
-from joinables.metric_at_every_step import MetricAtEveryStep
+from joinables.metrics.at_end import MetricAtEnd
+from joinables.metrics.every_step import MetricAtEveryStep
 
 
 def is_metric(module: torch.nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """The states of torchmetrics: which of them a rank has something in, and how those of several ranks become one.
 
-Here and in ``joinables.metric_at_end`` and ``joinables.metric_at_every_step``, and nowhere else, private attributes of
+Here and in ``joinables.metrics.at_end`` and ``joinables.metrics.every_step``, and nowhere else, private attributes of
 torchmetrics 1.9 are used: which states a metric has and how they are reduced (``_defaults``, ``_reductions``),
 ``_update_count``, ``_computed``, ``_is_synced``, ``_wrap_compute`` and, of a collection, ``_enable_compute_groups``.
 """

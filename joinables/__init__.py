@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
 from joinables._torch.reducer import compiled_from
-from joinables.bursts import BucketRebuild, BufferSync
 from joinables.ddp import joinables_of_ddp
-from joinables.gradients import GradientSync
+from joinables.ddp.buffers import BucketRebuild, BufferSync
+from joinables.ddp.gradients import GradientSync
 from joinables.metrics import Metric, is_metric
 from joinables.optimizer_step import ShardStep
 from joinables.replay import Replay, refuse_fsdp1

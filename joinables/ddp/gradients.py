@@ -21,11 +21,11 @@ from join.joinable import BurstState
 from join.loop.dummies import StepBatch
 from join.transfer import broadcast_tensors
 from joinables._torch import reducer
-from joinables.bursts import BucketRebuild, BufferSync, DDPBurst
+from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
+from joinables.ddp.static_graph import StaticGraph
+from joinables.ddp.unused_parameters import Usage
 from joinables.dummy_forward import DummyForward, InnerForward, emptied_output, is_empty_call
-from joinables.static_graph import StaticGraph
 from joinables.tensors import adopt_gradients, tensors_with_grad
-from joinables.usage import Usage
 from joinables.weights import Weights, weighs_on_some
 from joinables.wrapped_forward import around_forward
 

@@ -47,8 +47,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Joinable
 from joinables._torch import reducer
-from joinables.bursts import BucketRebuild, BufferSync
-from joinables.gradients import GradientSync
+from joinables.ddp.buffers import BucketRebuild, BufferSync
+from joinables.ddp.gradients import GradientSync
 from joinables.replay import Replay
 
 

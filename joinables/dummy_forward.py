@@ -3,7 +3,7 @@
 A rank without data runs such a module on what it called it with last, or, if it never had data, on rows of ones, and
 hands out its outputs at length 0 (a number, such as a loss, as 0), through which gradients of 0 go back. Each rank does
 so by itself: nothing is sent for it. A DDP module is given the empty batch first, since its forward sends nothing that
-an exception could leave half done. How it is found out elsewhere is told in ``joinables.replayed_forward``.
+an exception could leave half done. How it is found out elsewhere is told in ``joinables.replay.forward``.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from join.collectives import Work
 from join.joinable import BurstState
 from joinables._torch import reducer
 from joinables._torch.hooks import ModuleHook
-from joinables.replayed import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
-from joinables.replayed_forward import ReplayedForward
+from joinables.replay.forward import ReplayedForward
+from joinables.replay.module import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
 from joinables.sharding import is_dtensor
 from joinables.tensors import adopt_gradients, hides_tensors, tensors_with_grad
 from joinables.weights import Weights, weighs_on_some

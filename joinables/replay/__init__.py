@@ -36,10 +36,10 @@ from typing import Any, cast
 import torch
 
 from join import Joinable
-from joinables.rehearsal import Example
-from joinables.replayed import ReplayedModule
-from joinables.replayed_backward import ReplayedBackward
-from joinables.replayed_forward import ReplayedForward
+from joinables.replay.backward import ReplayedBackward
+from joinables.replay.dry_run import Example
+from joinables.replay.forward import ReplayedForward
+from joinables.replay.module import ReplayedModule
 from joinables.sharding import is_fsdp1
 
 

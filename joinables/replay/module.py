@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from joinables.adapter import Announcing
-from joinables.reductions import Reduction, reduction_of
-from joinables.rehearsal import Example, Rehearsal
+from joinables.replay.dry_run import Example, Rehearsal
+from joinables.replay.reductions import Reduction, reduction_of
 from joinables.sharding import group_of
 
 REMEMBERED = 62

@@ -28,8 +28,8 @@ from join.transfer import broadcast_tensors, broadcast_tree
 from joinables._torch import reducer
 from joinables._torch.hooks import ModuleHook
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
-from joinables.rehearsal import in_mode
-from joinables.replayed import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
+from joinables.replay.dry_run import in_mode
+from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
 from joinables.sharding import is_dtensor
 from joinables.tensors import tensors_with_grad
 

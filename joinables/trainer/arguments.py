@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from joinables.trainer.callback import Callback
-from joinables.trainer.environment import detect_environment
 from joinables.trainer.hooks import check_callback_hooks
+from joinables.trainer.launch.environment import detect_environment
 from joinables.trainer.metric_files import MetricFiles
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.progress import ProgressBar

@@ -29,7 +29,7 @@ from join import Join, JoinReport
 from join.arguments import checked_timeout, did_you_mean
 from join.collectives import Collective, SingleCollective, collective_of
 from joinables.trainer.batchnorm import to_batchnorm, to_sync_batchnorm
-from joinables.trainer.launcher import Launcher, StartMethod, checked_start_method
+from joinables.trainer.launch.launcher import Launcher, StartMethod, checked_start_method
 from joinables.trainer.sharding import sharded
 
 

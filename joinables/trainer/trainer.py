@@ -37,12 +37,12 @@ from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.data import Plan, copied_sampler
-from joinables.trainer.environment import detect_environment
 from joinables.trainer.evaluate import evaluate, predict
 from joinables.trainer.fit import FitLoop
-from joinables.trainer.folders import temporary_folder
 from joinables.trainer.hooks import check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
+from joinables.trainer.launch.environment import detect_environment
+from joinables.trainer.launch.folders import temporary_folder
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
 from joinables.trainer.precision import Precision

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from joinables.trainer.environment import LocalEnvironment, detect_environment
-from joinables.trainer.launched import (
+from joinables.trainer.launch.environment import LocalEnvironment, detect_environment
+from joinables.trainer.launch.launched import (
     Launched,
     MpiEnvironment,
     SlurmEnvironment,
@@ -19,7 +19,7 @@ from joinables.trainer.launched import (
     first_host,
     tasks_per_node,
 )
-from joinables.trainer.place import Environment, Place
+from joinables.trainer.launch.place import Environment, Place
 
 TORCHRUN = {
     "GROUP_RANK": "1",

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from joinables.trainer.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
+from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 
 
 @pytest.mark.parametrize(

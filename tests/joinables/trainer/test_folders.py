@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from joinables.trainer import Trainer
-from joinables.trainer.folders import temporary_folder
+from joinables.trainer.launch.folders import temporary_folder
 from tests.joinables.trainer.modules import Classifier, loader
 
 HOLDS = """
 import sys, time
-from joinables.trainer.folders import temporary_folder
+from joinables.trainer.launch.folders import temporary_folder
 
 with temporary_folder() as folder:
     (folder / "file").touch()

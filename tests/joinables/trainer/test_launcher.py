@@ -29,13 +29,13 @@ from torch.utils.data import DataLoader
 import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
-from joinables.trainer import launcher as module
-from joinables.trainer.environment import LocalEnvironment
-from joinables.trainer.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
-from joinables.trainer.launched import TorchrunEnvironment
-from joinables.trainer.launcher import Launcher
-from joinables.trainer.place import Place
-from joinables.trainer.worker import Queue
+from joinables.trainer.launch import launcher as module
+from joinables.trainer.launch.environment import LocalEnvironment
+from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
+from joinables.trainer.launch.launched import TorchrunEnvironment
+from joinables.trainer.launch.launcher import Launcher
+from joinables.trainer.launch.place import Place
+from joinables.trainer.launch.worker import Queue
 
 ROOT = Path(join.__file__).parent.parent
 PATIENCE = 30.0  # seconds in which a forked launch must be over, whatever happens; a slow name server takes 5 of them
@@ -504,7 +504,7 @@ def test_no_fork_with_a_process_group() -> None:
 SLEEPER = """
     import os, sys, time
     from pathlib import Path
-    from joinables.trainer.launcher import Launcher
+    from joinables.trainer.launch.launcher import Launcher
 
     def fn(folder):
         import torch.distributed as dist
@@ -568,8 +568,8 @@ SAME_EVERYWHERE = """
     import json, os, sys
     import torch
     import torch.distributed as dist
-    from joinables.trainer.environment import detect_environment
-    from joinables.trainer.launcher import Launcher
+    from joinables.trainer.launch.environment import detect_environment
+    from joinables.trainer.launch.launcher import Launcher
 
     def fn(base):
         total = torch.tensor([base + dist.get_rank()])
@@ -669,7 +669,7 @@ def test_processes_of_other_launchers(variables: Callable[[int, int], dict[str, 
 
 WITHOUT_GUARD = """
     import os
-    from joinables.trainer.launcher import Launcher
+    from joinables.trainer.launch.launcher import Launcher
 
     Launcher(1).launch(os.getpid)
 """
@@ -677,7 +677,7 @@ WITHOUT_GUARD = """
 
 FROM_STDIN = """
     import os
-    from joinables.trainer.launcher import Launcher
+    from joinables.trainer.launch.launcher import Launcher
 
     if __name__ == "__main__":
         Launcher(1).launch(os.getpid)

@@ -15,7 +15,7 @@ The parent and a worker, where the launcher starts the processes::
     removes the folder with the files
 
 Where they are started by others, each of them is such a worker that keeps what ``fn`` returns or raises. Here is the
-parent's side; the worker's is in ``joinables.trainer.worker``, the files are in ``joinables.trainer.payload``.
+parent's side; the worker's is in ``joinables.trainer.launch.worker``, the files are in ``joinables.trainer.launch.payload``.
 
 A message says only which rank has what; whatever may be long goes through a file. So no pipe can be full while its
 reader waits for the writer's end, and a message is there or not, whenever its writer is killed.
@@ -37,12 +37,12 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 
-from joinables.trainer.environment import Environment, detect_environment
-from joinables.trainer.errors import LaunchError, WorkerDied
-from joinables.trainer.failure import ABORTED, OWN, Failure, raise_cause
-from joinables.trainer.folders import temporary_folder
-from joinables.trainer.payload import Call, Payload
-from joinables.trainer.worker import Job, Queue, as_rank, work
+from joinables.trainer.launch.environment import Environment, detect_environment
+from joinables.trainer.launch.errors import LaunchError, WorkerDied
+from joinables.trainer.launch.failure import ABORTED, OWN, Failure, raise_cause
+from joinables.trainer.launch.folders import temporary_folder
+from joinables.trainer.launch.payload import Call, Payload
+from joinables.trainer.launch.worker import Job, Queue, as_rank, work
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 

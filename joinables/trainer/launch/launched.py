@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from typing_extensions import override
 
-from joinables.trainer.place import LOOPBACK, Environment, Place
+from joinables.trainer.launch.place import LOOPBACK, Environment, Place
 
 _served: dict[tuple[str, int], dist.TCPStore] = {}
 """What this process serves as rank 0, until it ends: the others still use it when rank 0 has no more need of it."""

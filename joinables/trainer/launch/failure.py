@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 from join import JoinTimeoutError, PeerError
 from join.collectives.broken import is_broken
-from joinables.trainer.errors import RemoteTraceback, WorkerRaised
+from joinables.trainer.launch.errors import RemoteTraceback, WorkerRaised
 
 OWN, ABORTED, OTHERS = 0, 1, 2
 """Whose fault a failure is: the rank's own; perhaps another's, as of a library that aborts without peers; another's."""

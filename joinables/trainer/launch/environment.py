@@ -1,7 +1,7 @@
 """What started this process: :func:`detect_environment`, and :class:`LocalEnvironment` where nothing did.
 
 Either somebody has started the processes already and says so in environment variables, which is what
-``joinables.trainer.launched`` reads, or nobody has, and :class:`LocalEnvironment` is for a launcher that starts them
+``joinables.trainer.launch.launched`` reads, or nobody has, and :class:`LocalEnvironment` is for a launcher that starts them
 itself.
 """
 
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from typing_extensions import override
 
-from joinables.trainer.launched import MpiEnvironment, SlurmEnvironment, TorchrunEnvironment
-from joinables.trainer.place import LOOPBACK, Environment, Place
+from joinables.trainer.launch.launched import MpiEnvironment, SlurmEnvironment, TorchrunEnvironment
+from joinables.trainer.launch.place import LOOPBACK, Environment, Place
 
 __all__ = ["Environment", "LocalEnvironment", "Place", "detect_environment"]
 

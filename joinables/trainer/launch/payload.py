@@ -24,8 +24,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from joinables.trainer.errors import NotPicklable
-from joinables.trainer.failure import Account, Failure
+from joinables.trainer.launch.errors import NotPicklable
+from joinables.trainer.launch.failure import Account, Failure
 
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """``fn`` and its arguments."""

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from join.collectives import TorchCollective
 from join.collectives.timeouts import timeouts
-from joinables.trainer.environment import Environment
-from joinables.trainer.payload import Call, Payload
+from joinables.trainer.launch.environment import Environment
+from joinables.trainer.launch.payload import Call, Payload
 
 _T = TypeVar("_T")
 

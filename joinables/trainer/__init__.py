@@ -4,11 +4,11 @@
 """
 
 from joinables.trainer.callback import Callback
-from joinables.trainer.data import UnevenDistributedSampler
 from joinables.trainer.early_stopping import EarlyStopping
 from joinables.trainer.launch.environment import Environment, LocalEnvironment, Place
 from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.launch.launcher import Launcher
+from joinables.trainer.loops.data import UnevenDistributedSampler
 from joinables.trainer.metric_files import CSVMetrics, TensorBoardMetrics
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from joinables.trainer.callback import Callback
 from joinables.trainer.keywords import checks_keywords
-from joinables.trainer.metrics import monitored
+from joinables.trainer.loops.metrics import monitored
 
 if TYPE_CHECKING:
     from joinables.trainer.module import TrainModule

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from joinables.trainer.hooks import ModuleHooks
-from joinables.trainer.metrics import Reduction
+from joinables.trainer.loops.metrics import Reduction
 
 if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 
 from join import JoinReport
 from joinables.train_mode import keeping_modes
-from joinables.trainer import rng, snapshot
 from joinables.trainer.arguments import (
     check_alone,
     check_count,
@@ -36,18 +35,19 @@ from joinables.trainer.arguments import (
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callback import Callback
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.data import Plan, copied_sampler
-from joinables.trainer.evaluate import evaluate, predict
-from joinables.trainer.fit import FitLoop
 from joinables.trainer.hooks import check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.launch.environment import detect_environment
 from joinables.trainer.launch.folders import temporary_folder
+from joinables.trainer.loops import rng, snapshot
+from joinables.trainer.loops.data import Plan, copied_sampler
+from joinables.trainer.loops.evaluate import evaluate, predict
+from joinables.trainer.loops.fit import FitLoop
+from joinables.trainer.loops.precision import Precision
+from joinables.trainer.loops.run import FitRun, Run
 from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
-from joinables.trainer.precision import Precision
 from joinables.trainer.result import Result
-from joinables.trainer.run import FitRun, Run
 from joinables.trainer.strategy import DDPStrategy, Strategy, strategy_of
 
 logger = logging.getLogger("joinables")

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from join.collectives import run_threads
 from joinables.trainer import Trainer, UnevenDistributedSampler
-from joinables.trainer.data import Plan, copied_sampler, distribute
+from joinables.trainer.loops.data import Plan, copied_sampler, distribute
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from join.collectives import Collective, SingleCollective, run_threads
-from joinables.trainer.metrics import ExactSum, MetricStore, Reduction
+from joinables.trainer.loops.metrics import ExactSum, MetricStore, Reduction
 
 FLOATS = st.floats(-1e30, 1e30, allow_nan=False)
 

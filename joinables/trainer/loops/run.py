@@ -14,10 +14,10 @@ import torch
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.transfer import broadcast_tree
-from joinables.trainer.members import Counters
-from joinables.trainer.metrics import MetricStore
-from joinables.trainer.optimizers import Scheduler
-from joinables.trainer.precision import Precision
+from joinables.trainer.loops.collective_calls import Counters
+from joinables.trainer.loops.metrics import MetricStore
+from joinables.trainer.loops.optimizers import Scheduler
+from joinables.trainer.loops.precision import Precision
 
 if TYPE_CHECKING:
     from joinables.trainer.module import TrainModule

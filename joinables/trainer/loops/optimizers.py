@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from join.arguments import did_you_mean
-from joinables.trainer.metrics import monitored
+from joinables.trainer.loops.metrics import monitored
 
 
 @dataclass

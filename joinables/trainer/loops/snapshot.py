@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from joinables.trainer import rng
-from joinables.trainer.optimizers import check_groups
+from joinables.trainer.loops import rng
+from joinables.trainer.loops.optimizers import check_groups
 from joinables.trainer.sharding import optimizer_state
 
 if TYPE_CHECKING:
-    from joinables.trainer.run import FitRun
+    from joinables.trainer.loops.run import FitRun
 
 
 _OWN = {"epochs", "global_step", "module", "optimizers", "schedulers", "scaler", "callbacks", "metrics", "ranks"}

@@ -13,9 +13,9 @@ import torch
 
 from join.batch import map_tensors
 from joinables.train_mode import keeping_modes
-from joinables.trainer import rng
-from joinables.trainer.data import distribute
-from joinables.trainer.run import Run
+from joinables.trainer.loops import rng
+from joinables.trainer.loops.data import distribute
+from joinables.trainer.loops.run import Run
 
 _NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
 _OF_A_BATCH = ("{}_step", "on_{}_batch_start", "on_{}_batch_end")

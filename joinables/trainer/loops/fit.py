@@ -8,7 +8,7 @@ Order of what communicates, on every rank::
                With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
                With uneven="error" and unknown lengths, once ranks run out: who has? (one object all-gather)
                the epoch's metrics; validation's metrics
-               checkpoints of an epoch's end: see joinables.trainer.snapshot
+               checkpoints of an epoch's end: see joinables.trainer.loops.snapshot
 
 Within a block, a rank that accumulates k batches runs one synchronised backward for each k of them, and one for what is
 left at its end. So the n-th of one rank meets the n-th of every other.
@@ -25,13 +25,13 @@ import torch
 
 from join import EarlyTerminationError
 from join.transfer import broadcast_tree
-from joinables.trainer import rng, snapshot
 from joinables.trainer.callback import Callback
-from joinables.trainer.data import Plan, distribute, set_epoch
-from joinables.trainer.evaluate import evaluate, local_loader
-from joinables.trainer.members import Meeting, Ticker
-from joinables.trainer.optimizers import check_closure, parse_optimizers
-from joinables.trainer.run import FitRun
+from joinables.trainer.loops import rng, snapshot
+from joinables.trainer.loops.collective_calls import Meeting, Ticker
+from joinables.trainer.loops.data import Plan, distribute, set_epoch
+from joinables.trainer.loops.evaluate import evaluate, local_loader
+from joinables.trainer.loops.optimizers import check_closure, parse_optimizers
+from joinables.trainer.loops.run import FitRun
 from joinables.trainer.sharding import retarget
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)

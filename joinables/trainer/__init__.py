@@ -3,16 +3,16 @@
 ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` that says what a step is.
 """
 
-from joinables.trainer.callback import Callback
-from joinables.trainer.early_stopping import EarlyStopping
+from joinables.trainer.callbacks.base import Callback
+from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
+from joinables.trainer.callbacks.early_stopping import EarlyStopping
+from joinables.trainer.callbacks.files import CSVMetrics, TensorBoardMetrics
+from joinables.trainer.callbacks.progress import ProgressBar
 from joinables.trainer.launch.environment import Environment, LocalEnvironment, Place
 from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.launch.launcher import Launcher
 from joinables.trainer.loops.data import UnevenDistributedSampler
-from joinables.trainer.metric_files import CSVMetrics, TensorBoardMetrics
-from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
-from joinables.trainer.progress import ProgressBar
 from joinables.trainer.result import Result
 from joinables.trainer.strategy import DDPStrategy, SingleStrategy, Strategy, register_strategy, strategies
 from joinables.trainer.trainer import Trainer

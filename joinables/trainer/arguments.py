@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from joinables.trainer.callback import Callback
+from joinables.trainer.callbacks.base import Callback
+from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
+from joinables.trainer.callbacks.files import MetricFiles
+from joinables.trainer.callbacks.progress import ProgressBar
 from joinables.trainer.hooks import check_callback_hooks
 from joinables.trainer.launch.environment import detect_environment
-from joinables.trainer.metric_files import MetricFiles
-from joinables.trainer.model_checkpoint import ModelCheckpoint
-from joinables.trainer.progress import ProgressBar
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

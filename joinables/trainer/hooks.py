@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from joinables.trainer.callback import Callback
+from joinables.trainer.callbacks.base import Callback
 
 
 class ModuleHooks:

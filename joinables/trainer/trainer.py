@@ -33,7 +33,8 @@ from joinables.trainer.arguments import (
     world_size_for,
 )
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
-from joinables.trainer.callback import Callback
+from joinables.trainer.callbacks.base import Callback
+from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.hooks import check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
@@ -45,7 +46,6 @@ from joinables.trainer.loops.evaluate import evaluate, predict
 from joinables.trainer.loops.fit import FitLoop
 from joinables.trainer.loops.precision import Precision
 from joinables.trainer.loops.run import FitRun, Run
-from joinables.trainer.model_checkpoint import ModelCheckpoint
 from joinables.trainer.module import TrainModule
 from joinables.trainer.result import Result
 from joinables.trainer.strategy import DDPStrategy, Strategy, strategy_of

@@ -25,7 +25,7 @@ import torch
 
 from join import EarlyTerminationError
 from join.transfer import broadcast_tree
-from joinables.trainer.callback import Callback
+from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.loops import rng, snapshot
 from joinables.trainer.loops.collective_calls import Meeting, Ticker
 from joinables.trainer.loops.data import Plan, distribute, set_epoch

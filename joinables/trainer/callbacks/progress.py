@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from joinables.trainer.callback import Callback
+from joinables.trainer.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from joinables.trainer.module import TrainModule

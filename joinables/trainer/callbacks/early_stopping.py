@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from joinables.trainer.callback import Callback
+from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.loops.metrics import monitored
 

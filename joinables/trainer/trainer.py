@@ -35,7 +35,7 @@ from joinables.trainer.arguments import (
 from joinables.trainer.buffers import put_buffers, unsaved_buffers
 from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
 from joinables.trainer.hooks import check_hooks, check_step
 from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.launch.environment import detect_environment

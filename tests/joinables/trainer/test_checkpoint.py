@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from joinables.trainer import ModelCheckpoint, Trainer
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
 
 WRITER = """
 import sys, torch
-from joinables.trainer.checkpoint import write_checkpoint
+from joinables.trainer.checkpoints.file import write_checkpoint
 number = 0
 while True:
     number += 1
@@ -32,7 +32,7 @@ while True:
 
 KILLED = """
 import os, signal, sys
-from joinables.trainer.checkpoint import write_checkpoint
+from joinables.trainer.checkpoints.file import write_checkpoint
 class Dies:
     def __reduce__(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -135,8 +135,8 @@ from pathlib import Path
 import torch
 from join.collectives import SingleCollective
 from joinables.trainer import ModelCheckpoint, Trainer
-from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.sharded_checkpoint import read_sharded, write_sharded
+from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoints.sharded import read_sharded, write_sharded
 from tests.joinables.trainer.modules import Classifier, loader
 
 folder = Path(sys.argv[1])

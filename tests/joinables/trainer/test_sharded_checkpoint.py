@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from join.collectives import SingleCollective, collective_of, run_threads
-from joinables.trainer import sharded_checkpoint as module
+from joinables.trainer.checkpoints import sharded as module
+from joinables.trainer.checkpoints.sharded import read_sharded, write_sharded
 from joinables.trainer.launch.environment import LocalEnvironment
 from joinables.trainer.launch.errors import WorkerDied
 from joinables.trainer.launch.launcher import Launcher
-from joinables.trainer.sharded_checkpoint import read_sharded, write_sharded
 from tests.joinables.trainer.test_checkpoint import damaged
 from tests.pool import Pool
 

@@ -39,7 +39,7 @@ from joinables.trainer import (
     TrainModule,
     WorkerDied,
 )
-from joinables.trainer.checkpoint import read_checkpoint
+from joinables.trainer.checkpoints.file import read_checkpoint
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 

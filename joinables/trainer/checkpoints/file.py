@@ -5,7 +5,7 @@ renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` b
 write to the same place removes it: it is locked as long as its writer lives. A file ends with a checksum, without which
 none is read, and is otherwise one of ``torch.save``: ``torch.load(path)`` reads it too. Reading runs no code
 (``weights_only``). What is in a checkpoint is told in ``joinables.trainer.loops.snapshot``; state that no rank has whole goes
-into a folder, see ``joinables.trainer.sharded_checkpoint``.
+into a folder, see ``joinables.trainer.checkpoints.sharded``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from joinables.trainer.sealed import SealedFile, is_sealed
+from joinables.trainer.checkpoints.sealed import SealedFile, is_sealed
 
 
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, durable: bool = True) -> None:

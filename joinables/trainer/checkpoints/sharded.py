@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
 from join.collectives import Collective, SingleCollective, TorchCollective
-from joinables.trainer.checkpoint import sync_folder, temporary_name
-from joinables.trainer.sealed import SealedFile, is_sealed
+from joinables.trainer.checkpoints.file import sync_folder, temporary_name
+from joinables.trainer.checkpoints.sealed import SealedFile, is_sealed
 
 
 def write_sharded(state: Mapping[str, Any], path: str | os.PathLike[str], collective: Collective) -> None:
@@ -102,7 +102,7 @@ def read_sharded(state: dict[str, Any], path: str | os.PathLike[str], collective
         read_sharded(state, path, collective)
         set_state_dict(fully_sharded, adam, model_state_dict=model, optim_state_dict=optimizer)
 
-    Unlike that of :func:`~joinables.trainer.checkpoint.read_checkpoint`, DCP's format is pickled: reading can run code,
+    Unlike that of :func:`~joinables.trainer.checkpoints.file.read_checkpoint`, DCP's format is pickled: reading can run code,
     so read only what you trust.
 
     Args:

@@ -1,7 +1,7 @@
 """The context manager: :class:`Join`.
 
 It checks its arguments, turns objects into joinables, attaches and detaches them, and synchronises state at the end.
-The order of collectives inside the block is the business of ``join.protocol.announced``; around it stand, on all ranks alike::
+The order of collectives inside the block is the business of ``join.protocol``; around it stand, on all ranks alike::
 
     enter    one all-reduce: do all ranks list the same? (``join.arguments``)
              joinables attach (a pending bucket rebuild of DDP is done now)

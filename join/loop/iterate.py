@@ -22,7 +22,7 @@ A rank that leaves the loop by ``break`` waits until all others have left it at 
     all leave at the same step                       a rank leaves alone
     the last of its window: roll call is read        the same
     tell that they have left; wait for all           tells that it has left; sees that others are in later steps
-    the loop is over                                 raises ProtocolError, and fails by the rule of ``join.failure.peers``
+    the loop is over                                 raises ProtocolError, and fails by the one rule, ``join.failure``
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Every private API of torch that this package calls, and nothing else."""

@@ -25,8 +25,8 @@ are replayed without it, evaluation in evaluation, backwards that reduce nothing
 on the result. A joined rank clears its gradients where the active ones have, and keeps them where they have. What it
 had accumulated when it ran out goes into the next reduction, natively.
 
-*State.* Shards stay with their ranks, so a joined rank must step them too: ``joinables.optimizer_step``. Unsharded parameters and
-buffers come from the last joiner.
+*State.* Shards stay with their ranks, so a joined rank must step them too: ``joinables.optimizer_step``. Unsharded
+parameters and buffers come from the last joiner.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A file is there whole or not at all: it is written under a temporary name beside
 renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it, and the next
 write to the same place removes it: it is locked as long as its writer lives. A file ends with a checksum, without which
 none is read, and is otherwise one of ``torch.save``: ``torch.load(path)`` reads it too. Reading runs no code
-(``weights_only``). What is in a checkpoint is told in ``joinables.trainer.loops.snapshot``; state that no rank has whole goes
-into a folder, see ``joinables.trainer.checkpoints.sharded``.
+(``weights_only``). What is in a checkpoint is told in ``joinables.trainer.loops.snapshot``.
 """
 
 from __future__ import annotations

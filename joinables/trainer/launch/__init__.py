@@ -1,0 +1,1 @@
+"""Running one function on all ranks: processes that are started here, or were started by others."""

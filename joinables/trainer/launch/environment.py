@@ -1,8 +1,8 @@
 """What started this process: :func:`detect_environment`, and :class:`LocalEnvironment` where nothing did.
 
 Either somebody has started the processes already and says so in environment variables, which is what
-``joinables.trainer.launch.launched`` reads, or nobody has, and :class:`LocalEnvironment` is for a launcher that starts them
-itself.
+``joinables.trainer.launch.launched`` reads, or nobody has, and :class:`LocalEnvironment` is for a launcher that starts
+them itself.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ The parent and a worker, where the launcher starts the processes::
     removes the folder with the files
 
 Where they are started by others, each of them is such a worker that keeps what ``fn`` returns or raises. Here is the
-parent's side; the worker's is in ``joinables.trainer.launch.worker``, the files are in ``joinables.trainer.launch.payload``.
+parent's side; the worker's is in ``launch.worker``, the files are in ``launch.payload``.
 
 A message says only which rank has what; whatever may be long goes through a file. So no pipe can be full while its
 reader waits for the writer's end, and a message is there or not, whenever its writer is killed.

@@ -1,0 +1,1 @@
+"""What a run does on one rank, step by step: fit, evaluate, predict, and what they keep."""

@@ -26,8 +26,8 @@ class Result:
         join_report: who did what in the last epoch; ``None`` before any.
         stopped: whether a callback ended the fit.
         state: everything that a fit goes on from, as ``joinables.trainer.loops.snapshot`` has it: the module's,
-            optimizers', schedulers' and scaler's states, counters, random numbers. ``None`` for other runs, and where it
-            lies in a file on its way between processes.
+            optimizers', schedulers' and scaler's states, counters, random numbers. ``None`` for other runs, and where
+            it lies in a file on its way between processes.
     """
 
     stage: str

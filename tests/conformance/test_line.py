@@ -20,8 +20,8 @@ from join import Join
 from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
 from join.collectives.broken import BrokenCollective
 from join.collectives.control_line import GroupLine
+from join.collectives.shared_memory import segment as memory
 from join.collectives.shared_memory.line import SharedMemoryLine
-from join.collectives.shared_memory.line import segment as memory
 from tests.join.counter import Counter
 from tests.pool import Pool
 

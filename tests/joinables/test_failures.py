@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError
 from joinables import State
 from tests.ending import Ending, assert_blamed
-from tests.joinables.test_hooks import buffer_hook
+from tests.joinables.ddp.test_comm_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
 

@@ -183,7 +183,7 @@ def test_a_picture_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 def test_plotting_leaves_pyplot_alone(tmp_path: Path) -> None:
     probe = (
-        "import sys; from tests.join.test_report import JoinReport, rows;"
+        "import sys; from tests.join.report.test_report import JoinReport, rows;"
         f"JoinReport(rows(2), True).plot({str(tmp_path / 'x.pdf')!r}); print('matplotlib.pyplot' in sys.modules)"
     )
     command = [sys.executable, "-W", "error", "-c", probe]

@@ -19,7 +19,7 @@ from join import Join, JoinError, PeerError, ProtocolError
 from join.collectives import ThreadCollective
 from tests.ending import Ending
 from tests.join.counter import Counter, Leading
-from tests.joinables.test_metric import on_threads
+from tests.joinables.metrics.test_metric import on_threads
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
 from tests.training import Sharded, shard, whole

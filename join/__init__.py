@@ -3,13 +3,14 @@
 ``with Join([model, optimizer]):`` around a training loop, and every rank may have a different number of batches.
 """
 
+import importlib
 import sys
 
 from join.block_names import Package
 from join.context import Join
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst, Joinable, JoinConfig, JoinHook
-from join.registry import register_joinable
+from join.registry import load_adapters_by, register_joinable
 from join.report import JoinReport
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "register_joinable",
 ]
 
+load_adapters_by(lambda: importlib.import_module("joinables"))
 sys.modules[__name__].__class__ = Package

@@ -1,4 +1,4 @@
-"""The tensors in a batch, whatever holds them: :func:`tensors_in`, :func:`map_tensors`, :func:`samples_in`.
+"""What a rank has in a step, :class:`StepBatch`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
 
 Held are tensors in lists, tuples, dicts and what else ``torch.utils._pytree`` knows, in subclasses of these, in
 mappings of any class and in dataclasses. Other objects stay as they are.
@@ -9,10 +9,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum, auto
 from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
+
+
+class StepBatch(Enum):
+    """What this rank has in a step of a loop over ``Join.iterate``."""
+
+    DATA = auto()
+    """A batch of its own, or there is no such loop."""
+    LAST = auto()
+    """A batch of its own, perhaps its last one."""
+    EMPTY = auto()
+    """A dummy without samples."""
+    DUMMY = auto()
+    """A dummy with samples."""
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

@@ -17,12 +17,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from join.context import Join
+from join.batch import StepBatch
+from join.collectives import Collective, Work
 
 
 class JoinConfig(NamedTuple):
@@ -95,7 +95,7 @@ class Joinable(ABC):
     def join_process_group(self) -> Any:
         """The joinable's ``ProcessGroup`` or :class:`join.collectives.Collective`; ``None`` is the default group."""
 
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         """Called on entering a block, in the order of the list; the place to register hooks."""
 
     def detach(self) -> None:
@@ -133,6 +133,166 @@ class Joinable(ABC):
     def join_target(self) -> Any:
         """The object this joinable stands for; an object can be in one block at a time only."""
         return self
+
+
+class Block(Protocol):
+    """What a joinable sees of the ``Join`` block that it is in."""
+
+    @property
+    def channel(self) -> BlockChannel:
+        """How the ranks of the block's group keep in step."""
+        ...
+
+    @property
+    def collective(self) -> Collective:
+        """The group of the block."""
+        ...
+
+    @property
+    def weight(self) -> float | None:
+        """How much this rank's next backwards weigh; see ``Join.weight``."""
+        ...
+
+    @property
+    def shadowing(self) -> bool:
+        """Whether the batch that ``Join.iterate`` handed out last is a dummy, which must not count."""
+        ...
+
+
+class BlockChannel(Protocol):
+    """What a :class:`Burst` sees of the protocol by which the ranks of its group keep in step.
+
+    What is said of *this step* holds in the body of a loop over ``Join.iterate``, where every rank runs each burst
+    itself, with data or on a dummy.
+    """
+
+    # -- announcing ---------------------------------------------------------------------------------------------------
+
+    def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
+        """Tell all ranks that this rank is about to run a burst of ``joinable``."""
+        ...
+
+    def confirm(self) -> object:
+        """Wait for the last header, and make sure that all active ranks announced the same."""
+        ...
+
+    def read(self) -> object:
+        """Wait for the last header."""
+        ...
+
+    def all_announced(self) -> bool:
+        """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
+        ...
+
+    def announced(self, burst: Burst) -> int:
+        """How many ranks announced ``burst`` in the last header; waits for it."""
+        ...
+
+    def flags(self, burst: Burst) -> Sequence[int]:
+        """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
+        ...
+
+    def lead(self) -> int:
+        """The rank that leads from the last header's burst on; called at the same place on all ranks."""
+        ...
+
+    def protest(self, why: str) -> None:
+        """Raise a :class:`join.ProtocolError` for what this rank alone knows, at the end of a burst."""
+        ...
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for all where one must: the lowest that was active in the last burst."""
+        ...
+
+    @property
+    def closed(self) -> str:
+        """Why nothing can be announced any more, if so."""
+        ...
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this rank leaves the block with an exception."""
+        ...
+
+    @property
+    def targets(self) -> Sequence[object]:
+        """The objects that are listed in the blocks of the group."""
+        ...
+
+    # -- what ranks know without a header -----------------------------------------------------------------------------
+
+    @property
+    def foresees_bursts(self) -> bool:
+        """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
+        ...
+
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+        """Whether a module's backward is announced when its forward begins."""
+        ...
+
+    def someone_may_contribute_unseen(self) -> bool:
+        """Whether the last header may not have counted a rank that contributes to its burst."""
+        ...
+
+    # -- in a loop over Join.iterate ----------------------------------------------------------------------------------
+
+    @property
+    def loop(self) -> int:
+        """The number of the loop; of the last one, outside."""
+        ...
+
+    @property
+    def is_in_loop_body(self) -> bool:
+        """Whether this rank is in the body of a loop, and has not broken out of it."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How many steps of the loop this rank has begun."""
+        ...
+
+    @property
+    def batch(self) -> StepBatch:
+        """What this rank has in this step."""
+        ...
+
+    @property
+    def shadowing(self) -> bool:
+        """Whether this rank has no data in this step."""
+        ...
+
+    @property
+    def ranks_with_data(self) -> int | None:
+        """The ranks that have data in this step, as a bit mask; ``None`` outside a loop, where others shadow."""
+        ...
+
+    @property
+    def all_have_data(self) -> bool:
+        """Whether all ranks have data in this step."""
+        ...
+
+    @property
+    def first_with_data(self) -> int:
+        """The lowest of the ranks that have data in this step."""
+        ...
+
+    @property
+    def watches_calls(self) -> bool:
+        """Whether what a module is called on is to be looked at: at the beginning of a loop, and where data ends."""
+        ...
+
+    def module_called(self) -> None:
+        """A module is called, and has sent nothing yet."""
+        ...
+
+    def module_runs_on(self, arguments: Any) -> None:
+        """A module runs on these arguments."""
+        ...
+
+    def end_broken_loop(self) -> None:
+        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
+        ...
 
 
 class BurstState(Enum):

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, cast
 import torch
 from typing_extensions import override
 
-from join import Burst, Join, Joinable, JoinHook
+from join import Burst, Joinable, JoinHook
+from join.joinable import Block
 
 
 class StandIn(Joinable):
@@ -57,7 +58,7 @@ class Announcing(StandIn, Burst, JoinHook):
         return self
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         self._channel, self._collective = join.channel, join.collective
 
     @override
@@ -88,7 +89,7 @@ class Silent(StandIn):
         return None
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         self._collective = join.collective
 
     @override

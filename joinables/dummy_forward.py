@@ -15,9 +15,8 @@ import torch
 from typing_extensions import override
 
 from join import JoinError
-from join.batch import map_tensors, tensors_in
-from join.loop.dummies import StepBatch
-from join.protocol.announced import Channel
+from join.batch import StepBatch, map_tensors, tensors_in
+from join.joinable import BlockChannel
 from joinables._torch.reducer import call_uncompiled, compiler_under_way, not_compiled
 from joinables.tensors import hides_tensors
 from joinables.wrapped_forward import own_forward
@@ -32,7 +31,7 @@ class DummyForward:
         channel: that of the block.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: BlockChannel) -> None:
         self._channel = channel
         self._calls: list[Arguments] = []  # of the last step in which this rank had data, in their order
         self._step = self._number = 0

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from join import Join
+from join.joinable import Block
 from join.transfer import broadcast_tree
 
 
@@ -32,7 +32,7 @@ class Hyperparameters:
         join: the block.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, join: Join) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, join: Block) -> None:
         self._optimizer, self._channel, self._collective = optimizer, join.channel, join.collective
         self._numbers = _Number.all_in(self._groups)
 
@@ -42,7 +42,7 @@ class Hyperparameters:
 
     def share(self, *, active: bool) -> None:
         """Let joined ranks, if there are any, have the leader's numbers, in the burst of the last header."""
-        if self._channel.read().active == self._collective.world_size:
+        if self._channel.all_announced():
             return
         leads = self._channel.lead() == self._collective.rank
         mine = [number.read() if leads else 0.0 for number in self._numbers]

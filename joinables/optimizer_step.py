@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from join import Join
-from join.joinable import BurstState
+from join.joinable import Block, BurstState
 from join.transfer import broadcast_tree
 from joinables.adapter import Announcing
 from joinables.hyperparameters import Hyperparameters
@@ -56,7 +55,7 @@ class OptimizerStep(Announcing):
         return self._optimizer
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self._hyperparameters = Hyperparameters(self._optimizer, join)
         self._shadowing = False

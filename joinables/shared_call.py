@@ -28,7 +28,7 @@ import torch
 from typing_extensions import override
 
 from join import Burst, Join, JoinError, JoinHook
-from join.joinable import BurstState
+from join.joinable import Block, BurstState
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class SharedCall(Burst, JoinHook, Generic[T]):
         if not callable(function):
             raise TypeError(f"function is a {type(function).__name__}, which cannot be called")
         self._function, self._group = function, process_group
-        self._join: Join | None = None
+        self._join: Block | None = None
 
     def __call__(self) -> T:
         """Call it.
@@ -90,7 +90,7 @@ class SharedCall(Burst, JoinHook, Generic[T]):
         return self._group
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         self._join, self.state = join, BurstState.IDLE
 
     @override

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
-from join import Join
+from join.joinable import Block
 from join.transfer import broadcast_tree
 from joinables._torch.reducer import has_stepped, mark_stepped
 from joinables.adapter import Silent
@@ -46,7 +46,7 @@ class State(Silent):
         return self._steps
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self._steps = 0
         if isinstance(self._stateful, torch.optim.Optimizer):

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from typing_extensions import override
 
 from join import Join, JoinHook
+from join.joinable import Block
 from joinables._torch.reducer import routed_notifications
 from joinables.adapter import StandIn
 
@@ -31,7 +32,7 @@ class TorchJoinable(StandIn):
         return cast("JoinHook", self._target.join_hook(**kwargs))
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         first = self.join_config.is_first_joinable
         self._routes.enter_context(
             routed_notifications(self._target, lambda: Join.notify_join_context(self), first=first)

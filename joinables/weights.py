@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from join import Join
+from join.joinable import Block
 
 
 class Weights:
@@ -54,7 +54,7 @@ class Weights:
         self.silent = False
         """Whether gradients count for nothing: those of a batch that is not there. Needs ``watch(always=True)``."""
 
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         """A block is entered."""
         self._join, self._channel, self.refused = join, join.channel, None
 
@@ -88,11 +88,11 @@ class Weights:
         return self.agreed, accumulated
 
     def change(self) -> ValueError | None:
-        """In lockstep, as this rank's own backward begins: what is wrong if it uses weights and ranks agreed on none.
+        """As this rank's own backward begins: what is wrong if it uses weights, and ranks agreed on none in this loop.
 
         Or the other way round.
         """
-        agreed = self.agreed_in == self._channel.loop
+        agreed = self._channel.ranks_with_data is not None and self.agreed_in == self._channel.loop
         if agreed and self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
             return ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
         return None

@@ -1,26 +1,12 @@
-"""Batches for ranks that have none left: :func:`emptied`, and what a rank has in a step, :class:`StepBatch`."""
+"""Batches for ranks that have none left: :func:`emptied` and :func:`duplicate`."""
 
 from __future__ import annotations
 
-from enum import Enum, auto
 from typing import Any
 
 import torch
 
 from join.batch import map_tensors
-
-
-class StepBatch(Enum):
-    """What this rank has in a step of a loop over ``Join.iterate``."""
-
-    DATA = auto()
-    """A batch of its own, or there is no such loop."""
-    LAST = auto()
-    """A batch of its own, perhaps its last one."""
-    EMPTY = auto()
-    """A dummy without samples."""
-    DUMMY = auto()
-    """A dummy with samples."""
 
 
 def emptied(batch: Any) -> Any:

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Literal, TypeAlias, cast
 
 from join.arguments import check_same
+from join.batch import StepBatch
 from join.errors import JoinError, PeerError, ProtocolError
-from join.loop.dummies import StepBatch, duplicate, emptied, hint_at_empty_batch
+from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
 from join.loop.step_counts import Windows
 from join.protocol.lockstep import ONE_AT_A_TIME, LockstepChannel

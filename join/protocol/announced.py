@@ -44,10 +44,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from join.batch import StepBatch
 from join.collectives import Collective, Sum, Work
 from join.collectives.board import Progress
 from join.collectives.broken import is_broken
@@ -56,7 +57,6 @@ from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, Peer
 from join.failure.peers import Peers
 from join.failure.waiting import is_done_within
 from join.joinable import Burst, BurstState, Joinable
-from join.loop.dummies import StepBatch
 from join.protocol.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, Header, HeaderCode
 from join.protocol.late_use import LateUse
 from join.protocol.members import Member, Scope
@@ -116,7 +116,7 @@ class Channel:
     """There: what it has instead."""
     all_have_data = True
     """There: whether all ranks have data in this step."""
-    first_active = 0
+    first_with_data = 0
     """There: the lowest of the ranks that have."""
     steps = 0
     """There: how many steps this rank has begun."""
@@ -220,6 +220,72 @@ class Channel:
     def someone_may_contribute_unseen(self) -> bool:
         """Whether the last header may not have counted a rank that contributes to its burst."""
         return False
+
+    @property
+    def targets(self) -> list[object]:
+        """The objects that are listed in the blocks of the group."""
+        return [member.joinable.join_target for scope in self.scopes for member in scope.members]
+
+    @property
+    def ranks_with_data(self) -> int | None:
+        """The ranks that have data in this step, as a bit mask, where all ranks run it, with data or without.
+
+        ``None`` elsewhere: a rank without data shadows then.
+        """
+        return self.active_ranks if self.in_lockstep else None
+
+    @property
+    def is_in_loop_body(self) -> bool:
+        """Whether this rank is in the body of a loop over ``Join.iterate``, and has not broken out of it."""
+        return self.in_lockstep and self.leave_loop is None
+
+    @property
+    def foresees_bursts(self) -> bool:
+        """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
+        return self.declared
+
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+        """Whether a module's backward is announced when its forward begins.
+
+        Args:
+            burst: the backward.
+            saves_header: whether one header then does for both.
+            has_buffers: whether the forward broadcasts buffers.
+        """
+        return self.early is burst and saves_header
+
+    def module_called(self) -> None:
+        """A module is called, and has sent nothing yet.
+
+        Raises:
+            ProtocolError: if batches are taken in another thread.
+        """
+        if self.late_use is not None:
+            self.late_use.called()
+
+    def end_broken_loop(self) -> None:
+        """If this rank has broken out of a loop over ``Join.iterate``, leave it with all others that have.
+
+        Comes before whatever asks what there is to announce.
+        """
+        if self.leave_loop is not None:
+            self.leave_loop()
+
+    @property
+    def watches_calls(self) -> bool:
+        """Whether what a module is called on is to be looked at: at the beginning of a loop, and where data ends."""
+        return self.batch is not StepBatch.DATA or self.late_use is not None
+
+    def module_runs_on(self, arguments: Any) -> None:
+        """A module runs on these arguments.
+
+        Raises:
+            ProtocolError: if they show that batches are read ahead of the loop's body.
+        """
+        if self.late_use is not None:
+            self.late_use.used(arguments)
+            if self.late_use.is_ruled_out and not self.in_lockstep:
+                self.late_use = None
 
     @property
     def has_several_bursts(self) -> bool:
@@ -368,6 +434,10 @@ class Channel:
         error = JoinTimeoutError(f"{text}. The process group has a collective pending and cannot be used any more")
         self.peers.leave(error)
         return error
+
+    def all_announced(self) -> bool:
+        """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
+        return self.read().active == self._world_size
 
     def announced(self, burst: Burst) -> int:
         """How many ranks announced ``burst`` in the last header; waits for it."""

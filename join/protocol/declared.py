@@ -23,6 +23,7 @@ from typing_extensions import override
 from join.collectives import Collective, Work
 from join.collectives.work import DONE
 from join.errors import JoinError, ProtocolError
+from join.joinable import Burst
 from join.protocol.announced import Channel, Outcome
 from join.protocol.header import Header
 from join.protocol.members import Member, Scope
@@ -83,6 +84,10 @@ class DeclaredChannel(Channel):
     def _can_be_early(self) -> bool:
         # What covers another burst is announced where that one comes.
         return super()._can_be_early() or any(each.is_covered for _, each in self._bursts)
+
+    @override
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+        return self.early is burst and (saves_header or has_buffers)
 
     @override
     def someone_may_contribute_unseen(self) -> bool:

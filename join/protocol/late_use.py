@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from join.batch import tensors_in
+from join.batch import StepBatch, tensors_in
 from join.errors import ProtocolError
-from join.loop.dummies import StepBatch
 
 _REMEMBERED = 64  # batches: nobody reads as far ahead
 

@@ -27,13 +27,13 @@ from typing import NoReturn
 
 from typing_extensions import override
 
+from join.batch import StepBatch
 from join.collectives import Work
 from join.collectives.board import Progress
 from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.errors import JoinError, ProtocolError
-from join.joinable import Joinable
-from join.loop.dummies import StepBatch
+from join.joinable import Burst, Joinable
 from join.protocol.announced import Channel, Outcome
 from join.protocol.header import ACTIVE, LEADER, Header
 from join.protocol.late_use import LateUse
@@ -83,6 +83,12 @@ class LockstepChannel(Channel):
                 left=self.has_left,
             )
         )
+
+    @override
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+        if self.in_lockstep:  # nothing is sent, and a backward that this rank skips is owed by its forward
+            return self.early is burst
+        return super().announces_in_forward(burst, saves_header=saves_header, has_buffers=has_buffers)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ class LockstepChannel(Channel):
         self.steps += 1
 
     def _set_active(self, active: int) -> None:
-        self.active_ranks, self.first_active = active, _lowest(active)
+        self.active_ranks, self.first_with_data = active, _lowest(active)
         self.all_have_data = active == self._all_ranks
         self._see_whether_shadowing()
 
@@ -322,7 +328,7 @@ class LockstepChannel(Channel):
         """What a header would have said that all ranks sent to announce member ``index``."""
         member = self._members[index]
         flags = () if member.burst is None else tuple(member.burst.declared_flags(weighted=False))
-        leads = self.leader == self.first_active  # lower ranks come back in a second loop
+        leads = self.leader == self.first_with_data  # lower ranks come back in a second loop
         header = self._computed.get((index, flags, leads))
         if header is None:
             header = self._assumed(index, self._world_size, flags, leader_alive=leads)
@@ -344,7 +350,7 @@ class LockstepChannel(Channel):
     def elect(self, candidate: bool) -> int:
         if not self.in_lockstep:
             return super().elect(candidate)
-        return self.first_active
+        return self.first_with_data
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

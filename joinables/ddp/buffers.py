@@ -11,8 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join
-from join.joinable import BurstState
+from join.joinable import Block, BurstState
 from join.transfer import broadcast_tensors
 from joinables._torch import reducer
 from joinables.adapter import Announcing
@@ -52,7 +51,7 @@ class BufferSync(DDPBurst):
         self._after_forward = self._are_new = False
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self.state = BurstState.IDLE
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
@@ -101,7 +100,7 @@ class BucketRebuild(DDPBurst):
     """Whether it is still to come, in the life of this module."""
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self.main_hook()  # pending from a backward before the block; the same on all ranks
 

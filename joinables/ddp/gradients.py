@@ -14,11 +14,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, JoinError, JoinHook, ProtocolError
+from join import JoinError, JoinHook, ProtocolError
+from join.batch import StepBatch
 from join.collectives import Work
 from join.collectives.broken import is_broken
-from join.joinable import BurstState
-from join.loop.dummies import StepBatch
+from join.joinable import Block, BurstState
 from join.transfer import broadcast_tensors
 from joinables._torch import reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
@@ -102,7 +102,7 @@ class GradientSync(DDPBurst):
         return self
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self._join = join
         self._all_ranks = (1 << self._collective.world_size) - 1
@@ -161,7 +161,8 @@ class GradientSync(DDPBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        return (self._buffers is not None and self._channel.early is self, False, True, weighted)
+        covers = self._channel.announces_in_forward(self, saves_header=False, has_buffers=True)
+        return (self._buffers is not None and covers, False, True, weighted)
 
     @property
     @override
@@ -178,7 +179,7 @@ class GradientSync(DDPBurst):
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
         self.state = BurstState.RUNNING
-        if self._channel.in_lockstep:
+        if self._channel.ranks_with_data is not None:
             self._see_zeroed(values=False)
             self._agree()
         elif self._weighted != self._weighs:
@@ -228,7 +229,7 @@ class GradientSync(DDPBurst):
         """Whether a reduction to which this rank gave nothing shows that others gave something."""
         may_be_older = self._may_hold_result and self._divide_by_initial_world_size
         # A rank that has joined may have given what it had accumulated.
-        may_be_joined = not self._channel.in_lockstep and self._channel.flags(self)[2] > self._channel.announced(self)
+        may_be_joined = self._channel.flags(self)[2] > self._channel.announced(self)
         if may_be_older or may_be_joined or reducer.hooks_remember(self._ddp):
             return False
         return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
@@ -239,12 +240,9 @@ class GradientSync(DDPBurst):
     def main_hook(self) -> None:
         with_buffers, holding, _, _ = self._channel.flags(self)
         self._with_buffers = with_buffers > 0
-        if not self._channel.in_lockstep:
-            self._weigh_as_all()
+        self._weigh_as_all()
         if self._with_buffers and self._buffers is not None:
             self._buffers.main_hook()
-        if self._channel.in_lockstep:
-            self._agree()
         self._shadow_reduction(holding > 0)
         self._rebuild.expect()
 
@@ -299,8 +297,8 @@ class GradientSync(DDPBurst):
     def _before_forward(self) -> None:
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(_IN_TORCH_JOIN)
-        if self._channel.late_use is not None:
-            self._channel.late_use.called()
+        channel = self._channel
+        channel.module_called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
@@ -310,34 +308,31 @@ class GradientSync(DDPBurst):
             if weighted:
                 self._weights.watch()
             if self._ddp.require_backward_grad_sync and self.state is not BurstState.OWED:
-                self._weighted = weighted and not self._channel.shadowing
+                self._weighted = weighted and not channel.shadowing
                 self._announce_forward()
         if self._expects_backward_inside:
             self._written = self._gradient_writes()
-        if self._channel.shadowing:
+        if channel.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
-        if self._channel.batch is not StepBatch.DATA or self._channel.late_use is not None:
+        if channel.watches_calls:
             self._look_into_forward()
 
     def _watch_use(self) -> None:
         if self._has_no_gradient and not self._armed:
             reducer.forget_use(self._ddp)
-        if self._channel.in_lockstep and self._counts_use:
+        if self._counts_use and self._channel.ranks_with_data is not None:
             self._usage.watch()
 
     def _announce_forward(self) -> None:
         channel, buffers = self._channel, self._buffers
-        if channel.leave_loop is not None:
-            channel.leave_loop()
-        early = channel.early is self
-        if not channel.in_lockstep:  # nothing is sent there, and a rank may skip its backward
-            if self._may_hold_result:
-                self._see_zeroed(values=False)
-            # A forward cannot know whether the last result will be there (zero_grad may follow), nor count contributors
-            # for nothing. With buffers it needs a header anyway.
-            initial = self._divide_by_initial_world_size
-            worth_it = not self._may_hold_result if initial else buffers is not None
-            early &= worth_it or (channel.declared and buffers is not None)
+        channel.end_broken_loop()
+        if self._may_hold_result and channel.ranks_with_data is None:
+            self._see_zeroed(values=False)
+        # A forward cannot know whether the last result will be there (zero_grad may follow), nor count contributors
+        # for nothing. With buffers it needs a header anyway.
+        has_buffers = buffers is not None
+        saves = not self._may_hold_result if self._divide_by_initial_world_size else has_buffers
+        early = channel.announces_in_forward(self, saves_header=saves, has_buffers=has_buffers)
         self._with_buffers = early and buffers is not None
         if early:
             channel.announce(self)
@@ -355,10 +350,7 @@ class GradientSync(DDPBurst):
     def _stands_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Before the module's own forward, at the beginning of a loop and where this rank's data ends."""
         channel, self._inner = self._channel, None
-        if channel.late_use is not None:
-            channel.late_use.used((args, kwargs))
-            if channel.late_use.is_ruled_out and not channel.in_lockstep:
-                channel.late_use = None
+        channel.module_runs_on((args, kwargs))
         self._dummy_forward.called(args, kwargs)
         return channel.batch is StepBatch.EMPTY and is_empty_call((args, kwargs))
 
@@ -426,8 +418,7 @@ class GradientSync(DDPBurst):
         weighted = self._join.weight is not None
         # The reducer is armed by any synchronised forward, whichever forward this gradient belongs to.
         reduces = self._armed or synchronised
-        is_in_loop = channel.in_lockstep and channel.leave_loop is None
-        if is_in_loop and self._plain_in == channel.loop and reduces and not weighted:
+        if reduces and not weighted and self._plain_in == channel.loop and channel.is_in_loop_body:
             if not (self._armed and self.state is BurstState.OWED):
                 self._announce_backward(weighted)
             self._end_reduction()
@@ -440,7 +431,8 @@ class GradientSync(DDPBurst):
             )
             if not reduces:
                 self._weights.end_refused()
-        makes_no_difference = reduces and channel.in_lockstep and not weighted  # where all ranks give theirs
+        # Where all ranks give theirs, it makes no difference.
+        makes_no_difference = reduces and channel.ranks_with_data is not None and not weighted
         if self._may_hold_result and not makes_no_difference:
             self._see_zeroed(values=True)
         if weighted:
@@ -461,7 +453,7 @@ class GradientSync(DDPBurst):
             outputs = [tensor for ref in self._outputs if (tensor := ref()) is not None]
             reducer.expect_backward(self._ddp, outputs)
         if self.state is not BurstState.OWED:
-            if self._channel.declared and self._buffers is not None:
+            if self._channel.foresees_bursts and self._buffers is not None:
                 raise ProtocolError(
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
                     " it; call what announces in between after the backward, and list it after the module"
@@ -473,7 +465,7 @@ class GradientSync(DDPBurst):
     def _begin_reduction(self, weighted: bool) -> None:
         self._announce_backward(weighted)
         holding = False
-        if self._channel.in_lockstep:  # where ranks without data hold the last result, too
+        if self._channel.ranks_with_data is not None:  # where ranks without data hold the last result, too
             if self._weights.agreed_in != self._channel.loop or self._weights.agreed != weighted:
                 self._agree()
                 self._weights.refused = self._weights.refused or self._weights.change()
@@ -481,7 +473,7 @@ class GradientSync(DDPBurst):
         else:
             self._check_weights()
             holding = self._may_hold_result and self._divide_by_initial_world_size and not self._weighted
-            if holding and self._channel.declared:
+            if holding and self._channel.foresees_bursts:
                 raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
         if self._weights.aside:
             self._weights.take_back(self._share_of_result)
@@ -499,7 +491,7 @@ class GradientSync(DDPBurst):
         waits = scales or self._counts_use or self._rebuild.pending
         if waits or self._weights.window or self._weights.aside or self._weights.refused:
             reducer.after_reduction(self._finish_reduction)
-        elif self._channel.in_lockstep:  # nothing is done with the result, so it need not be there
+        elif self._channel.ranks_with_data is not None:  # nothing is done with the result, so it need not be there
             # The next one is as plain, if it is not weighted: that is all that may change in a loop.
             self._plain_in = self._channel.loop
             self._end_reduction()
@@ -530,12 +522,13 @@ class GradientSync(DDPBurst):
 
     def _begin_use(self) -> None:
         """A backward begins: in lockstep, note who has data, and, if it is the first of a reduction, the gradients."""
-        if not self._channel.in_lockstep:
+        with_data = self._channel.ranks_with_data
+        if with_data is None:
             return
         if self._counts_use:
             self._begin_window()
-        self._had_data |= self._channel.active_ranks
-        self._had_dummies |= self._channel.active_ranks != self._all_ranks
+        self._had_data |= with_data
+        self._had_dummies |= with_data != self._all_ranks
 
     def _begin_window(self) -> None:
         if not self._had_data:
@@ -549,7 +542,7 @@ class GradientSync(DDPBurst):
 
     def _end_use(self) -> None:
         """A reduction is over: in lockstep, what only dummies used is put back."""
-        if self._channel.in_lockstep and self._counts_use:
+        if self._counts_use and self._channel.ranks_with_data is not None:
             self._usage.end_reduction(with_dummies=self._had_dummies or self._weights.brought)
         self._had_data, self._had_dummies = 0, False
 
@@ -604,14 +597,14 @@ class GradientSync(DDPBurst):
     @property
     def _contribution(self) -> float:
         """Whether this rank contributes to its own backward: not with dummies alone."""
-        return float(not self._channel.in_lockstep or self._had_data >> self._collective.rank & 1)
+        return float(self._channel.ranks_with_data is None or self._had_data >> self._collective.rank & 1)
 
     @property
     def _header_tells_contributors(self) -> bool:
         channel = self._channel
-        if channel.in_lockstep:
+        if channel.ranks_with_data is not None:
             return not self._weights.brought
-        in_time = not self._with_buffers or channel.declared
+        in_time = not self._with_buffers or channel.foresees_bursts
         return in_time and not channel.someone_may_contribute_unseen()
 
     def _scale(self) -> None:
@@ -622,7 +615,7 @@ class GradientSync(DDPBurst):
         """
         if not self._scales:
             return
-        if self._contributors is None and self._channel.in_lockstep:
+        if self._contributors is None and self._channel.ranks_with_data is not None:
             contributors = float(self._had_data.bit_count())
         elif self._contributors is None:
             contributors = float(self._channel.flags(self)[2])

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from join import Join
+from join.joinable import Block
 
 
 class Usage:
@@ -33,7 +33,7 @@ class Usage:
         self._used = torch.zeros(len(parameters), dtype=torch.int64)
         self._absent: list[bool] = []
 
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         """A block is entered."""
         self._join = join
 

@@ -28,7 +28,8 @@ from typing import Any, cast
 import torch
 from typing_extensions import override
 
-from join import Join, JoinHook
+from join import JoinHook
+from join.joinable import Block
 from join.transfer import gather_trees
 from joinables.adapter import Silent
 from joinables.metrics.states import contributions, merged, put
@@ -46,7 +47,7 @@ class MetricAtEnd(Silent, JoinHook):
         return self
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self._join = join
         metrics = metrics_of(self._target)

@@ -32,8 +32,8 @@ import torch
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from join import Burst, Join
-from join.joinable import BurstState
+from join import Burst
+from join.joinable import Block, BurstState
 from join.transfer import gather_trees
 from joinables.metrics.at_end import InBlock, Local, MetricAtEnd, metrics_of
 from joinables.metrics.states import contributions, merged, put
@@ -47,7 +47,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
     comes_between = True
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         twin = _twin(self._target)
         super().attach(join)
         self._twin, self.state = twin, BurstState.IDLE

@@ -15,9 +15,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from join import Join, JoinError, JoinHook
+from join import JoinError, JoinHook
 from join.collectives import Work
-from join.joinable import BurstState
+from join.joinable import Block, BurstState
 from joinables._torch import reducer
 from joinables._torch.hooks import ModuleHook
 from joinables.replay.forward import ReplayedForward
@@ -64,7 +64,7 @@ class ReplayedBackward(ReplayedBurst):
         return self
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         self._join = join
         self._weights.attach(join)
@@ -115,7 +115,7 @@ class ReplayedBackward(ReplayedBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        reduces = self._reduction.reduces if self._channel.in_lockstep else (True, True)
+        reduces = (True, True) if self._channel.ranks_with_data is None else self._reduction.reduces
         return (True, False, True, weighted, *reduces, False)
 
     def _emptiness(self) -> tuple[bool, bool]:
@@ -195,7 +195,7 @@ class ReplayedBackward(ReplayedBurst):
                 f"a backward goes through a forward of {type(self._of.module).__name__} that is more than"
                 f" {REMEMBERED} forwards ago, or of an earlier block"
             )
-        if self._channel.in_lockstep and not self._in_backward and (change := self._weights.change()):
+        if not self._in_backward and (change := self._weights.change()):
             raise change  # nothing was announced yet
         entered.done, self._entered = True, graph
         entered.outputs.clear()  # large ones should not outlive the backward
@@ -244,11 +244,12 @@ class ReplayedBackward(ReplayedBurst):
                 " join.is_last_step tells all where to step a window that is not full"
             )
         self._complete, self._total = complete, None
-        if self._channel.in_lockstep:
+        with_data = self._channel.ranks_with_data
+        if with_data is not None:
             self._weighted, accumulated = self._weights.agree(self._unsynced)
             if self._weights.refused is not None:
                 raise self._weights.refused  # on all ranks, before the module's own collectives
-            self._had_data |= self._channel.active_ranks | accumulated
+            self._had_data |= with_data | accumulated
             self._contributors = float(self._had_data.bit_count())
         elif 0 < weighted < announced:
             raise weighs_on_some(weighted, announced - weighted)
@@ -341,8 +342,12 @@ class ReplayedBackward(ReplayedBurst):
 
     def _warn_of_shards_that_stay(self) -> None:
         shards = {id(parameter) for parameter in self._reduction.parameters if is_dtensor(parameter)}
-        listed = [member.joinable.join_target for scope in self._channel.scopes for member in scope.members]
-        groups = [group for each in listed if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+        groups = [
+            group
+            for each in self._channel.targets
+            if isinstance(each, torch.optim.Optimizer)
+            for group in each.param_groups
+        ]
         if shards.isdisjoint(id(parameter) for group in groups for parameter in group["params"]) and shards:
             warnings.warn(
                 f"rank {self._collective.rank} is out of data and takes part in the backward of"

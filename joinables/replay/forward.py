@@ -20,10 +20,11 @@ from typing import Any, cast
 import torch
 from typing_extensions import override
 
-from join import Join, JoinError
+from join import JoinError
+from join.batch import StepBatch
 from join.collectives.broken import is_broken
-from join.joinable import BurstState
-from join.loop.dummies import StepBatch, emptied
+from join.joinable import Block, BurstState
+from join.loop.dummies import emptied
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables._torch import reducer
 from joinables._torch.hooks import ModuleHook
@@ -51,7 +52,7 @@ class ReplayedForward(ReplayedBurst):
         self._stands_in: Arguments | None = None  # on a dummy: what the module was called with, and does not run on
 
     @override
-    def attach(self, join: Join) -> None:
+    def attach(self, join: Block) -> None:
         super().attach(join)
         rehearsals[self._of.module] = self._of.rehearsal
         self._reduction.attach()
@@ -101,7 +102,7 @@ class ReplayedForward(ReplayedBurst):
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
         training, due = self._of.module.training, self._reduction.buffers_are_due()
-        if self._channel.in_lockstep:
+        if self._channel.ranks_with_data is not None:
             return (torch.is_grad_enabled(), training, self._reduction.prepares, False, due)
         return (True, training, True, self._of.rehearsal.call is None, due)
 
@@ -111,18 +112,16 @@ class ReplayedForward(ReplayedBurst):
         if self._of.replaying or reducer.in_backward():
             return None
         of = self._of
-        if self._channel.late_use is not None:
-            self._channel.late_use.called()
-        if self._channel.leave_loop is not None:
-            self._channel.leave_loop()
-        if not self._channel.in_lockstep:  # there every rank calls the module itself
+        self._channel.module_called()
+        self._channel.end_broken_loop()
+        if self._channel.ranks_with_data is None:  # else every rank calls the module itself
             self._is_other = of.rehearsal.is_other(args, kwargs)
-        if self._is_other and self._channel.declared and of.rehearsal.call is not None:
+        if self._is_other and self._channel.foresees_bursts and of.rehearsal.call is not None:
             raise ValueError(
                 f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
                 " cannot know of another"
             )
-        if self._channel.declared and not (torch.is_grad_enabled() and self._reduction.will_reduce):
+        if self._channel.foresees_bursts and not (torch.is_grad_enabled() and self._reduction.will_reduce):
             raise ValueError(
                 f"with steps=, each forward of {type(module).__name__} must be one that a backward follows, which"
                 " reduces gradients: accumulate without steps=, and evaluate outside the block"
@@ -132,8 +131,7 @@ class ReplayedForward(ReplayedBurst):
         self.state = BurstState.RUNNING
         self._drop_outputs()  # before new activations come
         self._begin((args, kwargs))
-        if self._channel.late_use is not None:
-            self._channel.late_use.used((args, kwargs))
+        self._channel.module_runs_on((args, kwargs))
         return self._instead_of(args, kwargs) if self._may_stand_in else None
 
     def _instead_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -155,7 +153,7 @@ class ReplayedForward(ReplayedBurst):
 
     def _find_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the module can take a call without rows, that of the lowest rank with data; the same on all ranks."""
-        of, source = self._of, self._channel.first_active
+        of, source = self._of, self._channel.first_with_data
         try:
             mine = emptied((args, kwargs)) if self._collective.rank == source else None
             told = cast("Arguments", broadcast_tree(self._collective, mine, source))

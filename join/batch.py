@@ -13,7 +13,8 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
+
+from join.collectives._torch_private import pytree
 
 
 class StepBatch(Enum):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 from join.collectives.base import as_bytes
 
 _CHUNK_BYTES = 64 * 2**20

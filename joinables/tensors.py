@@ -7,9 +7,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 from join.transfer import broadcast_tree
 
 

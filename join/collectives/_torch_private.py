@@ -13,6 +13,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.utils import _pytree
+
+pytree = _pytree
+"""Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

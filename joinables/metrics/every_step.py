@@ -29,10 +29,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from join import Burst
+from join.collectives._torch_private import pytree
 from join.joinable import Block, BurstState
 from join.transfer import gather_trees
 from joinables.metrics.at_end import InBlock, Local, MetricAtEnd, metrics_of

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.utils import _pytree as pytree
+
+from join.collectives._torch_private import pytree
 
 Contribution: TypeAlias = tuple[int, dict[str, Any]]
 """One rank's number of updates, and its states by name: a tensor or a list each."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from join import JoinError
 from join.collectives import Collective
+from join.collectives._torch_private import pytree
 from join.collectives.broken import is_broken
 from join.loop.dummies import emptied
 from join.transfer import broadcast_tree

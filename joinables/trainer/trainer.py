@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from join import JoinReport
+from join.collectives._torch_private import pytree
 from joinables.train_mode import keeping_modes
 from joinables.trainer.arguments import (
     check_alone,

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
+from join.collectives._torch_private import pytree
 from joinables.trainer.launch.errors import NotPicklable
 from joinables.trainer.launch.failure import Account, Failure
 

@@ -30,8 +30,8 @@ from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
+from join.collectives._torch_private import pytree
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.optimizers import check_groups
 from joinables.trainer.sharding import optimizer_state

@@ -21,7 +21,14 @@ from torch.distributed.distributed_c10d import BackendConfig
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
-from join.collectives._torch_private import issued_on, limit, never_destroy, never_destroy_at_exit, timeout_of
+from join.collectives._torch_private import (
+    issued_on,
+    let_go_before_exit,
+    limit,
+    never_destroy,
+    never_destroy_at_exit,
+    timeout_of,
+)
 from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.board import Board
 from join.collectives.control_line import Line
@@ -94,6 +101,7 @@ class TorchCollective(StoreCollective):
     def _connect(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
+        let_go_before_exit(group)
 
     @property
     def group(self) -> dist.ProcessGroup:

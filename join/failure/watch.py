@@ -6,6 +6,7 @@ watch, and waits for it for a limited time. And the watch answers for its rank w
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -89,6 +90,8 @@ class Watch(threading.Thread):
             self._ends = True
             self._changed.notify_all()
         self.join(timeouts().look)  # it may be held up by a store
+        if self.is_alive():  # which must not answer while the interpreter takes itself down
+            atexit.register(self.join, timeouts().note)
 
     @override
     def run(self) -> None:

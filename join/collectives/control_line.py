@@ -1,4 +1,4 @@
-"""Lines, on which ranks sum a whole number, as headers do: :class:`Line`, and :class:`GroupLine` over a group."""
+"""Control lines, which sum small whole numbers (headers) over all ranks: :class:`Line`, and :class:`GroupLine`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sum(Work, Protocol):
     """A sum under way."""
 
     nbytes: int
-    """What a rank gives to it, in bytes."""
+    """Bytes that each rank sends."""
 
     def total(self) -> int:
         """The sum, once it is there."""
@@ -30,7 +30,7 @@ class Sum(Work, Protocol):
 
 
 class Line(ABC):
-    """Connects the ranks of a group for sums. One is under way at a time: each is done before the next is started."""
+    """Sums whole numbers over the ranks of a group, one at a time: each sum is done before the next is started."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum:
@@ -43,7 +43,7 @@ class Line(ABC):
 
     @abstractmethod
     def roll_call(self, largest: int) -> RollCall:
-        """A roll call, in whose calls no rank answers more than ``largest``; each is as one sum."""
+        """A roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
 
     def restart(self) -> None:
         """Take back what this rank gave to sums that others may not have come to.
@@ -53,7 +53,7 @@ class Line(ABC):
 
 
 class GroupLine(Line):
-    """Sums are all-reduces, in the order of everything else on their collective."""
+    """A control line over a collective: each sum is an all-reduce, in one order with all others on it."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective

@@ -1,4 +1,4 @@
-"""One small number of every rank, told to all ranks: :class:`RollCall`, and :class:`SummedRollCall` over any line."""
+"""All-gathers of one small number of each rank: :class:`RollCall`, and :class:`SummedRollCall` over control lines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class RollCall(Work, Protocol):
-    """Calls the roll over and over; as a :class:`Work` it is the last call."""
+    """Gathers a small number of each rank, again and again; ``wait`` and ``is_completed`` are of the last call."""
 
     nbytes: int
-    """What a rank gives to a call, in bytes."""
+    """Bytes that each rank sends in a call."""
 
     def call(self, mine: int) -> None:
         """Start a call, in which this rank answers ``mine``; the one before must be done."""
         ...
 
     def repeats(self) -> bool:
-        """Whether the call is done, and says what :meth:`answers` said last; ``False`` where that costs to find out."""
+        """Whether the call is done and its answers are the last ones again; ``False`` where it is costly to tell."""
         ...
 
     def answers(self) -> list[int]:
@@ -34,7 +34,9 @@ class RollCall(Work, Protocol):
 
 @final
 class SummedRollCall(RollCall):
-    """Each call is one sum, of which each rank fills bits of its own: of 62 bits for 31 ranks and numbers up to 3.
+    """A roll call over any control line: a call is one sum, in which each rank fills bits of its own.
+
+    For 31 ranks and numbers up to 3 the sum has 62 bits.
 
     Args:
         line: connects the ranks.
@@ -46,7 +48,7 @@ class SummedRollCall(RollCall):
     def __init__(self, line: Line, rank: int, world_size: int, largest: int) -> None:
         self._line, self._size, self._world_size = line, largest.bit_length(), world_size
         self._shift, self._bits = rank * self._size, world_size * self._size
-        self._last = -1  # what was read, and what it says: that repeats
+        self._last = -1  # the last sum, and the answers in it: they repeat
         self._answers: list[int] = []
         self.nbytes = 0
 

@@ -52,11 +52,11 @@ class _Shared:
     cpu_group: dist.ProcessGroup | None = None
     companion: TorchCollective | None = None
     has_tried: bool = False
-    """Whether the ranks have tried to connect through shared memory,"""
+    """Whether the ranks have tried to connect through shared memory."""
     segment: Segment | None = None
-    """and what connects them, if all can reach it."""
+    """The shared memory that connects the ranks; ``None`` where not all can reach it."""
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
-    """Of it, by the number of the line."""
+    """The lanes of the shared memory that are in use, by the number of their line."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What is under way: :class:`Work`, and :class:`Done`, which is not any more."""
+"""Operations that were started: :class:`Work`, and :class:`Done` for those that are over at once."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ class Done:
 
 
 DONE = Done()
-"""One is as good as another."""
+"""An operation that is over; all share it."""

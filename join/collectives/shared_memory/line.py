@@ -55,11 +55,11 @@ class SharedMemoryLine(Line):
 
 
 class _Arrivals:
-    """What the ranks give to one count.
+    """The numbers that all ranks give for one count of a lane, as they arrive.
 
     Args:
         lane: the memory.
-        width: how many cells of a place it takes.
+        width: how many cells a number takes.
     """
 
     def __init__(self, lane: Lane, width: int) -> None:

@@ -33,9 +33,9 @@ SWITCH = "JOIN_SHARED_MEMORY"
 
 LANES = 3
 PLACES = 4
-"""In which a rank's numbers lie."""
+"""How many numbers of a rank a lane holds: each is written to the place of the oldest."""
 CELLS = 64
-"""Of a place; a longer number goes over the group."""
+"""How many cells a place has. A number that needs more goes over the process group."""
 BITS = 32
 """How many bits of a cell hold a part of the number; the others hold the count."""
 LOW = (1 << BITS) - 1

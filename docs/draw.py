@@ -1,0 +1,187 @@
+"""Draw the ways of a step through the files of this project, from a run: ``python -m docs.draw`` writes ``docs/*.svg``.
+
+Each picture is a call sequence: a column for each room (folder), a line for each call from one file into another, in
+order. Left out are calls within a file, what repeats what was drawn before, and functions of a line or two.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+DETAIL = 2  # lines
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function in a file of ours."""
+
+    file: str
+    function: str
+
+    @property
+    def room(self) -> str:
+        return self.file.rpartition("/")[0] or self.file
+
+    @property
+    def label(self) -> str:
+        return f"{self.file.rpartition('/')[2]}.{self.function}"
+
+
+YOURS = Place("your loop", "")
+Call: TypeAlias = tuple[Place, Place]
+
+
+@dataclass
+class Calls:
+    """Records calls between files while it is the profile function: ``with Calls() as calls``."""
+
+    made: list[Call] = field(default_factory=list[Call])
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        callee = place_of(frame)
+        if event != "call" or callee is None or callee == YOURS or is_detail(frame):
+            return
+        caller, above = None, frame.f_back
+        while above is not None and caller is None:
+            caller, above = None if is_detail(above) else place_of(above), above.f_back
+        call = caller or YOURS, callee
+        if call[0].file != call[1].file and call not in self.made:
+            self.made.append(call)
+
+
+def is_detail(frame: FrameType) -> bool:
+    """Whether a function is a small one, or of Python's own protocols."""
+    code = frame.f_code
+    return code.co_name.startswith("<") or len({line for *_, line in code.co_lines() if line}) <= DETAIL
+
+
+def place_of(frame: FrameType) -> Place | None:
+    """Where a function is; ``None`` for those of others."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(ROOT):
+        return None
+    name = str(path.relative_to(ROOT).with_suffix("")).removesuffix("/__init__")
+    return Place(name, frame.f_code.co_name) if name.split("/")[0] in ("join", "joinables") else YOURS
+
+
+def draw(calls: list[Call], title: str, path: Path) -> None:
+    """Draw a call sequence."""
+    from matplotlib.figure import Figure
+
+    rooms = list(dict.fromkeys([YOURS.room, *(place.room for call in calls for place in call)]))
+    figure = Figure(figsize=(1.6 * len(rooms), 0.3 * len(calls) + 1))
+    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    axes.set(xlim=(-0.5, len(rooms) - 0.5), ylim=(len(calls) + 0.5, -2))
+    axes.axis("off")
+    axes.text(-0.4, -1.6, title, fontsize=10)
+    for at, room in enumerate(rooms):
+        axes.text(at, -0.5, room.replace("/", "/\n"), ha="center", va="center", fontsize=8, weight="bold")
+        axes.plot([at, at], [0, len(calls)], color="0.85", linewidth=1, zorder=0)
+    for row, (caller, callee) in enumerate(calls):
+        begin, end = rooms.index(caller.room), rooms.index(callee.room)
+        if begin != end:
+            axes.annotate("", (end, row + 0.6), (begin, row + 0.6), arrowprops={"arrowstyle": "->", "linewidth": 0.7})
+        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.7", "linewidth": 0.5}
+        axes.text(end, row + 0.6, callee.label, ha="center", va="center", fontsize=6.5, bbox=box)
+    figure.savefig(path, metadata={"Date": None})
+
+
+class Training:
+    """A rank that trains, with more batches than another."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(torch.nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches = [torch.ones(2, 4)] * (5, 2)[rank]
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).sum().backward()
+        self.optimizer.step()
+
+
+def plain(rank: int) -> Calls:
+    """A step of the rank that has data, or what the other one shadows."""
+    training, calls = Training(rank), Calls()
+    with Join([training.model, training.optimizer], divide_by_initial_world_size=False):
+        for number, batch in enumerate(training.batches):
+            if rank == 0 and number == 1:
+                with calls:
+                    training.step(batch)
+            else:
+                training.step(batch)
+        if rank == 1:
+            sys.setprofile(calls)
+    sys.setprofile(None)
+    return calls if rank == 0 else first_shadowed(calls)
+
+
+def first_shadowed(calls: Calls) -> Calls:
+    """What the end of a block does up to the end of the first burst that is shadowed."""
+    ends = [at for at, (caller, callee) in enumerate(calls.made) if callee.function == "synchronise"]
+    return Calls(calls.made[: ends[0]] if ends else calls.made)
+
+
+def in_lockstep(rank: int) -> Calls:
+    """A step over ``join.iterate``, with data or on a dummy."""
+    training, calls = Training(rank), Calls()
+    with Join([training.model, training.optimizer], divide_by_initial_world_size=False) as join:
+        batches = iter(join.iterate(training.batches))
+        for number in range(5):
+            if number == 3:
+                with calls:
+                    training.step(next(batches))
+            else:
+                training.step(next(batches))
+        assert next(batches, None) is None
+    return calls
+
+
+def run(rank: int, way: Callable[[int], Calls], folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    Path(folder, str(rank)).write_bytes(pickle.dumps(way(rank).made))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def calls_of(way: Callable[[int], Calls]) -> list[list[Call]]:
+    """The calls of both ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (way, folder), nprocs=2)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
+
+
+def main() -> None:
+    active, shadowed = calls_of(plain)
+    _, dummy = calls_of(in_lockstep)
+    draw(active, "A step of a rank that has data, in a plain block", DOCS / "active_step.svg")
+    draw(shadowed, "What a rank without data does in the end of its block: it shadows", DOCS / "shadowed_step.svg")
+    draw(dummy, "A step over join.iterate, on a dummy", DOCS / "lockstep_step.svg")
+
+
+if __name__ == "__main__":
+    main()

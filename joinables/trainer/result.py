@@ -25,7 +25,7 @@ class Result:
         predictions: of a prediction, the batches' outputs in the order of the data set.
         join_report: who did what in the last epoch; ``None`` before any.
         stopped: whether a callback ended the fit.
-        state: everything that a fit goes on from, as ``joinables.trainer.loops.snapshot`` has it: the module's,
+        state: everything that a fit goes on from, as ``joinables.trainer.checkpoints.snapshot`` has it: the module's,
             optimizers', schedulers' and scaler's states, counters, random numbers. ``None`` for other runs, and where
             it lies in a file on its way between processes.
     """

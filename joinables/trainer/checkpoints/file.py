@@ -4,7 +4,7 @@ A file is there whole or not at all: it is written under a temporary name beside
 renamed. A process that is killed while it writes leaves that ``.NAME.*.part`` behind; nobody reads it, and the next
 write to the same place removes it: it is locked as long as its writer lives. A file ends with a checksum, without which
 none is read, and is otherwise one of ``torch.save``: ``torch.load(path)`` reads it too. Reading runs no code
-(``weights_only``). What is in a checkpoint is told in ``joinables.trainer.loops.snapshot``.
+(``weights_only``). What is in a checkpoint is told in ``joinables.trainer.checkpoints.snapshot``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Order of what communicates, on every rank::
                With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
                With uneven="error" and unknown lengths, once ranks run out: who has? (one object all-gather)
                the epoch's metrics; validation's metrics
-               checkpoints of an epoch's end: see joinables.trainer.loops.snapshot
+               checkpoints of an epoch's end: see joinables.trainer.checkpoints.snapshot
 
 Within a block, a rank that accumulates k batches runs one synchronised backward for each k of them, and one for what is
 left at its end. So the n-th of one rank meets the n-th of every other.
@@ -26,8 +26,9 @@ import torch
 from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer.callbacks.base import Callback
-from joinables.trainer.loops import rng, snapshot
-from joinables.trainer.loops.collective_calls import Meeting, Ticker
+from joinables.trainer.checkpoints import snapshot
+from joinables.trainer.loops import rng
+from joinables.trainer.loops.collective_calls import Meeting
 from joinables.trainer.loops.data import Plan, distribute, set_epoch
 from joinables.trainer.loops.evaluate import evaluate, local_loader
 from joinables.trainer.loops.optimizers import check_closure, parse_optimizers
@@ -53,10 +54,7 @@ class FitLoop:
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
-        self._weighted = False
         self._hooks: list[Any] = []
-        self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
-        self.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
         self._has_another = False
         self._all_have_another = Meeting(
             run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
@@ -207,21 +205,21 @@ class FitLoop:
             )
         unknown = plan.shortest is None and len(plan.lengths) > 1
         vote = unknown and uneven == "stop"
-        self._weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        run.is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
-            self._ticker,
+            run.ticker,
             *run.optimizers,
             *(each.scheduler for each in run.schedulers),
             *([] if run.scaler is None else [run.scaler]),
             run.counters,
             *(each for each in run.trainer.callbacks if type(each).state_dict is not Callback.state_dict),
-            self.take_snapshot,
+            run.take_snapshot,
             *([self._all_have_another] if vote else []),
         ]
         block = self._strategy.block(
             listed,
-            enable=not even or self._weighted,
+            enable=not even or run.is_weighted,
             throw=unknown and uneven == "error",
             transform_gradients=self._prepare_gradients,
         )
@@ -332,16 +330,10 @@ class FitLoop:
                 " the samples, computed from the module's outputs"
             )
         sync = is_last or (index + 1) % k == 0
-        self.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
+        run.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
         if sync:
             self._step(optimizer)
         return cast("Any", outputs)
-
-    def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
-        """Add the gradients of a batch's loss; ``options`` are those of ``torch.Tensor.backward``."""
-        self._strategy.backward(loss, float(self._run.samples) if self._weighted else None, sync=sync, **options)
-        if sync:
-            self._ticker()
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         run = self._run

@@ -1,4 +1,7 @@
-"""Checks of what a :class:`Trainer` is given: its own arguments, and the module and the loaders of a run."""
+"""Checks of what a :class:`Trainer` is given: its own arguments, and the module and the loaders of a run.
+
+All of them raise a ``TypeError`` or a ``ValueError`` that names the argument and its value and says what to give.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,16 @@ from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.callbacks.files import MetricFiles
 from joinables.trainer.callbacks.progress import ProgressBar
+from joinables.trainer.ddp_strategy import DDPStrategy
 from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
-from joinables.trainer.launch.environment import detect_environment
+from joinables.trainer.launch.launched import detect_environment
 from joinables.trainer.loops.data import copied_sampler
 from joinables.trainer.module import TrainModule
-from joinables.trainer.strategy import DDPStrategy, Strategy, strategy_of
+from joinables.trainer.strategy import Strategy, strategy_of
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number, or less than ``least``.
-
-    Raises:
-        TypeError, ValueError: that name the argument and the value.
-    """
+    """Refuse what is no whole number, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be a whole number")
     if value < least:
@@ -33,21 +33,13 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Refuse what is none of the ``known`` values.
-
-    Raises:
-        ValueError: that names the argument, the value and the known ones.
-    """
+    """Refuse what is none of the ``known`` values."""
     if value not in known:
         raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
 
 
 def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> None:
-    """Refuse limits that are none; ``None`` stands for no limit.
-
-    Raises:
-        TypeError, ValueError: that name the argument and the value.
-    """
+    """Refuse limits that are none; ``None`` stands for no limit."""
     for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
         if value is not None:
             check_count(name, value, least=0)
@@ -58,29 +50,24 @@ def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> Non
 
 
 def checked_accelerator(accelerator: Any) -> str:
-    """``"cpu"`` or ``"cuda"``, whichever is meant.
-
-    Raises:
-        ValueError: if it is neither, or there is no GPU.
-    """
+    """``"cpu"`` or ``"cuda"``, whichever is meant."""
     check_choice("accelerator", accelerator, ("auto", "cpu", "cuda", "gpu"))
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator != "cpu" and not torch.cuda.is_available():
+    if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu'")
-    return "cpu" if accelerator == "cpu" else "cuda"
+    return "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def world_size_for(devices: Any, num_nodes: int, accelerator: str) -> int:
-    """The number of processes on all nodes: as many as asked for, or with ``"auto"`` as there are, or GPUs are.
-
-    Raises:
-        TypeError, ValueError: if ``devices`` is no number of them, or more than there are.
-    """
+def world_size_for(devices: Any, num_nodes: Any, accelerator: str) -> int:
+    """The number of processes on all nodes: as many as asked for, or with ``"auto"`` as there are, or GPUs are."""
+    check_count("num_nodes", num_nodes)
     environment = detect_environment()
     there = torch.cuda.device_count() if accelerator == "cuda" else None
+    if num_nodes > 1 and environment.creates_processes:
+        raise ValueError(
+            f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI"
+        )
     if devices == "auto":
-        return (there or 1) * num_nodes if environment.creates_processes else environment.place().world_size
+        return there or 1 if environment.creates_processes else environment.place().world_size
     check_count("devices", devices)
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs")
@@ -94,11 +81,7 @@ def world_size_for(devices: Any, num_nodes: int, accelerator: str) -> int:
 
 
 def checked_strategy(strategy: str | Strategy, world_size: int, devices: Any) -> Strategy:
-    """The strategy that is meant, which ``"auto"`` makes ``"single"`` or ``"ddp"``.
-
-    Raises:
-        TypeError, ValueError: if it is unknown, or does not go with the number of processes.
-    """
+    """The strategy that is meant; ``"auto"`` is ``"single"`` for one process, and ``"ddp"`` for several."""
     environment = detect_environment()
     if strategy == "auto":
         if world_size == 1 and not environment.creates_processes and (there := environment.place().world_size) > 1:
@@ -113,24 +96,8 @@ def checked_strategy(strategy: str | Strategy, world_size: int, devices: Any) ->
     return found
 
 
-def check_nodes(num_nodes: int) -> None:
-    """Refuse several nodes where nobody has started processes on the others.
-
-    Raises:
-        ValueError: that says how to start them.
-    """
-    if num_nodes > 1 and detect_environment().creates_processes:
-        raise ValueError(
-            f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI"
-        )
-
-
 def with_sync_batchnorm(strategy: Strategy, accelerator: str) -> Strategy:
-    """A copy of ``strategy`` that trains with SyncBatchNorm.
-
-    Raises:
-        ValueError: if that is impossible.
-    """
+    """A copy of ``strategy`` that trains with SyncBatchNorm."""
     if accelerator == "cpu":
         raise ValueError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs")
     if not isinstance(strategy, DDPStrategy):
@@ -139,15 +106,9 @@ def with_sync_batchnorm(strategy: Strategy, accelerator: str) -> Strategy:
 
 
 def checked_callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
-    """The callbacks in the order in which they are called.
-
-    Raises:
-        TypeError, ValueError: if one is none, has a hook that nobody calls, or the state key of another.
-    """
-    if callbacks is None:
-        listed: list[Any] = []
-    else:
-        listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    """The callbacks in the order in which they are called."""
+    several = () if callbacks is None else callbacks
+    listed: list[Any] = [several] if isinstance(several, Callback) else list(several)
     for each in listed:
         if not isinstance(each, Callback):
             raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
@@ -174,11 +135,7 @@ _NEEDED = {
 
 
 def check_module(module: Any, stage: str) -> None:
-    """Refuse a module that cannot take part in a run of that kind.
-
-    Raises:
-        TypeError: that says what it lacks, or has and should not.
-    """
+    """Refuse a module that lacks what a run of this kind calls, or has hooks that nobody calls."""
     if not isinstance(module, TrainModule):
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise TypeError("the trainer wraps modules in DistributedDataParallel itself; pass the bare module")
@@ -194,11 +151,7 @@ def check_module(module: Any, stage: str) -> None:
 
 
 def check_manual(module: TrainModule, *, sets_steps: bool, scales_loss: bool) -> None:
-    """Refuse what goes with automatic optimization only, for a module that steps its optimizers itself.
-
-    Raises:
-        ValueError: that says what to do there.
-    """
+    """Refuse, for a module that steps its optimizers itself, what goes with automatic optimization only."""
     if module.automatic_optimization:
         return
     if sets_steps:
@@ -211,11 +164,7 @@ def check_manual(module: TrainModule, *, sets_steps: bool, scales_loss: bool) ->
 
 
 def check_loader(name: str, loader: Any, epochs: int) -> None:
-    """Refuse what does not hand out batches in each of so many epochs.
-
-    Raises:
-        TypeError: that says what to give.
-    """
+    """Refuse what does not hand out batches in each of so many epochs."""
     kind = cast("type[object]", type(loader)).__name__
     if _is_several(loader):
         raise TypeError(
@@ -241,7 +190,7 @@ def _is_several(loader: Any) -> bool:
 
 
 def warn_if_not_dealt_out(name: str, loader: Any, world_size: int) -> None:
-    """Warn of a loader of which every rank may go through all batches; blames the caller of ``Trainer.fit``."""
+    """Warn of a loader of which every rank may go through all batches; names the line that called the trainer."""
     if not isinstance(loader, DataLoader):
         kind = f"is a {cast('type[object]', type(loader)).__name__} and no DataLoader"
         way_out = "make it an IterableDataset, in DataLoader(dataset, batch_size=None)"

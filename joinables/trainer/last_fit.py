@@ -17,7 +17,7 @@ from joinables.trainer.result import Result
 
 
 class LastFit:
-    """The last fit of a trainer: of which module it was, how far it came, and the state that the next one needs.
+    """The last fit of a trainer: its module, how far it came, and the state from which the next one resumes.
 
     Attributes:
         counters: the optimizer steps and completed epochs over all fits of the module.
@@ -37,11 +37,11 @@ class LastFit:
         return None if self._module is None else self._module()
 
     def begin(self, module: TrainModule) -> None:
-        """Forget the last fit: the next one is the first of ``module``."""
+        """Forget the last fit; the next one is the first of ``module``."""
         self.counters, self.state, self._module = Counters(), None, weakref.ref(module)
 
     def end(self, result: Result) -> None:
-        """Keep what a fit has come to; tensors are copied, since they may lie in a file that goes away."""
+        """Keep the result of a fit; tensors are copied, since they may lie in a file that is removed."""
         self.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
         if result.state is not None:
             kept = {name: value for name, value in result.state.items() if name != "module"}
@@ -54,11 +54,11 @@ class LastFit:
                 each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
 
     def remember_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Keep the states of callbacks whose first fit is to come."""
+        """Keep the states of callbacks that have their first fit before them."""
         for each in callbacks:
             if each.state_key not in self._first_states:
                 self._first_states[each.state_key] = copy.deepcopy(each.state_dict())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process gets the state through a file, and has no use for the rest.
+        # Another process gets the state through a file, and does not need the rest.
         return {"counters": self.counters, "state": None, "_module": None, "_first_states": {}}

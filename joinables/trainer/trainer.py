@@ -1,8 +1,8 @@
 """Training, validation, test and prediction in one call each: :class:`Trainer`.
 
-A call launches one function on every rank and returns its result; whether the processes are started here or were by
-torchrun, SLURM or MPI, everything but the start is the same. The process that called gets everything back: weights,
-optimizer state, counters, metrics. So a second ``fit`` goes on where the first ended.
+A call runs one function, ``joinables.trainer.work.work``, on every rank and returns its result. The processes are
+started for it, or torchrun, SLURM or MPI have started them; everything else is the same. The process that called gets
+everything back: weights, optimizer state, counters, metrics. So a second ``fit`` goes on where the first ended.
 """
 
 from __future__ import annotations
@@ -16,29 +16,15 @@ from typing import Any, Literal
 import torch
 
 from join import JoinReport
-from joinables.trainer.arguments import (
-    check_choice,
-    check_count,
-    check_limits,
-    check_loader,
-    check_manual,
-    check_module,
-    check_nodes,
-    checked_accelerator,
-    checked_callbacks,
-    checked_strategy,
-    warn_if_not_dealt_out,
-    with_sync_batchnorm,
-    world_size_for,
-)
+from joinables.trainer import arguments
 from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
 from joinables.trainer.keywords import checks_keywords
 from joinables.trainer.last_fit import LastFit
-from joinables.trainer.launch.environment import detect_environment
 from joinables.trainer.launch.folders import temporary_folder
+from joinables.trainer.launch.launched import detect_environment
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.data import Plan
 from joinables.trainer.loops.precision import Precision
@@ -69,12 +55,12 @@ class Trainer:
         uneven: what happens if ranks have different numbers of batches: ``"join"`` trains on all of them, ``"stop"``
             ends the epoch with the first rank that has no more, ``"error"`` raises.
         sync_batchnorm: whether BatchNorm layers are SyncBatchNorm while they train; on GPUs only.
-        callbacks: what hooks into runs.
+        callbacks: objects that are called at certain points of a run.
         enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
             ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
-        seed: what random numbers and the order of data start from; ``None`` leaves random numbers alone: all ranks that
-            are started here go on from this process's, and this process from rank 0's.
+        seed: where random numbers and the order of data start; with ``None``, ranks that are started here go on with
+            this process's random numbers, and this process goes on with rank 0's.
 
     Raises:
         TypeError: if an argument is of a wrong type.
@@ -101,28 +87,26 @@ class Trainer:
         default_root_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._accelerator = checked_accelerator(accelerator)
-        check_count("num_nodes", num_nodes)
-        self.world_size = world_size_for(devices, num_nodes, self._accelerator)
-        self.strategy = checked_strategy(strategy, self.world_size, devices)
-        check_nodes(num_nodes)
+        self._accelerator = arguments.checked_accelerator(accelerator)
+        self.world_size = arguments.world_size_for(devices, num_nodes, self._accelerator)
+        self.strategy = arguments.checked_strategy(strategy, self.world_size, devices)
         if sync_batchnorm:
-            self.strategy = with_sync_batchnorm(self.strategy, self._accelerator)
+            self.strategy = arguments.with_sync_batchnorm(self.strategy, self._accelerator)
         self.precision = precision
         if self._scales_loss and self.strategy.shards_optimizers:  # the first of them refuses an unknown precision
             raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed'")
-        check_limits(max_epochs, max_steps, gradient_clip_val)
+        arguments.check_limits(max_epochs, max_steps, gradient_clip_val)
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps = max_steps
-        check_count("accumulate_grad_batches", accumulate_grad_batches)
+        arguments.check_count("accumulate_grad_batches", accumulate_grad_batches)
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
-        check_choice("uneven", uneven, ("join", "stop", "error"))
+        arguments.check_choice("uneven", uneven, ("join", "stop", "error"))
         self.uneven: Uneven = uneven
         if seed is not None:
-            check_count("seed", seed, least=0)
+            arguments.check_count("seed", seed, least=0)
         self.seed = seed
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.callbacks = checked_callbacks(callbacks, enable_progress_bar)
+        self.callbacks = arguments.checked_callbacks(callbacks, enable_progress_bar)
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
         self.should_stop = False
@@ -151,8 +135,8 @@ class Trainer:
         """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
 
         A second call with the same module goes on where the first ended, once one of these was raised; one with another
-        module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes are
-        started for it; what is trained in this process keeps the weights that it had come to. Either way, each
+        module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes were
+        started for it; a module that is trained in this process keeps the weights that it had by then. Either way, each
         ``ModelCheckpoint`` knows the files that it has written, so that a fit can go on from one of them.
 
         Args:
@@ -165,12 +149,12 @@ class Trainer:
         if self.max_epochs is None and self.max_steps is None:
             raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them")
         to_come = 1 if self.max_epochs is None else self.max_epochs - self.epochs
-        check_loader("train_loader", train_loader, to_come)
+        arguments.check_loader("train_loader", train_loader, to_come)
         sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
-        check_manual(module, sets_steps=sets_steps, scales_loss=self._scales_loss)
+        arguments.check_manual(module, sets_steps=sets_steps, scales_loss=self._scales_loss)
         if val_loader is not None:
-            check_module(module, "validate")
-            check_loader("val_loader", val_loader, to_come)
+            arguments.check_module(module, "validate")
+            arguments.check_loader("val_loader", val_loader, to_come)
         elif callable(getattr(module, "val_dataloader", None)):
             raise TypeError(
                 f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"
@@ -212,19 +196,19 @@ class Trainer:
         return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions or ())
 
     def _check_run(self, stage: str, module: TrainModule) -> None:
-        check_module(module, stage)
+        arguments.check_module(module, stage)
         if self._run is not None:
             raise RuntimeError(f"this trainer is in a run already; {stage} cannot be called from within")
 
     def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
-        """Have all ranks do their part of a run, and take over here what comes of it."""
+        """Have all ranks do their part of a run, and bring its results into this process."""
         if stage != "fit":
             self._check_run(stage, module)
-            check_loader("loader", loaders["loader"], 1)
+            arguments.check_loader("loader", loaders["loader"], 1)
         if self.world_size > 1 and self.is_global_zero:
             for name, loader in loaders.items():
                 if loader is not None:
-                    warn_if_not_dealt_out(name, loader, self.world_size)
+                    arguments.warn_if_not_dealt_out(name, loader, self.world_size)
         with temporary_folder() as folder:
             path = None if ckpt_path is None else Path(ckpt_path)
             if stage == "fit" and path is None and self._last.state is not None:
@@ -249,7 +233,7 @@ class Trainer:
         return result
 
     def _take_over(self, result: Result, module: TrainModule) -> None:
-        """Let this trainer and ``module`` be as those of rank 0, in another process, were at the end of a run."""
+        """Bring this trainer and ``module`` to the state of those of rank 0, which is another process."""
         self.metrics = dict(result.callback_metrics)
         self.should_stop, self.join_report = result.stopped, result.join_report
         for callback in self.callbacks:
@@ -294,7 +278,7 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        """This process, from 0; outside a run 0, or what torchrun, SLURM or MPI say."""
+        """The rank of this process; outside a run 0, or what torchrun, SLURM or MPI say."""
         if self._run is not None:
             return self._run.rank
         return detect_environment().place().rank if self.strategy.is_distributed else 0
@@ -330,7 +314,7 @@ class Trainer:
         return self._fit.schedulers if self._fit else []
 
     def record(self, name: str, value: Any, *, batch_size: int | None, **options: Any) -> None:
-        """What ``module.log`` calls."""
+        """Record a metric: ``module.log`` calls this."""
         run = self.run
         if run.stage == "predict":
             raise RuntimeError(
@@ -344,7 +328,7 @@ class Trainer:
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """What ``module.manual_backward`` calls."""
+        """Add the gradients of ``loss``: ``module.manual_backward`` calls this."""
         if self._fit is None:
             raise RuntimeError("manual_backward is for training_step")
         self._fit.backward(loss, **options)
@@ -352,8 +336,8 @@ class Trainer:
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted, or after the fit.
 
-        Not on one rank alone: all ranks hold parts of it. A fit resumes from there bit for bit, whichever hook it was
-        in; in the middle of a window of accumulation, without the gradients so far.
+        All ranks hold parts of it, so a call on one rank alone is an error. A fit resumes from the file bit for bit,
+        whichever hook it was written in; between the batches of one accumulated step, without the gradients so far.
 
         Returns:
             Whether this rank is the one that wrote it.
@@ -384,7 +368,7 @@ class Trainer:
         return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
 
     def device_of(self, rank: int) -> torch.device:
-        """Where this process computes, as ``rank``."""
+        """The device on which this process computes, as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
         environment = detect_environment()

@@ -1,9 +1,9 @@
-"""One rank's part of a run (:func:`work`), and how what comes of it gets home: to the process that asked for the run.
+"""One rank's part of a run (:func:`work`), and how its results get to the process that asked for the run, its *home*.
 
-If that is another process than the ranks', these files go between them, in the folder of the run's ``Task``::
+If processes were started for the run, these files take them there, in the folder of the run's ``Task``::
 
-    home             at the end, by rank 0: the state of a fit, buffers that it leaves out, the random state
-    callback-INDEX   on the way, for a callback whose state matters even if the run fails (``Trainer.note``)
+    home             written by rank 0 at the end: the state of a fit, buffers that are not in it, the random state
+    callback-INDEX   written during the run, for a callback whose state matters even if the run fails
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
 
 
 def _read_saved(task: Task) -> dict[str, Any] | None:
-    """What the task begins from, on rank 0."""
+    """The checkpoint that the task begins from, if any; read on rank 0."""
     if task.ckpt_path is None:
         return None
-    # The state of the last fit is on its way between processes, and not all of it is what may be in a checkpoint.
+    # The state of the last fit, which comes from the home process, may hold objects that a checkpoint must not.
     saved = read_checkpoint(task.ckpt_path, trusted=task.ckpt_path.parent == task.folder)
     if task.stage != "fit":
         snapshot.check(saved, str(task.ckpt_path), {"module"})
@@ -130,11 +130,11 @@ def _send_home(task: Task, module: TrainModule, state: Mapping[str, Any] | None)
 
 
 def receive_home(folder: Path, module: TrainModule) -> dict[str, Any] | None:
-    """Take over the random state and the buffers of ``module`` from rank 0, if that was another process.
+    """Take over the random state and the buffers of ``module`` from rank 0, if it was another process.
 
     Returns:
-        What it has written; ``None`` if the work was done in this process. The file goes with the folder, so tensors
-        are to be copied.
+        All that rank 0 has sent; ``None`` if the work was done in this process. Its tensors lie in the file, which is
+        removed with the folder.
     """
     if not (folder / "home").exists():
         return None
@@ -145,20 +145,20 @@ def receive_home(folder: Path, module: TrainModule) -> dict[str, Any] | None:
         if name in own and (own[name].shape, own[name].dtype) == (buffer.shape, buffer.dtype):
             with torch.no_grad():
                 own[name].copy_(buffer)
-        else:  # made, or made anew, in the run
+        else:  # the run has made it, or changed its shape
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, buffer.clone())
     return home
 
 
 def send_callback(task: Task, index: int, callback: Callback) -> None:
-    """Let the process that asked for the run have the state of one of its callbacks, whatever becomes of the run."""
+    """Send the state of a callback home, where it is taken over if the run fails."""
     if not task.is_at_home:
         write_checkpoint(callback.state_dict(), task.folder / f"callback-{index}", durable=False)
 
 
 def receive_callbacks(folder: Path, callbacks: Sequence[Callback]) -> None:
-    """Take over, after a run that failed, the states that callbacks have sent."""
+    """Take over the states that callbacks sent home, after a run that failed."""
     for index, callback in enumerate(callbacks):
         path = folder / f"callback-{index}"
         if not path.exists():

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import hashlib
+import io
 import os
 import pickle
 import uuid
@@ -20,8 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-
-from joinables.trainer.checkpoints.sealed import SealedFile, is_sealed
+from typing_extensions import override
 
 
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -43,7 +44,7 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
         file, part = _create_part(path)
         try:
             with file:
-                sealed = SealedFile(file)
+                sealed = _SealedFile(file)
                 torch.save(dict(state), cast("BinaryIO", sealed))
                 sealed.seal(durable=durable)
                 os.replace(part, path)  # before it is closed, and no longer locked
@@ -75,7 +76,7 @@ def read_checkpoint(
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file")
-    if not is_sealed(Path(path)):
+    if not _is_sealed(Path(path)):
         raise ValueError(
             f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or has changed since it was written: it does not"
             " end with the checksum of its bytes. Go on from another one; if it holds weights of torch.save, load them"
@@ -121,3 +122,61 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- the checksum -----------------------------------------------------------------------------------------------------
+
+_SEAL = b"\nsha256 "
+_SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
+_CHUNK = 1 << 20  # bytes that are read at once
+
+
+class _SealedFile(io.RawIOBase):
+    """What torch writes to ``file``, whose checksum is computed on the way; closing it does not close ``file``.
+
+    An error is kept for :meth:`seal`: torch would replace it by one of its own, of a wrong position.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._checksum, self._error = file, hashlib.sha256(), None
+
+    @override
+    def write(self, data: Any) -> int:
+        if self._error is None:
+            try:
+                self._file.write(data)
+                self._checksum.update(data)
+            except OSError as error:
+                self._error = error
+        return len(data)
+
+    @override
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seal(self, *, durable: bool = True) -> None:
+        """Write the end, and wait for the disk if it is to outlive a crash of the machine.
+
+        Raises:
+            OSError: the first of all writes, if one failed.
+        """
+        self.write(_seal(self._checksum))
+        if self._error is not None:
+            raise self._error
+        self._file.flush()
+        if durable:
+            os.fsync(self._file.fileno())
+
+
+def _is_sealed(path: Path) -> bool:
+    """Whether the bytes of a file are those that were written."""
+    checksum = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size - _SIZE
+        for begin in range(0, size, _CHUNK):
+            checksum.update(file.read(min(_CHUNK, size - begin)))
+        return file.read() == _seal(checksum)
+
+
+def _seal(checksum: Any) -> bytes:
+    return _SEAL + checksum.hexdigest().encode()

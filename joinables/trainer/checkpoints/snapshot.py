@@ -33,8 +33,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from joinables.trainer.loops import rng
-from joinables.trainer.loops.optimizers import check_groups
-from joinables.trainer.sharding import optimizer_state
+from joinables.trainer.loops.optimizers import check_groups, optimizer_state
 
 if TYPE_CHECKING:
     from joinables.trainer.loops.run import FitRun

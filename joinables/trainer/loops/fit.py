@@ -31,9 +31,8 @@ from joinables.trainer.loops import rng
 from joinables.trainer.loops.collective_calls import Meeting
 from joinables.trainer.loops.data import Plan, distribute, set_epoch
 from joinables.trainer.loops.evaluate import evaluate, local_loader
-from joinables.trainer.loops.optimizers import check_closure, parse_optimizers
+from joinables.trainer.loops.optimizers import check_closure, parse_optimizers, retarget
 from joinables.trainer.loops.run import FitRun
-from joinables.trainer.sharding import retarget
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 

@@ -137,3 +137,18 @@ def _scheduler(given: Any, monitor: str | None) -> Scheduler:
     if isinstance(made.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and made.monitor is None:
         raise ValueError('ReduceLROnPlateau needs a metric: {"scheduler": ..., "monitor": "val_loss"}')
     return made
+
+
+def retarget(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make a scheduler that was built for one optimizer drive another with the same groups."""
+    # A scheduler marks the step of its optimizer, and warns if the mark is gone; one that changes nothing sets it.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scheduler.optimizer = optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, *, writer: int, rank: int) -> Any:
+    """The whole state of an optimizer on rank ``writer``, ``None`` elsewhere; called on all ranks."""
+    consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
+    if consolidate is not None:
+        consolidate(to=writer)
+    return optimizer.state_dict() if rank == writer else None

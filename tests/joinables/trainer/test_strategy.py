@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables.trainer import Callback, DDPStrategy, SingleStrategy, Trainer, register_strategy, strategies
-from joinables.trainer.batchnorm import to_batchnorm, to_sync_batchnorm
+from joinables.trainer.ddp_strategy import to_batchnorm, to_sync_batchnorm
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import InPlace, trainer
 from tests.pool import Pool

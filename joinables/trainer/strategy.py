@@ -55,9 +55,9 @@ class Strategy(ABC):
             TypeError: if it is wrapped already, by somebody else.
         """
 
-    @abstractmethod
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers to use in the run: ``optimizers`` themselves, or sharded ones in their place."""
+        return list(optimizers)
 
     @abstractmethod
     def block(
@@ -115,10 +115,6 @@ class SingleStrategy(Strategy):
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
         check_not_wrapped(module)
         self._module, self._window = module, 0.0
-
-    @override
-    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        return list(optimizers)
 
     @override
     def block(

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of a run are told; the process that asked for the run may be another one.
+    """What all ranks of a run are to do, and for which process.
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         ckpt_path: the checkpoint file to begin from, if any.
         folder: where files go that processes hand each other; it is gone after the run.
-        home: the process that asked for the run, by its id.
+        home: the id of the process that asked for the run; the ranks may be processes started for it.
         random: the random state of that process, as of ``rng.capture``.
     """
 
@@ -53,7 +53,7 @@ class Task:
 
 
 class Run:
-    """What a rank needs to work on batches.
+    """A run on one rank: the module on its device, the collective of the ranks, and the metrics.
 
     Args:
         trainer: the trainer, or this process's copy of it.
@@ -74,12 +74,12 @@ class Run:
         module.to(self.device)
         self.store = MetricStore()
         self.takes_metrics = task.stage == "fit"
-        """Whether anything is done with what is logged."""
+        """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the batch at hand."""
 
     def take(self, batch: Any) -> Any:
-        """The batch, on the device and as the precision wants it."""
+        """The batch, on the device and in the run's precision; counts its samples."""
         self.samples = samples_in(batch)
         batch = self.precision.convert_batch(batch)
         if self.device.type == "cpu":
@@ -97,7 +97,7 @@ class Run:
 
     @contextmanager
     def fresh_metrics(self) -> Generator[MetricStore]:
-        """Record metrics apart from those that are being recorded."""
+        """Record metrics in a store of their own, and afterwards in the present one again."""
         outer, self.store = self.store, MetricStore()
         try:
             yield self.store
@@ -107,7 +107,7 @@ class Run:
 
 
 class FitRun(Run):
-    """What a rank needs to train; filled by the fit loop."""
+    """A run that trains: optimizers, counters, and where in its epoch it is. The fit loop fills it."""
 
     def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
         super().__init__(trainer, module, task)

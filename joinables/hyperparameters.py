@@ -1,13 +1,13 @@
-"""An optimizer's hyperparameters on ranks that run no scheduler any more: :class:`Hyperparameters`.
+"""Sending an optimizer's hyperparameters to joined ranks, which run no scheduler: :class:`Hyperparameters`.
 
 Learning rate, momentum and the like may change while a rank is joined, because schedulers run on active ranks only. A
-rank that goes on stepping its shard must have them::
+joined rank that goes on stepping its shard needs them::
 
     active rank                                      joined rank
     -----------                                      -----------
     election of a leader, if the old one left (*)    the same
     all-reduce: the leader's numbers, else 0 (*)     all-reduce: 0
-    .                                                take over the sum, as the types that they have here
+    .                                                take over the sums, in the types that the numbers have here
 
 (*) only if a rank is joined; the all-reduce is not awaited.
 """
@@ -25,7 +25,7 @@ from join.transfer import broadcast_tree
 
 
 class Hyperparameters:
-    """Everything in an optimizer's ``param_groups`` but the parameters.
+    """The hyperparameters of an optimizer: everything in its ``param_groups`` but the parameters.
 
     Args:
         optimizer: the optimizer.
@@ -41,7 +41,7 @@ class Hyperparameters:
         return self._optimizer.param_groups
 
     def share(self, *, active: bool) -> None:
-        """Let joined ranks, if there are any, have the leader's numbers, in the burst of the last header."""
+        """Send the leader's numbers to joined ranks, if there are any, in the burst of the last header."""
         if self._channel.all_announced():
             return
         leads = self._channel.lead() == self._collective.rank
@@ -54,7 +54,7 @@ class Hyperparameters:
                 number.write(value)
 
     def broadcast(self, source: int) -> None:
-        """Take over all of them from rank ``source``."""
+        """Take over all hyperparameters from rank ``source``."""
         own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
         received = broadcast_tree(self._collective, own, source)
         for group, values in zip(self._groups, received, strict=True):

@@ -1,7 +1,7 @@
-"""The step of an optimizer whose parameters are spread over the ranks: :class:`ShardStep`, on :class:`OptimizerStep`.
+"""Adapters for optimizers whose parameters are sharded over the ranks: :class:`ShardStep`, on :class:`OptimizerStep`.
 
-Every rank steps its shard, and nobody else can: a joined rank goes on, on the gradients that a replayed backward has
-left it. The step itself communicates nothing::
+Each rank steps its own shard, so a joined rank must go on stepping, on the gradients that the replayed backward leaves
+there. The step itself communicates nothing::
 
     active rank                                joined rank
     -----------                                -----------
@@ -13,7 +13,8 @@ left it. The step itself communicates nothing::
 
 (*) see ``joinables.hyperparameters``.
 
-What the loop does to gradients between backward and step, and communicates, is a :class:`joinables.SharedCall`.
+What the loop does to gradients between backward and step, if it communicates, belongs in a
+:class:`joinables.SharedCall`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from joinables.sharding import group_of, is_dtensor
 
 
 class OptimizerStep(Announcing):
-    """A step that joined ranks make, too, each on its own part.
+    """An optimizer's step that joined ranks make, too, each on its own shard.
 
     Args:
-        optimizer: whose step is announced.
+        optimizer: the optimizer whose step is announced.
     """
 
     tracks_leader = True  # whose hyperparameters joined ranks take over
@@ -51,7 +52,7 @@ class OptimizerStep(Announcing):
 
     @property
     def _local_optimizer(self) -> torch.optim.Optimizer:
-        """Whose step changes this rank's part."""
+        """The optimizer whose step changes this rank's shard."""
         return self._optimizer
 
     @override
@@ -68,7 +69,7 @@ class OptimizerStep(Announcing):
 
     @override
     def synchronise(self, source: int) -> None:
-        """Every rank kept its own part up to date; what schedulers changed is no part of it."""
+        """Take over what schedulers have changed; the shards are up to date on all ranks."""
         self._hyperparameters.broadcast(source)
 
     # -- the active side ----------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class ShardStep(OptimizerStep):
 
     @override
     def synchronise(self, source: int) -> None:
-        """Shards are up to date everywhere; hyperparameters and the state of what is no shard come from ``source``."""
+        """Take over hyperparameters, and the state of parameters that are no shards; those are up to date."""
         super().synchronise(source)
         whole = [parameter for parameter in self._parameters if not is_dtensor(parameter)]
         if whole:

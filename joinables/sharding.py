@@ -1,4 +1,4 @@
-"""What is spread over the ranks, and over which: tensors of ``torch.distributed.tensor``, modules of FSDP."""
+"""Which tensors and modules are sharded over ranks, and over which: ``DTensor``, FSDP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is a ``DTensor``; does not import them, which takes long, where there cannot be any."""
+    """Whether ``tensor`` is a ``DTensor``; does not import that class, which takes long."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -32,14 +32,15 @@ def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
 
 
 def group_of(tensors: Iterable[torch.Tensor], name: str) -> Any:
-    """The process group over which ``tensors`` are spread; ``None`` is the default group.
+    """The process group over which ``tensors`` are sharded; ``None`` is the default group.
 
     Args:
-        tensors: parameters; those that are no ``DTensor`` do not count.
-        name: what has them, for the error.
+        tensors: parameters; those that are no ``DTensor`` are ignored.
+        name: the name of the object that has them, for the error.
 
     Raises:
-        ValueError: if they are spread over a mesh of several dimensions that leaves out ranks: no group has its ranks.
+        ValueError: if they are sharded over a mesh of several dimensions that lacks some ranks: no group has just its
+            ranks.
     """
     meshes: list[Any] = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     if not meshes:

@@ -1,6 +1,7 @@
-"""A function with collectives of its own, in the loop: :class:`SharedCall`.
+"""A function with collectives of its own that the loop calls: :class:`SharedCall`.
 
-Clipping the gradients of a sharded module is one: their norm is summed over all ranks. So is a metric's all-reduce::
+Clipping the gradients of a sharded module is one, since their norm is summed over all ranks; so is a metric's
+all-reduce::
 
     clip = SharedCall(lambda: clip_grad_norm_(model.parameters(), 1.0))
 
@@ -16,7 +17,7 @@ The order of collectives::
     active rank                     joined rank
     -----------                     -----------
     header                          header
-    the function's                  the function's
+    the function's collectives      the function's collectives
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 class SharedCall(Burst, JoinHook, Generic[T]):
-    """A function that all ranks call at the same places, those without data too; outside a block, just the function.
+    """A function that all ranks call at the same places, joined ranks too; outside a block, just the function.
 
     Args:
         function: called without arguments; on a rank without data, on whatever it finds there. The gradients of modules
@@ -55,7 +56,7 @@ class SharedCall(Burst, JoinHook, Generic[T]):
         self._join: Block | None = None
 
     def __call__(self) -> T:
-        """Call it.
+        """Call the function, and have joined ranks call it, too.
 
         Raises:
             JoinError: inside a block that does not list it, where ranks without data would not come.

@@ -1,8 +1,8 @@
-"""State that is merely carried along: :class:`State`.
+"""Adapter for objects that have state but no collectives: :class:`State`.
 
 Optimizers, LR schedulers, GradScalers, EMA copies: anything with ``state_dict`` and ``load_state_dict``. It issues no
-collective in the loop. A rank that ran out early has stale state; on exit it loads that of the last joiner. Tensors
-travel as flat buffers, the rest of the state dict is pickled.
+collective in the loop. A rank that ran out early has stale state; when the block ends, it loads the last joiner's.
+Tensors are sent as flat buffers, the rest of the state dict is pickled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from joinables.adapter import Silent
 
 
 class Stateful(Protocol):
-    """Anything that can hand out its state and take it back."""
+    """Anything with ``state_dict`` and ``load_state_dict``."""
 
     def state_dict(self) -> Any:
         """The state, as nested containers of tensors and picklable values."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over a state."""
+        """Load a state."""
 
 
 class State(Silent):
-    """Brings a stateful object up to date on exit.
+    """Brings an object's state up to date when the block ends, on ranks that ran out early.
 
     Args:
         stateful: the object.

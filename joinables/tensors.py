@@ -1,4 +1,4 @@
-"""Finding the tensors in what a module returns, and taking over gradients."""
+"""Finding tensors in nested containers, and copying gradients from one rank to others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors_with_grad(tree: Any) -> list[torch.Tensor]:
 
 
 def hides_tensors(tree: Any) -> bool:
-    """Whether there is an object in the containers that may hold tensors and cannot be looked into."""
+    """Whether the containers hold an object of unknown class, which may hold tensors."""
     plain = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
     leaves = pytree.tree_leaves(tree)
     return any(not (leaf is None or isinstance(leaf, plain) or is_dataclass(leaf)) for leaf in leaves)
@@ -42,7 +42,7 @@ def adopt_gradients(
     accumulated: bool,
     also: Any,
 ) -> Any:
-    """Let ``parameters`` have the gradients that rank ``source`` has.
+    """Copy the gradients of rank ``source`` to the other ranks: one broadcast.
 
     Args:
         collective: the group.

@@ -1,7 +1,7 @@
-"""Adapter for other people's subclasses of torch's own ``Joinable``: :class:`TorchJoinable`.
+"""Adapter for classes that derive from torch's own ``Joinable``: :class:`TorchJoinable`.
 
-Their constructor and their calls of ``torch.distributed.algorithms.Join.notify_join_context`` stay as they are; while
-the block is open the notification goes to this package's ``Join``. Torch's ``JoinHook`` has the same two methods.
+They call ``torch.distributed.algorithms.Join.notify_join_context``, and need no change for this package: while a block
+is open, the call goes to its ``Join``. Torch's ``JoinHook`` has the same two methods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from joinables.adapter import StandIn
 
 
 class TorchJoinable(StandIn):
-    """Stands for one torch ``Joinable`` object."""
+    """Stands for one object whose class derives from torch's ``Joinable``."""
 
     def __init__(self, target: TorchJoinableBase) -> None:
         super().__init__(target)

@@ -1,4 +1,4 @@
-"""Keeping modules in the mode they are in, training or evaluation: :func:`keeping_modes`."""
+"""Restoring the training or eval mode of modules: :func:`keeping_modes`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def keeping_modes(module: torch.nn.Module) -> Generator[None]:
-    """Put each part of the module back into its own mode at the end."""
+    """A context after which each part of ``module`` is in the mode that it was in before."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield

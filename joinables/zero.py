@@ -1,7 +1,7 @@
 """Adapter for ``ZeroRedundancyOptimizer``: :class:`ZeroStep`.
 
 Every rank owns a shard of the parameters: it steps its shard and broadcasts it. A joined rank must go on stepping its
-own, on the true gradients, or the shard stands still. The order of collectives of one step::
+shard, on the true gradients, or these parameters would no longer train. The order of collectives of one step::
 
     active rank                              joined rank
     -----------                              -----------
@@ -14,7 +14,7 @@ own, on the true gradients, or the shard stands still. The order of collectives 
 
 (*) only if a rank is joined, and not awaited: ``joinables.hyperparameters``.
 
-What the loop does to gradients between ``backward`` and ``step`` is unknown to a joined rank. Say it once::
+A joined rank does not run what the loop does to gradients between ``backward`` and ``step``. Pass it as a function::
 
     def clip():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,7 +1,8 @@
 """Metrics of torchmetrics over uneven ranks: :class:`Metric`.
 
-A block may list them as they are, and merges them when it ends (``joinables.metrics.at_end``). ``Metric`` says more of
-them: that the value of every step is wanted over all ranks, too (``joinables.metrics.every_step``).
+A ``Join`` block may list metrics as they are, and merges them over the ranks when it ends
+(``joinables.metrics.at_end``). Listed as ``Metric(metric, every_step=True)``, they have the value over all ranks at
+every step, too (``joinables.metrics.every_step``).
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from joinables.metrics.every_step import MetricAtEveryStep
 
 
 def is_metric(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is one of torchmetrics; that is never imported for it."""
+    """Whether ``module`` is a metric of torchmetrics, which is not imported to find out."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(module, (library.Metric, library.MetricCollection, library.MetricTracker))
 
 
 class Metric:
-    """Says how a metric is synchronised: when the block ends, as any that is listed, and maybe at every step.
+    """How a metric is synchronised in a block: when the block ends, and with ``every_step`` at every step, too.
 
-    States are merged by their ``dist_reduce_fx``, without those of ranks that have seen nothing; ``"mean"`` weighs each
+    States are merged by their ``dist_reduce_fx``, without those of ranks that have no update; ``"mean"`` weighs each
     rank by its number of updates, as torchmetrics does from one update to the next. A block that raises merges nothing.
 
     Args:
         metric: a ``torchmetrics.Metric`` or ``MetricCollection``.
         every_step: whether calling the metric in the block returns the value of the batches of all ranks that call it
-            in the same step, and not of this rank's alone. Then all ranks with data call it at the same places. In a
-            block with ``enable=False``, and outside, it is this rank's.
+            in the same step, and not of this rank's alone. Then all ranks with data must call it at the same places. In
+            a block with ``enable=False``, and outside, the value is this rank's.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if it is no metric, or a ``MetricTracker``.
     """
 
     def __init__(self, metric: Any, *, every_step: bool = False) -> None:
@@ -48,5 +49,5 @@ class Metric:
         self.metric, self.every_step = metric, every_step
 
     def joinable(self) -> Joinable:
-        """What takes part in the block."""
+        """Return the joinable that stands for the metric in the block."""
         return MetricAtEveryStep(self.metric) if self.every_step else MetricAtEnd(self.metric)

@@ -1,17 +1,15 @@
 """Metrics of torchmetrics that are merged when the block ends: :class:`MetricAtEnd`.
 
 Inside the block such a metric is local: ``update``, ``forward`` and ``compute`` communicate nothing, so ranks may call
-them as often as they like. When the block ends, on all ranks alike, whatever they did in it::
+them as often as they like. When the block ends, all ranks, active or joined, do the same::
 
-    active or joined rank
-    ---------------------
     all-gathers of all ranks' states and numbers of updates
-    on its own: reduce them, compute the value, keep it, and take back its own state
+    locally: merge these, compute the value and keep it, then restore this rank's own state
 
-The value over all samples of all ranks is kept where torchmetrics keeps what it has computed: ``compute()`` after the
-block returns it, without communication, until the next ``update`` or ``reset``. The state that is left is the rank's
-own, as after torchmetrics' own synchronisation. So no sample counts twice: not in a second block without ``reset``, nor
-in an ``update`` between two blocks.
+The value over all samples of all ranks is kept in torchmetrics' cache of computed values: ``compute()`` after the block
+returns it, without communication, until the next ``update`` or ``reset``. The state is the rank's own again, as after
+torchmetrics' own synchronisation. So no sample counts twice: not in a second block without ``reset``, nor in an
+``update`` between two blocks.
 
 A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (the first tensor given has length 0);
 ``forward`` returns ``None`` for it, and otherwise the value of the rank's own batch.
@@ -51,7 +49,7 @@ class MetricAtEnd(Silent, JoinHook):
         super().attach(join)
         self._join = join
         metrics = metrics_of(self._target)
-        # What is no part passes on what the metrics inside it compute.
+        # Wrappers are no parts: they return what the metrics inside them compute.
         self._parts = {name: each for name, each in metrics.items() if _keeps_value(each)}
         for each in metrics.values():
             self._check(each)
@@ -97,7 +95,7 @@ class MetricAtEnd(Silent, JoinHook):
     # -- inside the block ---------------------------------------------------------------------------------------------
 
     def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``update`` or ``forward`` for batches that have samples."""
+        """Call ``update`` or ``forward``, unless the batch has no samples."""
         return method(*args, **kwargs) if self._has_samples(*args, **kwargs) else None
 
     def _has_samples(self, *args: Any, **kwargs: Any) -> bool:
@@ -131,19 +129,19 @@ def metrics_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _keeps_value(metric: Any) -> bool:
-    """Whether ``compute`` of ``metric`` keeps its value, as it does unless a wrapper does without."""
+    """Whether ``compute`` of ``metric`` caches its value; that of some wrappers does not."""
     return type(metric)._wrap_compute is importlib.import_module("torchmetrics").Metric._wrap_compute
 
 
 class _Elsewhere(int):
-    """An update count of 0 where other ranks' updates were merged: ``compute`` has something to return."""
+    """An update count of 0 that does not make ``compute`` warn: other ranks have updates, which were merged."""
 
     def __gt__(self, other: int) -> bool:
         return other <= 0
 
 
 class Local:
-    """What a metric in a block is told about being distributed: it is not. A copy of the metric is in no block."""
+    """A ``distributed_available_fn`` that says no, for a metric in a block; copies of the metric have the original."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -157,13 +155,13 @@ class Local:
 
 
 class InBlock:
-    """What a method of a metric does in a block. A copy of the metric is in no block and has its own."""
+    """A replacement for a method of a metric in a block; copies of the metric have the original."""
 
     def __init__(self, method: Callable[..., Any], replacement: Callable[..., Any]) -> None:
         self._method, self._replacement = method, replacement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands in for the method."""
+        """Call the replacement."""
         return self._replacement(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:

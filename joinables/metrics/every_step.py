@@ -11,13 +11,13 @@ of them::
     the metric itself is updated with this batch           .
     the twin merges the states and computes the value      .
 
-So what the metric accumulates is what it would without: each sample of this rank once, merged when the block ends
-(``joinables.metrics.at_end``). ``update`` stays local. All of it is awaited, and the value has no gradient.
+The metric itself accumulates the samples of this rank only, each once, and is merged when the block ends
+(``joinables.metrics.at_end``). ``update`` stays local. The all-gathers are awaited, and the value has no gradient.
 
-A batch without samples, and a dummy in a loop in lockstep, take part with nothing and get the value of the others;
-``None`` if no rank has any.
+A rank whose batch has no samples, or is a dummy of ``Join.iterate``, contributes nothing and gets the value of the
+others; ``None`` if no rank has samples.
 
-The call may come between the forward and the backward of a module, where its predictions are at hand. So no module of
+The call may come between the forward and the backward of a module, where its predictions are known. So no module of
 the block announces its backward in its forward.
 """
 
@@ -82,7 +82,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
         return self._twin.compute()
 
     def _seen(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """The states after this batch alone."""
+        """The twin's states after this batch alone."""
         self._twin.reset()
         with _ungrouped(self._twin):
             self._twin.update(*args, **kwargs)
@@ -94,7 +94,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
 
 
 def _twin(metric: Any) -> Any:
-    """A copy with nothing seen; tensors that a reset does not replace, such as a network's weights, are shared."""
+    """A copy of the metric after ``reset``; tensors that this does not replace, such as a network's, are shared."""
     states = [each.metric_state for each in metrics_of(metric).values()]
     tensors = [*metric.parameters(), *metric.buffers(), *pytree.tree_leaves(states)]
     twin = copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})
@@ -104,9 +104,9 @@ def _twin(metric: Any) -> Any:
 
 @contextmanager
 def _ungrouped(metric: Any) -> Generator[None]:
-    """Keep collections from grouping metrics that happen to agree on the first batch, as ``forward`` does not either.
+    """Keep collections from forming compute groups of metrics whose states happen to agree after the first batch.
 
-    Groups that an ``update`` of the user's has made stay.
+    ``forward`` forms none either. Groups that an ``update`` by the user has formed stay.
     """
     collections = [each for each in metric.modules() if getattr(each, "_enable_compute_groups", None)]
     enabled = [each._enable_compute_groups for each in collections]

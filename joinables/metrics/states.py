@@ -1,7 +1,7 @@
-"""The states of torchmetrics: which of them a rank has something in, and how those of several ranks become one.
+"""The states of metrics of torchmetrics: a rank's contributions, and how those of several ranks are merged.
 
-Here and in ``joinables.metrics.at_end`` and ``joinables.metrics.every_step``, and nowhere else, private attributes of
-torchmetrics 1.9 are used: which states a metric has and how they are reduced (``_defaults``, ``_reductions``),
+Private attributes of torchmetrics 1.9 are used in this folder and nowhere else: which states a metric has and how they
+are reduced (``_defaults``, ``_reductions``),
 ``_update_count``, ``_computed``, ``_is_synced``, ``_wrap_compute`` and, of a collection, ``_enable_compute_groups``.
 """
 
@@ -19,21 +19,21 @@ Contribution: TypeAlias = tuple[int, dict[str, Any]]
 """One rank's number of updates, and its states by name: a tensor or a list each."""
 
 Contributions: TypeAlias = dict[str, Contribution | None]
-"""Of each metric, by name; ``None`` of those that have seen nothing."""
+"""One rank's contribution to each metric, by name; ``None`` where it has none."""
 
 
 def contributions(parts: Mapping[str, Any]) -> Contributions:
-    """What this rank has seen."""
+    """This rank's contributions."""
     return {name: _contribution(part) for name, part in parts.items()}
 
 
 def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions], where: str) -> Contributions:
-    """Merge what the ranks have seen, by each state's ``dist_reduce_fx``, without those that have seen nothing.
+    """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``.
 
     Args:
         parts: the metrics, by name.
-        ranks: what each of some ranks has seen.
-        where: what has these metrics, for the error.
+        ranks: the contributions, rank by rank.
+        where: the name of the object that has these metrics, for the error.
 
     Raises:
         ValueError: on all ranks that merge the same, if these hold different metrics.
@@ -45,7 +45,7 @@ def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions], where: str)
 
 
 def put(part: Any, update_count: int, state: Mapping[str, Any]) -> None:
-    """Give a metric another state."""
+    """Replace a metric's state and number of updates."""
     for name, value in state.items():
         setattr(part, name, value)
     part._update_count = update_count
@@ -61,11 +61,11 @@ def _merged(part: Any, ranks: Sequence[Contribution]) -> Contribution | None:
 
 
 def _contribution(part: Any) -> Contribution | None:
-    """This rank's part of a merge; ``None`` if it has seen nothing."""
+    """This rank's contribution; ``None`` if it has no update and its states are the defaults."""
     state = cast("dict[str, Any]", part.metric_state)
     count = int(part.update_count)
     if not count and all(_is_same(value, part._defaults[name]) for name, value in state.items()):
-        return None  # but a state that was loaded from a checkpoint has no updates, and is something
+        return None  # a state that was loaded from a checkpoint has no updates either, and is not the default
     return count, state
 
 
@@ -83,7 +83,7 @@ def _device(part: Any, name: str) -> torch.device:
 def _reduced(
     reduction: Callable[..., Any] | None, ranks: Sequence[Contribution], name: str, device: torch.device
 ) -> Any:
-    """Reduce one state over the ranks that have something; what is a list stays one."""
+    """Merge one state of several ranks; lists are concatenated."""
     utilities = importlib.import_module("torchmetrics.utilities")
     values: list[Any] = pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(device), [state[name] for _, state in ranks]

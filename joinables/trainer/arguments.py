@@ -1,7 +1,11 @@
-"""What is checked of the :class:`Trainer`'s arguments, each by itself."""
+"""Checks of what a :class:`Trainer` is given: its own arguments, and the module and the loaders of a run.
+
+All of them raise a ``TypeError`` or a ``ValueError`` that names the argument and its value and says what to give.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,43 +16,155 @@ from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.callbacks.files import MetricFiles
 from joinables.trainer.callbacks.progress import ProgressBar
-from joinables.trainer.hooks import check_callback_hooks
-from joinables.trainer.launch.environment import detect_environment
+from joinables.trainer.ddp_strategy import DDPStrategy
+from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
+from joinables.trainer.launch.launched import detect_environment
+from joinables.trainer.loops.data import copied_sampler
+from joinables.trainer.module import TrainModule
+from joinables.trainer.strategy import Strategy, strategy_of
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number, or less than ``least``.
-
-    Raises:
-        TypeError, ValueError: that name the argument and the value.
-    """
+    """Refuse what is no whole number, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be a whole number")
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def checked_accelerator(accelerator: Any) -> str:
-    """``"cpu"`` or ``"cuda"``, whichever is meant.
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Refuse what is none of the ``known`` values."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
 
-    Raises:
-        ValueError: if it is neither, or there is no GPU.
-    """
-    if accelerator not in ("auto", "cpu", "cuda", "gpu"):
-        raise ValueError(f"accelerator={accelerator!r} is none of 'auto', 'cpu', 'cuda', 'gpu'")
-    if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if accelerator != "cpu" and not torch.cuda.is_available():
+
+def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> None:
+    """Refuse limits that are none; ``None`` stands for no limit."""
+    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+        if value is not None:
+            check_count(name, value, least=0)
+    if isinstance(gradient_clip_val, str):
+        raise TypeError(f"gradient_clip_val={gradient_clip_val!r} must be a number, or None for no limit")
+    if gradient_clip_val is not None and not gradient_clip_val > 0:
+        raise ValueError(f"gradient_clip_val={gradient_clip_val!r} must be positive, or None for no limit")
+
+
+def checked_accelerator(accelerator: Any) -> str:
+    """``"cpu"`` or ``"cuda"``, whichever is meant."""
+    check_choice("accelerator", accelerator, ("auto", "cpu", "cuda", "gpu"))
+    if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu'")
-    return "cpu" if accelerator == "cpu" else "cuda"
+    return "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def world_size_for(devices: Any, num_nodes: Any, accelerator: str) -> int:
+    """The number of processes on all nodes: as many as asked for, or with ``"auto"`` as there are, or GPUs are."""
+    check_count("num_nodes", num_nodes)
+    environment = detect_environment()
+    there = torch.cuda.device_count() if accelerator == "cuda" else None
+    if num_nodes > 1 and environment.creates_processes:
+        raise ValueError(
+            f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI"
+        )
+    if devices == "auto":
+        return there or 1 if environment.creates_processes else environment.place().world_size
+    check_count("devices", devices)
+    if there is not None and devices > there:
+        raise ValueError(f"devices={devices} and torch finds {there} GPUs")
+    wanted = devices * num_nodes
+    if wanted > 1 and not environment.creates_processes and (started := environment.place().world_size) != wanted:
+        raise ValueError(
+            f"devices={devices} and num_nodes={num_nodes}, but {environment.name} started {started} processes; leave"
+            " devices out to train on all of them"
+        )
+    return wanted
+
+
+def checked_strategy(strategy: str | Strategy, world_size: int, devices: Any) -> Strategy:
+    """The strategy that is meant; ``"auto"`` is ``"single"`` for one process, and ``"ddp"`` for several."""
+    environment = detect_environment()
+    if strategy == "auto":
+        if world_size == 1 and not environment.creates_processes and (there := environment.place().world_size) > 1:
+            raise ValueError(
+                f"devices={devices}, and {environment.name} started {there} processes, each of which would train"
+                " alone; leave devices out to train on all of them, or pass strategy='single' if that is meant"
+            )
+        return strategy_of("single" if world_size == 1 else "ddp")
+    found = strategy_of(strategy)
+    if not found.is_distributed and world_size > 1:
+        raise ValueError(f"strategy='single' is for one process, and devices and num_nodes ask for {world_size}")
+    return found
+
+
+def with_sync_batchnorm(strategy: Strategy, accelerator: str) -> Strategy:
+    """A copy of ``strategy`` that trains with SyncBatchNorm."""
+    if accelerator == "cpu":
+        raise ValueError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs")
+    if not isinstance(strategy, DDPStrategy):
+        raise ValueError("sync_batchnorm=True needs a strategy with several processes, such as 'ddp'")
+    return strategy.with_sync_batchnorm()
+
+
+def checked_callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
+    """The callbacks in the order in which they are called."""
+    several = () if callbacks is None else callbacks
+    listed: list[Any] = [several] if isinstance(several, Callback) else list(several)
+    for each in listed:
+        if not isinstance(each, Callback):
+            raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
+        check_callback_hooks(each)
+    if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
+        listed.append(ProgressBar())
+    # Files hold what the others logged, and a checkpoint what they did.
+    listed.sort(key=lambda each: isinstance(each, (MetricFiles, ModelCheckpoint)))
+    keys = [each.state_key for each in listed]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"callbacks has several {', '.join(twice)}; give each a state_key of its own")
+    return listed
+
+
+# -- of a run ---------------------------------------------------------------------------------------------------------
+
+_NEEDED = {
+    "fit": ("training_step", "configure_optimizers"),
+    "validate": ("validation_step",),
+    "test": ("test_step",),
+    "predict": ("predict_step",),
+}
+
+
+def check_module(module: Any, stage: str) -> None:
+    """Refuse a module that lacks what a run of this kind calls, or has hooks that nobody calls."""
+    if not isinstance(module, TrainModule):
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError("the trainer wraps modules in DistributedDataParallel itself; pass the bare module")
+        if isinstance(module, type):
+            raise TypeError(f"module is the class {module.__name__}; pass an object: {module.__name__}(...)")
+        raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule")
+    for name in _NEEDED[stage]:
+        inherited = getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module)
+        if inherited and name != "predict_step":  # which has a default
+            raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one")
+    check_step(module, _NEEDED[stage][0])
+    check_hooks(module)
+
+
+def check_manual(module: TrainModule, *, sets_steps: bool, scales_loss: bool) -> None:
+    """Refuse, for a module that steps its optimizers itself, what goes with automatic optimization only."""
+    if module.automatic_optimization:
+        return
+    if sets_steps:
+        raise ValueError(
+            "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
+            " training_step"
+        )
+    if scales_loss:
+        raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
 
 
 def check_loader(name: str, loader: Any, epochs: int) -> None:
-    """Refuse what does not hand out batches in each of so many epochs.
-
-    Raises:
-        TypeError: that says what to give.
-    """
+    """Refuse what does not hand out batches in each of so many epochs."""
     kind = cast("type[object]", type(loader)).__name__
     if _is_several(loader):
         raise TypeError(
@@ -73,58 +189,18 @@ def _is_several(loader: Any) -> bool:
     return isinstance(loader, Mapping)
 
 
-def world_size_for(devices: Any, num_nodes: int, accelerator: str) -> int:
-    """The number of processes on all nodes: as many as asked for, or with ``"auto"`` as there are, or GPUs are.
-
-    Raises:
-        TypeError, ValueError: if ``devices`` is no number of them, or more than there are.
-    """
-    environment = detect_environment()
-    there = torch.cuda.device_count() if accelerator == "cuda" else None
-    if devices == "auto":
-        return (there or 1) * num_nodes if environment.creates_processes else environment.place().world_size
-    check_count("devices", devices)
-    if there is not None and devices > there:
-        raise ValueError(f"devices={devices} and torch finds {there} GPUs")
-    wanted = devices * num_nodes
-    if wanted > 1 and not environment.creates_processes and (started := environment.place().world_size) != wanted:
-        raise ValueError(
-            f"devices={devices} and num_nodes={num_nodes}, but {environment.name} started {started} processes; leave"
-            " devices out to train on all of them"
-        )
-    return wanted
-
-
-def check_alone(devices: Any) -> None:
-    """Raise a ``ValueError`` if other processes were started, which would all train the same and write the same."""
-    environment = detect_environment()
-    if not environment.creates_processes and (there := environment.place().world_size) > 1:
-        raise ValueError(
-            f"devices={devices}, and {environment.name} started {there} processes, each of which would train alone;"
-            " leave devices out to train on all of them, or pass strategy='single' if that is meant"
-        )
-
-
-def checked_callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
-    """The callbacks in the order in which they are called.
-
-    Raises:
-        TypeError, ValueError: if one is none, has a hook that nobody calls, or the state key of another.
-    """
-    if callbacks is None:
-        listed: list[Any] = []
+def warn_if_not_dealt_out(name: str, loader: Any, world_size: int) -> None:
+    """Warn of a loader of which every rank may go through all batches; names the line that called the trainer."""
+    if not isinstance(loader, DataLoader):
+        kind = f"is a {cast('type[object]', type(loader)).__name__} and no DataLoader"
+        way_out = "make it an IterableDataset, in DataLoader(dataset, batch_size=None)"
+    elif (sampler := copied_sampler(loader)) is not None:
+        kind = f"has a sampler of its own, a {sampler}"
+        way_out = "give its sampler a method set_epoch(epoch). For a part of a data set, take torch.utils.data.Subset"
     else:
-        listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    for each in listed:
-        if not isinstance(each, Callback):
-            raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
-        check_callback_hooks(each)
-    if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
-        listed.append(ProgressBar())
-    # Files hold what the others logged, and a checkpoint what they did.
-    listed.sort(key=lambda each: isinstance(each, (MetricFiles, ModelCheckpoint)))
-    keys = [each.state_key for each in listed]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"callbacks has several {', '.join(twice)}; give each a state_key of its own")
-    return listed
+        return
+    warnings.warn(
+        f"{name} {kind}, so it is not dealt out: each of the {world_size} ranks goes through what it gives"
+        f" there. If that differs by rank, {way_out}",
+        stacklevel=5,  # warn, _launch, fit, the wrapper of fit that checks keywords, and the caller
+    )

@@ -1,6 +1,6 @@
-"""When a module is called besides its steps: :class:`ModuleHooks`, and checks that nothing waits in vain for a call.
+"""The hooks of a module: :class:`ModuleHooks`; and checks that modules and callbacks have no hook that is never called.
 
-Order, where ``*`` is ``validation``, ``test`` or ``predict``::
+The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
 
     on_train_start
     an epoch      on_train_epoch_start
@@ -27,9 +27,9 @@ from joinables.trainer.callbacks.base import Callback
 class ModuleHooks:
     """The hooks of a module; they do nothing unless overridden.
 
-    They run on every rank, at the same time, so they may communicate. Those of a batch, of an optimizer step and of a
-    checkpoint are other: a rank without data, or that does not write, does not run them, and they must not. Those of
-    an evaluation run as its steps do, in eval mode and without grad.
+    All ranks call them at the same time, so they may communicate. Those of a batch, of an optimizer step and of a
+    checkpoint must not: ranks without data, or that do not write, do not call them. Those of an evaluation run in eval
+    mode and without grad, as its steps do.
     """
 
     def on_train_start(self) -> None:
@@ -48,7 +48,7 @@ class ModuleHooks:
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a training step, which returned ``outputs``, and the optimizer's, if it came."""
+        """Called after a training step, which returned ``outputs``, and after the optimizer's if one followed."""
 
     def on_train_epoch_end(self) -> None:
         """Called after an epoch and its validation."""
@@ -162,10 +162,10 @@ _INSTEAD = {
 
 
 def check_step(module: object, name: str) -> None:
-    """Make sure that a step can be called with what it is given.
+    """Refuse a step that does not take a batch and its index.
 
     Raises:
-        TypeError: if it takes something else.
+        TypeError: that says what to write.
     """
     try:
         signature = inspect.signature(getattr(module, name))
@@ -181,10 +181,10 @@ def check_step(module: object, name: str) -> None:
 
 
 def check_hooks(module: object) -> None:
-    """Make sure that all of a module's hooks are called.
+    """Refuse a module with hooks of Lightning that the trainer does not call.
 
     Raises:
-        TypeError: if its class defines some of Lightning's that are not.
+        TypeError: that names them.
     """
     kind = type(module)
     found = [f"{name} ({instead})" for name, instead in _INSTEAD.items() if callable(getattr(kind, name, None))]
@@ -196,10 +196,10 @@ def check_hooks(module: object) -> None:
 
 
 def check_callback_hooks(callback: Callback) -> None:
-    """Make sure that all of a callback's hooks are called.
+    """Refuse a callback with hooks of Lightning that the trainer does not call.
 
     Raises:
-        TypeError: if its class defines some of Lightning's that are not.
+        TypeError: that names them.
     """
     kind = type(callback)
     names = {"setup", "teardown", *(name for name in (*_INSTEAD, *vars(ModuleHooks)) if name.startswith("on_"))}

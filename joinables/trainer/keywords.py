@@ -1,4 +1,4 @@
-"""Keywords that are no arguments, most likely typos: :func:`checks_keywords`."""
+"""Errors for misspelt keyword arguments: :func:`checks_keywords`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def checks_keywords(method: Callable[P, T]) -> Callable[P, T]:
-    """Let a constructor, or another method, say which argument was meant; Python names the likely one from 3.13 on."""
+    """Decorate a method so that an unknown keyword is a ``TypeError`` that names the likely one, as in Python 3.13."""
     names = [name for name in inspect.signature(method).parameters if name != "self"]
     kind, own = method.__qualname__.split(".")[-2:]
 

@@ -1,7 +1,7 @@
-"""What is trained: :class:`TrainModule`.
+"""The base class of modules to train: :class:`TrainModule`.
 
-A ``torch.nn.Module`` that says what a step is and which optimizers it needs; the trainer does the rest. The names are
-those of a LightningModule, so one that uses only these runs unchanged once it derives from :class:`TrainModule`.
+It is a ``torch.nn.Module`` with methods that say what a step is and which optimizers it needs; the trainer does the
+rest. The names are those of a LightningModule: one that uses only these runs unchanged with this base class instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TrainModule(ModuleHooks, torch.nn.Module):
     Override ``training_step`` and ``configure_optimizers`` to fit, and ``validation_step``, ``test_step`` or
     ``predict_step`` for the other runs. There are hooks between the steps, those of :class:`ModuleHooks`.
 
-    Parts that are in eval mode when a fit begins stay so, as frozen BatchNorm layers; a module that is so as a whole is
-    trained in training mode.
+    Parts that are in eval mode when a fit begins, such as frozen BatchNorm layers, stay in it; a module that is in eval
+    mode as a whole is put into training mode.
 
     With ``automatic_optimization = False`` the step itself calls ``manual_backward`` and steps what ``optimizers()``
     returns.
@@ -41,15 +41,15 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no training_step; fit needs one")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch, without grad; ``self.log`` what is wanted."""
+        """Evaluate one batch, without grad; ``self.log`` the metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no validation_step; validate needs one")
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch, without grad; ``self.log`` what is wanted."""
+        """Evaluate one batch, without grad; ``self.log`` the metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step; test needs one")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the outputs for one batch: calls the module with it (with its first element if it is a tuple)."""
+        """Return the outputs for one batch: by default, what the module returns for it, or for a tuple's first element."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_optimizers(self) -> Any:
@@ -94,10 +94,10 @@ class TrainModule(ModuleHooks, torch.nn.Module):
 
         Args:
             name: its name.
-            value: a number or a tensor with one element: for ``"mean"``, the mean over the samples of the batch.
+            value: a number, or a tensor with one element; for ``"mean"``, the mean over the samples of the batch.
             prog_bar: whether the progress bar shows the latest value.
             reduce_fx: how values become one; ``"mean"`` is weighted by the number of samples.
-            batch_size: the number of samples, if it is not the first dimension of the batch's first tensor.
+            batch_size: the number of samples in the batch; by default, the length of the batch's first tensor.
             logger: whether it goes into files (``CSVMetrics``, ``TensorBoardMetrics``).
             on_step: whether these files also get each single value, of rank 0.
             on_epoch: accepted for familiarity; values are always reduced over the epoch.

@@ -23,11 +23,10 @@ class Result:
         best_model_path: the best checkpoint's file; empty if none was kept.
         best_model_score: its metric; ``None`` if none was monitored.
         predictions: of a prediction, the batches' outputs in the order of the data set.
-        join_report: who did what in the last epoch; ``None`` before any.
+        join_report: steps, shadowed steps and idle time by rank in the last epoch; ``None`` before any.
         stopped: whether a callback ended the fit.
-        state: everything that a fit goes on from, as ``joinables.trainer.loops.snapshot`` has it: the module's,
-            optimizers', schedulers' and scaler's states, counters, random numbers. ``None`` for other runs, and where
-            it lies in a file on its way between processes.
+        state: everything that a fit resumes from (``joinables.trainer.checkpoints.snapshot``), on its way to the
+            trainer, which keeps it; ``None`` in what ``Trainer.fit`` returns.
     """
 
     stage: str

@@ -1,1 +1,1 @@
-"""What can be hooked into a run, and the callbacks that come with the trainer."""
+"""Callbacks: objects that a trainer calls during a run; their base class, and those that come with the trainer."""

@@ -1,7 +1,10 @@
-"""What can be hooked into a run: :class:`Callback`.
+"""Objects that a trainer calls at certain points of a run: :class:`Callback`.
 
 Every hook runs on every rank. Those of an epoch or a run are called by all ranks together, so they may communicate, on
-``trainer.collective``. Those of a batch are not: a rank that has run out of data has no more of them.
+``trainer.collective``. Those of a batch must not: they are not called on a rank that has run out of data.
+
+Hooks take the whole ``Trainer``: users annotate them so, and use all of it. Its type is imported for type checkers
+only, since the trainer imports this file.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base of callbacks; all hooks do nothing unless overridden."""
+    """Base of callbacks. All hooks, the ``on_...`` methods, do nothing unless overridden."""
 
     @property
     def state_key(self) -> str:
-        """Under which name checkpoints keep the state; two callbacks of one class need different ones."""
+        """The name under which checkpoints keep this callback's state; each callback of a trainer needs its own."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint, and the process that started the run, get: plain data and tensors."""
+        """The state for checkpoints and for the process that started the run: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,7 +53,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Called after a training step, and the optimizer's, if it came."""
+        """Called after a training step, and after the optimizer's step if one followed."""
 
     def on_shadowed_step(self, trainer: Trainer, module: TrainModule) -> None:
         """Called on a rank that has run out of data, for each step in which it shadowed the others."""

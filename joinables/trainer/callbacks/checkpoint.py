@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 class ModelCheckpoint(Callback):
     """Writes checkpoints after epochs or steps, and keeps the best.
 
-    All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is there before an
-    old one goes, so there is a whole one at any moment. A file of that name from another fit is replaced; what another
-    keeper of this fit keeps there is left alone, and the new file is called ``NAME-v1``. The paths are known also after
-    a fit that raised, or whose processes died; one that cannot write a file raises the ``OSError``, with its name.
+    All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is written before an
+    old one is removed, so there is a whole one at any moment. A file of the same name from another fit is replaced; a
+    file of another ``ModelCheckpoint`` of this fit is not, and the new file is called ``NAME-v1``. The paths are known
+    also after a fit that raised, or whose processes died. A file that cannot be written is an ``OSError`` with its
+    name.
 
     Args:
-        dirpath: where to; by default ``checkpoints`` in the trainer's ``default_root_dir``.
+        dirpath: the folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
         filename: name without ``.ckpt``; ``{epoch}``, ``{step}`` and metrics are filled in, as in
             ``"{epoch}-{val_loss:.3f}"``, and become ``epoch=3-val_loss=0.123``.
-        monitor: the metric that says which is best; ``None`` takes the latest for the best. In the middle of an epoch
-            it has the value of the one before, and in the first epoch NaN, the worst.
+        monitor: the metric that says which checkpoint is best; with ``None``, the latest is. In the middle of an epoch
+            it has the value of the epoch before; in the first epoch, NaN, which is the worst.
         mode: whether small or large values are good.
         save_top_k: how many to keep; -1 for all, 0 for none but the last.
         save_last: whether to keep the latest too, as ``last.ckpt``; it is also written at the end of a fit.
@@ -76,13 +77,13 @@ class ModelCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
-        # What tells keepers apart; how many they keep is left out, so that a resumed fit can change it.
+        # save_top_k is left out, so that a resumed fit can change it.
         when = f"{self._epochs} epochs" if self._steps is None else f"{self._steps} steps"
         return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename}, {self._folder}, {when})"
 
     @property
     def best_model_path(self) -> str:
-        """The best file that is kept; empty without any."""
+        """The file of the best checkpoint; empty without any."""
         if not self._kept:
             return ""
         if self._monitor is None:
@@ -91,11 +92,11 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_score(self) -> float | None:
-        """Its metric; ``None`` without any, or without ``monitor``."""
+        """The metric of the best checkpoint; ``None`` without any, or without ``monitor``."""
         return self._kept[self.best_model_path] if self._kept and self._monitor is not None else None
 
     def _rank(self, score: float) -> tuple[bool, float]:
-        """Small is good; NaN is the worst, and of several the first is the best."""
+        """A key by which to sort: the best score first, NaN last."""
         if math.isnan(score):
             return True, 0.0
         return False, score if self._mode == "min" else -score
@@ -103,9 +104,9 @@ class ModelCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.global_step < self._saved_step:
-            # A fit that failed has come further, and this one does not go on from there: its files are another fit's.
+            # A fit that failed came further, and this one does not resume from there: the files are another fit's.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
-        if self._kept:  # a fit between may have discarded some; one rank looks, since its disk has them
+        if self._kept:  # a fit in between may have discarded some; one rank looks, since they are on its disk
             there = trainer.run.collective.broadcast_object([each for each in self._kept if Path(each).exists()], 0)
             self._kept = {path: self._kept[path] for path in there}
 
@@ -120,7 +121,7 @@ class ModelCheckpoint(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps is not None and self._monitor is not None:
-            monitored(trainer.metrics, self._monitor)  # by now it has to be there
+            monitored(trainer.metrics, self._monitor)  # raises if it was not logged in the whole epoch
         if self._steps is None and (trainer.current_epoch + 1) % self._epochs == 0:
             self._save(trainer, is_epoch_end=True)
 
@@ -162,13 +163,14 @@ class ModelCheckpoint(Callback):
         if self._last:
             self.last_model_path = str(folder / "last.ckpt")
         writes = self._write(trainer, [*({path} & self._kept.keys()), *last], before)
-        for each in discarded:
-            # Only here is it known that the new file is there.
+        for each in discarded:  # now that the new file is written
             if writes and each not in {path, *others}:
                 Path(each).unlink(missing_ok=True)
 
     def _write(self, trainer: Trainer, paths: Sequence[str], before: Mapping[str, Any]) -> bool:
-        """Write files, which hold this callback's state; whether this rank did. If it fails, the state is ``before``'s.
+        """Write checkpoints, with this callback's state in them, and return whether this rank is the writer.
+
+        If that fails, the callback is in the state ``before`` again.
 
         Raises:
             OSError: if one cannot be written.
@@ -179,7 +181,7 @@ class ModelCheckpoint(Callback):
             self.load_state_dict(before)
             raise
         if writes:
-            trainer.note(self)  # the new files are there, and so are the old ones
+            trainer.note(self)  # now, while both the new and the old files exist
         return writes
 
     def _name(self, trainer: Trainer, is_epoch_end: bool) -> str:
@@ -204,13 +206,13 @@ class ModelCheckpoint(Callback):
 
 
 def _files_of(callback: Callback) -> set[str]:
-    """What a keeper keeps; of another callback, nothing."""
+    """The files that a ``ModelCheckpoint`` keeps; none for other callbacks."""
     if not isinstance(callback, ModelCheckpoint):
         return set()
     return {*callback._kept, callback.last_model_path}  # pyright: ignore[reportPrivateUsage]
 
 
 def _free(path: Path, taken: Set[str]) -> str:
-    """A name that no kept file has: a better one under the same name must not be overwritten."""
+    """``path``, or with ``-v1`` and so on where it is taken: a better file of that name must not be overwritten."""
     names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(taken) + 1)))
     return next(str(name) for name in names if str(name) not in taken)

@@ -22,16 +22,16 @@ logger = logging.getLogger("joinables")
 
 
 class EarlyStopping(Callback):
-    """Ends the fit when a metric has not improved for some epochs, or is no number any more.
+    """Ends the fit when a metric has not improved for some epochs, or is NaN.
 
-    A fit that was ended stays so: a second one, or one from its last checkpoint, does not train, and a warning says so.
-    With more patience, or without this callback, it goes on.
+    A fit that was ended stays ended: a second one, or one from its last checkpoint, does not train, and a warning says
+    so. With more patience, or without this callback, it goes on.
 
     Args:
         monitor: the metric.
         mode: whether small or large values are good.
         patience: after how many epochs in a row without improvement to stop; 0 is the same as 1.
-        min_delta: what counts as improvement.
+        min_delta: the smallest change that counts as an improvement.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class MetricFiles(Callback):
-    """Writes what was logged in an epoch, or after the last, on rank 0; and in a batch, of metrics with ``on_step``.
+    """Writes the metrics of each epoch on rank 0, and those with ``on_step`` after each batch, too.
 
-    What was not logged in a batch or an epoch is not written for it, nor ever what was logged with ``logger=False``.
+    Only metrics that were logged in that epoch or batch are written, and none that were logged with ``logger=False``.
     """
 
     @override
@@ -71,7 +71,7 @@ class TensorBoardMetrics(MetricFiles):
     """Writes event files for TensorBoard.
 
     Args:
-        folder: where to; by default ``tensorboard`` in the trainer's ``default_root_dir``.
+        folder: the folder; by default ``tensorboard`` in the trainer's ``default_root_dir``.
 
     Raises:
         ImportError: if TensorBoard is not installed.

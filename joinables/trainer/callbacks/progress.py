@@ -1,4 +1,4 @@
-"""Showing how far a run is: :class:`ProgressBar`, with tqdm."""
+"""A progress bar, drawn by tqdm: :class:`ProgressBar`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """A bar on rank 0: over the batches of the rank that has most, also while rank 0 is out of data.
+    """A progress bar on rank 0. It counts the batches of the rank that has most, also while rank 0 is out of data.
 
     Args:
-        disable: whether there is none; ``None`` shows it on a terminal, and leaves log files and pipes alone.
+        disable: whether to show none; ``None`` shows it on a terminal only, and not in log files and pipes.
 
     Raises:
         ImportError: if tqdm is not installed.

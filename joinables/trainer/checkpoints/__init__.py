@@ -1,1 +1,1 @@
-"""Files that a fit goes on from: written whole or not at all, and read only if nothing in them has changed."""
+"""What a fit resumes from (``snapshot``), and the files that hold it (``file``)."""

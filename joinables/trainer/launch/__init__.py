@@ -1,1 +1,1 @@
-"""Running one function on all ranks: processes that are started here, or were started by others."""
+"""Running one function on all ranks, in processes that are started for it or that torchrun, SLURM or MPI started."""

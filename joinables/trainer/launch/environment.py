@@ -1,30 +1,92 @@
-"""What started this process: :func:`detect_environment`, and :class:`LocalEnvironment` where nothing did.
+"""Where a process stands in its run (:class:`Place`), and what started it, or will (:class:`Environment`).
 
-Either somebody has started the processes already and says so in environment variables, which is what
-``joinables.trainer.launch.launched`` reads, or nobody has, and :class:`LocalEnvironment` is for a launcher that starts
-them itself.
+:class:`LocalEnvironment` is for processes that the launcher starts itself, on this machine. The environments of
+processes that somebody else has started are in ``joinables.trainer.launch.launched``.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from joinables.trainer.launch.launched import MpiEnvironment, SlurmEnvironment, TorchrunEnvironment
-from joinables.trainer.launch.place import LOOPBACK, Environment, Place
+LOOPBACK = "127.0.0.1"
+"""The address of this machine, for processes that are all on it."""
 
-__all__ = ["Environment", "LocalEnvironment", "Place", "detect_environment"]
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its run.
+
+    Attributes:
+        rank: among all processes, from 0.
+        world_size: the number of processes.
+        local_rank: among the processes of the same node, from 0.
+        local_world_size: the number of processes of the node, or None where the launcher does not tell.
+        node_rank: the node's, from 0.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    node_rank: int
+
+
+class Environment(ABC):
+    """What has started the processes of a run, or will.
+
+    Attributes:
+        name: for messages.
+        creates_processes: whether whoever uses the environment has to start the processes. If so, ``hosting`` says
+            what to give them; if not, this process is one of them.
+    """
+
+    name: ClassVar[str]
+    creates_processes: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Whether ``environ`` says that this launcher started the process; values are not checked yet."""
+
+    @abstractmethod
+    def place(self) -> Place:
+        """Where this process stands.
+
+        Raises:
+            ValueError: if a variable is missing or makes no sense; the message has its name, value and the way out.
+        """
+
+    @abstractmethod
+    def store(self) -> dist.Store:
+        """Connect to the store where the processes meet; rank 0 may have to serve it.
+
+        Raises:
+            ValueError: as for ``place``, if the variables do not say where that is.
+            torch.distributed.DistError: if it cannot be reached within 5 minutes, or its port is taken.
+        """
+
+    def hosting(self, world_size: int) -> AbstractContextManager[Sequence[Environment]]:
+        """Serve a store, and get the environment of each process to start, by rank; they can be pickled.
+
+        Raises:
+            NotImplementedError: unless ``creates_processes``.
+        """
+        raise NotImplementedError(f"the processes under {self.name} are there already")
+
 
 _ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0)
 
 
 class LocalEnvironment(Environment):
-    """This machine alone, and nothing started yet. The process that starts the others serves the store.
+    """This machine alone, with processes that are still to be started; the process that starts them serves the store.
 
     Args:
         place: of a process that was started; without, a run of one process.
@@ -50,8 +112,8 @@ class LocalEnvironment(Environment):
     def store(self) -> dist.TCPStore:
         if self._port is not None:
             return dist.TCPStore(LOOPBACK, self._port, is_master=False)
-        # Port 0: the system picks a free one, so that two runs never meet. The store would listen on all interfaces.
-        # Waiting for workers that are not started yet would block.
+        # Port 0: the system picks a free one, so that two runs never meet. Without a socket of ours, the store would
+        # listen on all interfaces. Waiting for workers, which are not started yet, would block.
         listening = socket.create_server((LOOPBACK, 0))
         port = listening.getsockname()[1]
         fd = listening.detach()
@@ -68,17 +130,3 @@ class LocalEnvironment(Environment):
             ]
         finally:
             del server  # an exception that passes here keeps this frame, and would keep the socket
-
-
-def detect_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Find out what started this process: torchrun, else SLURM, else MPI, else nothing of these.
-
-    Args:
-        environ: the variables; those of this process by default.
-    """
-    environ = os.environ if environ is None else environ
-    # torchrun is often called by srun or mpirun, once a node: the innermost launcher started this process.
-    for cls in (TorchrunEnvironment, SlurmEnvironment, MpiEnvironment):
-        if cls.detect(environ):
-            return cls(environ)
-    return LocalEnvironment()

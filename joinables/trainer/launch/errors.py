@@ -1,13 +1,25 @@
-"""What can go wrong in launching, one class a cause; what ``fn`` itself raises is raised as it is.
+"""What can go wrong in a launch, and how an exception gets from a worker to the parent process.
 
-All of them leave no process and no file behind.
+What ``fn`` raises on a worker is raised in the parent as it is, if it can be pickled; for everything else there is a
+class of :class:`LaunchError` each. No launch that fails leaves a process or a file behind.
+
+A worker writes an :class:`Account` of its exception, and the parent makes a :class:`Failure` of it. When one rank
+fails, those that talk to it fail too, often earlier; ``blame`` tells the cause from its consequences.
 """
 
 from __future__ import annotations
 
+import pickle
 import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 from typing_extensions import override
+
+from join import JoinTimeoutError, PeerError
+from join.collectives.broken import is_broken
 
 
 class LaunchError(RuntimeError):
@@ -15,7 +27,7 @@ class LaunchError(RuntimeError):
 
 
 class WorkerDied(LaunchError):
-    """A worker ended without a word: killed, or by an exit of its own.
+    """A worker ended without a result or an exception: it was killed, or it exited by itself.
 
     Args:
         rank: the worker's rank.
@@ -49,15 +61,15 @@ class WorkerDied(LaunchError):
 
 
 class WorkerRaised(LaunchError):
-    """A worker raised an exception that cannot be brought here; the message has its type and text, and the rank."""
+    """A worker raised an exception that cannot be pickled; the message has the rank, and its type and text."""
 
 
 class NotPicklable(LaunchError):
-    """``fn``, an argument or the result cannot be pickled, and so cannot change processes; the message says which."""
+    """``fn``, an argument or the result cannot be pickled for another process; the message says which."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a worker, as text: the ``__cause__`` of what a launch raises on its behalf."""
+    """The traceback of a worker, as text: the ``__cause__`` of the exception that a launch raises for that worker."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -65,3 +77,85 @@ class RemoteTraceback(Exception):
     @override
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+# -- from worker to parent -------------------------------------------------------------------------------------------
+
+OWN, ABORTED, OTHERS = 0, 1, 2
+"""``blame``: the rank failed by itself; it aborted, as libraries do that lose peers; it failed since another did."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank failed, as the parent sees it; failures with the lowest ``blame`` caused the others."""
+
+    rank: int
+    error: BaseException
+    blame: int
+    text: str
+    cause: RemoteTraceback | None = None
+
+
+@dataclass(frozen=True)
+class Account:
+    """An exception as a worker writes it down: text, traceback, ``blame``, and the exception itself if it pickles."""
+
+    text: str
+    traceback: str
+    blame: int
+    pickled: bytes | None
+
+    @staticmethod
+    def of(error: BaseException) -> Account:
+        """Write down ``error``, in the worker."""
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return Account(text, told, _blame(error), _pickled(error))
+
+    def failure(self, rank: int) -> Failure:
+        """Make an exception of it again, in the parent."""
+        error: BaseException = WorkerRaised(f"rank {rank} raised an exception that cannot be pickled: {self.text}")
+        if self.pickled is not None:
+            try:
+                error = _revived(self.pickled)
+            except Exception as lost:  # its class cannot be imported here
+                error = WorkerRaised(
+                    f"rank {rank} raised an exception that cannot be loaded here ({lost}): {self.text}"
+                )
+        return Failure(rank, error, self.blame, self.text, RemoteTraceback(f"on rank {rank}\n{self.traceback}"))
+
+
+def raise_cause(failures: Sequence[Failure]) -> NoReturn:
+    """Raise the failure that caused the others; of several such, the lowest rank's."""
+    first, *others = sorted(failures, key=lambda failure: (failure.blame, failure.rank))
+    add_note = getattr(first.error, "add_note", None)  # Python 3.11
+    if others and add_note is not None:
+        add_note("; ".join(f"rank {other.rank} failed too: {other.text[:200]}" for other in others))
+    raise first.error from first.cause
+
+
+def _blame(error: BaseException) -> int:
+    return OTHERS if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error) else OWN
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    # An exception whose constructor does not take its args can be pickled but not loaded: then without calling that.
+    for form in (error, (type(error), error.args, vars(error))):
+        try:
+            pickled = pickle.dumps(form)
+            if type(_revived(pickled)) is type(error):
+                return pickled
+        except Exception:
+            continue
+    return None
+
+
+def _revived(pickled: bytes) -> BaseException:
+    form = pickle.loads(pickled)
+    if not isinstance(form, tuple):
+        return form
+    cls, args, state = cast("tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]", form)
+    error = cls.__new__(cls, *args)
+    error.args = args
+    vars(error).update(state)
+    return error

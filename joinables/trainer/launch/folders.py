@@ -1,8 +1,8 @@
 """Temporary folders that a killed process does not leave for ever: :func:`temporary_folder`.
 
-Whoever makes one holds a lock in it as long as it lives; the system frees the lock, however that ends. Before another
-one is made, those of this user and this machine that are no longer locked are removed. A folder without such a lock is
-left alone, as where the file system has none, and so is one of before the machine was started.
+The process that makes a folder holds a lock on a file in it; the system frees the lock when the process ends, however
+it ends. Before another folder is made, those of this user and this machine whose lock is free are removed. A folder
+without a lock file is left alone (not all file systems have locks), and so is one from before the last reboot.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def temporary_folder() -> Generator[Path]:
 
 
 def _lock_name() -> str:
-    """The lock's, on this machine: over a network, others may not see that it is held."""
+    """The name of the lock file: that of this boot of this machine; other machines may not see the lock."""
     return "lock-" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _tidy(parent: Path) -> None:
-    """Remove the folders whose makers were killed."""
+    """Remove the folders of processes that were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
         # It may be gone by now, or another process may be at it.
         with contextlib.suppress(OSError):

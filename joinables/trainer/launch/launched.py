@@ -1,6 +1,7 @@
-"""Processes that somebody else has started: torchrun, SLURM's srun, MPI's mpirun.
+"""Processes that somebody else has started: torchrun, SLURM's srun, MPI's mpirun; :func:`detect_environment`.
 
-They say in environment variables which process this is, and where the processes meet. Variables are read, never set.
+These launchers say in environment variables which process this is, and where the processes meet. The variables are
+read, never set.
 
 Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
 "Environment variables set for MPI applications" in Open MPI's documentation; Hydra's variables as MPICH and Intel MPI
@@ -18,16 +19,16 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from typing_extensions import override
 
-from joinables.trainer.launch.place import LOOPBACK, Environment, Place
+from joinables.trainer.launch.environment import LOOPBACK, Environment, LocalEnvironment, Place
 
 _served: dict[tuple[str, int], dist.TCPStore] = {}
-"""What this process serves as rank 0, until it ends: the others still use it when rank 0 has no more need of it."""
+"""The stores that this process serves as rank 0, until it ends: other ranks may need them longer."""
 
 _FIRST_PORT, _PORTS = 15000, 10000  # below the range from which systems hand out ports to clients
 
 
 class Launched(Environment):
-    """This process was started by a launcher that speaks through variables.
+    """A launcher that has started this process and says so in environment variables.
 
     Args:
         environ: the variables; those of this process by default.
@@ -43,7 +44,7 @@ class Launched(Environment):
         if place.rank != 0 or self._is_served():
             return dist.TCPStore(host, port, place.world_size, is_master=False)
         if (host, port) not in _served:
-            # Multi-tenant, to share the port with what the script itself may have set up.
+            # Multi-tenant: the script itself may have made a process group on the same port.
             _served[host, port] = dist.TCPStore(
                 host, port, place.world_size, is_master=True, wait_for_workers=False, multi_tenant=True
             )
@@ -228,6 +229,20 @@ class MpiEnvironment(Launched):
             " of its node, and a free port of it, to all processes: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
             " with Open MPI, mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 with MPICH and Intel MPI"
         )
+
+
+def detect_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Find out what started this process: torchrun, else SLURM, else MPI, else nothing of these.
+
+    Args:
+        environ: the variables; those of this process by default.
+    """
+    environ = os.environ if environ is None else environ
+    # torchrun is often called by srun or mpirun, once a node: the innermost launcher started this process.
+    for cls in (TorchrunEnvironment, SlurmEnvironment, MpiEnvironment):
+        if cls.detect(environ):
+            return cls(environ)
+    return LocalEnvironment()
 
 
 def first_host(nodes: str) -> str:

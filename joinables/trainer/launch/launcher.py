@@ -14,11 +14,11 @@ The parent and a worker, where the launcher starts the processes::
     reaps all workers, reads the file
     removes the folder with the files
 
-Where they are started by others, each of them is such a worker that keeps what ``fn`` returns or raises. Here is the
-parent's side; the worker's is in ``launch.worker``, the files are in ``launch.payload``.
+Processes that torchrun, SLURM or MPI has started do the worker's middle part, and each keeps what ``fn`` returns or
+raises. This is the parent's side; the worker's is in ``launch.worker``, the files are in ``launch.payload``.
 
-A message says only which rank has what; whatever may be long goes through a file. So no pipe can be full while its
-reader waits for the writer's end, and a message is there or not, whenever its writer is killed.
+A message has only a rank and whether it succeeded; whatever may be long goes through a file. So no pipe can be full
+while its reader waits for the writer to end, and a message is there as a whole or not at all when its writer is killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 
-from joinables.trainer.launch.environment import Environment, detect_environment
-from joinables.trainer.launch.errors import LaunchError, WorkerDied
-from joinables.trainer.launch.failure import ABORTED, OWN, Failure, raise_cause
+from joinables.trainer.launch.environment import Environment
+from joinables.trainer.launch.errors import ABORTED, OWN, Failure, LaunchError, WorkerDied, raise_cause
 from joinables.trainer.launch.folders import temporary_folder
+from joinables.trainer.launch.launched import detect_environment
 from joinables.trainer.launch.payload import Call, Payload
 from joinables.trainer.launch.worker import Job, Queue, as_rank, work
 
@@ -115,7 +115,7 @@ class Launcher:
             WorkerRaised: if a worker raised something that cannot be pickled.
             LaunchError: if a process group is in the way, or workers cannot import the main script.
             BaseException: whatever ``fn`` raised on a rank, with the worker's traceback as its cause. If several ranks
-                failed, the one that the others did not fail for, and of these the lowest.
+                failed, the exception that caused the others, of the lowest such rank.
         """
         if not callable(fn):
             raise TypeError(f"fn={fn!r} cannot be called")
@@ -146,8 +146,8 @@ class Launcher:
 
 
 def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call | None) -> None:
-    """Start the workers, wait for them, and leave none behind; raise what the first cause of a failure is."""
-    # They would start with the first worker, and with the signals as they are then.
+    """Start the workers, wait for them, and leave none behind; raise the failure that caused the others, if any."""
+    # multiprocessing's helpers would start with the first worker otherwise, and ignore Ctrl-C as it does then.
     if job.forked_by_server:
         forkserver.ensure_running()
     elif call is None:
@@ -155,7 +155,7 @@ def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call
     workers: list[BaseProcess] = []
     try:
         for rank, environment in enumerate(environments):
-            # No daemon, whatever this process is, since daemons may not have children.
+            # Not a daemon, even if this process is one: daemons may not have children.
             arguments = {"target": work, "args": (job, environment, call), "name": f"rank {rank}", "daemon": False}
             workers.append(context.Process(**arguments))
             with _interrupts_held():
@@ -187,7 +187,7 @@ def _check_main() -> None:
 
 @contextmanager
 def _interrupts_held() -> Generator[None, None, None]:
-    """Ctrl-C waits until the end. A worker inherits this, so that none hits it before it ignores them."""
+    """Hold Ctrl-C back. A worker that starts meanwhile inherits this, so none hits it before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -204,7 +204,7 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
         patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         ready = connection.wait([job.queue.reader, *running], patience)
         ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
-        # A worker puts before it ends: what those that have ended had to say is there by now.
+        # A worker puts its message before it ends: those of workers that have ended are there by now.
         while job.queue.reader.poll():
             rank, ok = job.queue.get()
             if ok:
@@ -214,9 +214,9 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
         for rank in ended:
             workers[rank].join()
             code = workers[rank].exitcode or 0
-            returned = has_result if rank == 0 else job.payload.has_returned(rank)
+            returned = has_result if rank == 0 else job.payload.has("returned", rank)
             if rank not in failures and (code != 0 or not returned):
-                imported = forked or job.payload.has_begun(rank)
+                imported = forked or job.payload.has("began", rank)
                 failures[rank] = _death(rank, code, returned, imported)
         if failures and deadline is None:
             deadline = time.monotonic() + _GRACE_SECONDS
@@ -253,12 +253,12 @@ def _kill_group(worker: BaseProcess) -> None:
     pid, code = cast("int", worker.pid), worker.exitcode
     if code is not None:
         if code >= 0:
-            return  # it saw to its own, or has left them on purpose
-        # A number is not used anew as long as its group has a member.
+            return  # it has ended its children, or left them on purpose
+        # The system does not reuse a process id while a process group of that id has a member.
         with suppress(ProcessLookupError):
             os.kill(pid, 0)
             return
-    with suppress(ProcessLookupError):  # it had not come to a group of its own, or all of it are gone
+    with suppress(ProcessLookupError):  # it had no process group of its own yet, or all processes in it are gone
         os.killpg(pid, signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
-"""What parent and workers hand each other through files: :class:`Payload`.
+"""The files through which the parent and the workers of a launch hand each other data: :class:`Payload`.
 
-It is a folder::
+They are in one folder::
 
     call           fn and its arguments, from the parent, until all have read it; forked workers have them
     began-RANK     empty: the worker has read the call
@@ -8,7 +8,7 @@ It is a folder::
     returned-RANK  empty: fn has returned on another rank
     failure-RANK   what a rank raised, as an ``Account``
 
-A file is looked at when its writer has said by message that it is there, or has ended, so none is read half-written.
+A file is read when its writer has sent a message that it is there, or has ended, so none is read half-written.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
 from join.collectives._torch_private import pytree
-from joinables.trainer.launch.errors import NotPicklable
-from joinables.trainer.launch.failure import Account, Failure
+from joinables.trainer.launch.errors import Account, Failure, NotPicklable
 
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """``fn`` and its arguments."""
+
+Event: TypeAlias = Literal["began", "returned"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Payload:
     folder: Path
 
     def write_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Write what the workers have to do.
+        """Write ``fn`` and its arguments for the workers.
 
         Raises:
-            NotPicklable: if that is impossible; the message has the name of the argument, and where in it the cause is.
+            NotPicklable: if they cannot be pickled; the message says which argument, and which part of it.
         """
         try:
             _write(self.folder / "call", (fn, args))
@@ -57,10 +58,10 @@ class Payload:
             raise  # the disk is full
 
     def read_call(self) -> Call:
-        """Read what there is to do.
+        """Read ``fn`` and its arguments, in a worker.
 
         Raises:
-            NotPicklable: if it cannot be found again in this process.
+            NotPicklable: if something in them cannot be imported in this process.
         """
         try:
             return _read(self.folder / "call")
@@ -74,7 +75,7 @@ class Payload:
         """Write rank 0's result, with its tensors moved to the CPU.
 
         Raises:
-            NotPicklable: if that is impossible; the message says where in it the cause is.
+            NotPicklable: if it cannot be pickled; the message says which part of it.
         """
         result = pytree.tree_map_only(torch.Tensor, _to_cpu, result)
         try:
@@ -101,29 +102,21 @@ class Payload:
         account: Account = _read(self.folder / f"failure-{rank}")
         return account.failure(rank)
 
-    def mark_begun(self, rank: int, world_size: int) -> None:
-        """Leave a mark that ``rank`` has found ``fn``; the call goes when all have.
+    def mark(self, event: Event, rank: int) -> None:
+        """Leave a mark that ``fn`` has begun, or has returned, on ``rank``."""
+        (self.folder / f"{event}-{rank}").touch()
 
-        What is still on its way to the disk of a large call would hold up the one who writes a large result.
-        """
-        (self.folder / f"began-{rank}").touch()
-        if all(self.has_begun(each) for each in range(world_size)):
+    def has(self, event: Event, rank: int) -> bool:
+        """Whether ``rank`` has left that mark."""
+        return (self.folder / f"{event}-{rank}").exists()
+
+    def drop_call(self, world_size: int) -> None:
+        """Remove the call, once all ranks have read it: writing a large one to the disk would delay a large result."""
+        if all(self.has("began", rank) for rank in range(world_size)):
             (self.folder / "call").unlink(missing_ok=True)
 
-    def has_begun(self, rank: int) -> bool:
-        """Whether ``rank`` has found ``fn``."""
-        return (self.folder / f"began-{rank}").exists()
-
-    def mark_returned(self, rank: int) -> None:
-        """Leave a mark that ``fn`` has returned on ``rank``."""
-        (self.folder / f"returned-{rank}").touch()
-
-    def has_returned(self, rank: int) -> bool:
-        """Whether ``fn`` has returned on ``rank``."""
-        return (self.folder / f"returned-{rank}").exists()
-
     def remove(self) -> None:
-        """Remove all of it, for a parent that no longer can; several workers may do so at once."""
+        """Remove all files, in a worker whose parent has died; several workers may do so at once."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -154,7 +147,7 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _unpicklable_part(value: Any, above: Sequence[Any] = ()) -> tuple[str, Exception | None]:
-    """Where in ``value`` the trouble is, as one would write it, and what it is; ``None`` if there is none."""
+    """Which part of ``value`` cannot be pickled, as code would write it (``.a[0]``), and the error, if any."""
     try:
         pickle.dumps(value)
     except Exception as whole:
@@ -169,7 +162,7 @@ def _unpicklable_part(value: Any, above: Sequence[Any] = ()) -> tuple[str, Excep
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled with ``value``, and how it is written: items, or attributes."""
+    """The items or attributes that are pickled with ``value``, each with how code would write it."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in cast("Mapping[Any, Any]", value).items())
     elif isinstance(value, (list, tuple)):

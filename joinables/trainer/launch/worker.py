@@ -1,6 +1,6 @@
-"""What a rank does, in a process that the launcher started or in one that was there: :func:`work`, :func:`as_rank`.
+"""What a launch does on one rank: :func:`as_rank`, and :func:`work` in a process that was started for it.
 
-Order of what communicates, on every rank::
+The order of collectives and waits, on every rank::
 
     the process group is made          through the store of this launch
     "ready" into the store, and wait   until all ranks' are there
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Queue:
-    """Many writers and one reader, without a lock that a dying writer could keep.
+    """A queue of short messages with many writers and one reader, without a lock that a dying writer could keep.
 
     A message is far shorter than ``PIPE_BUF``, so the kernel writes it whole or not at all.
     """
@@ -45,7 +45,7 @@ class Queue:
         self.reader, self.writer = cast("tuple[connection.Connection, connection.Connection]", context.Pipe(False))
 
     def put(self, rank: int, ok: bool) -> None:
-        """Say that ``rank`` has written its result, or else what it raised."""
+        """Tell the parent that ``rank`` has written its result (``ok``), or what it raised."""
         self.writer.send((rank, ok))
 
     def get(self) -> tuple[int, bool]:
@@ -61,8 +61,8 @@ class Job:
         backend: of the process group.
         timeout: of its collectives, or torch's.
         threads: how many torch may use.
-        payload: where the call is, and the result goes.
-        queue: who is told of it.
+        payload: the files with the call and the results.
+        queue: how the parent learns that a result or a failure is in ``payload``.
         forked_by_server: whether the process above a worker is multiprocessing's server, and not the parent.
         all_forked: a semaphore, for workers that are forked from the parent; it lets them go on when all of them are.
     """
@@ -135,12 +135,13 @@ def work(job: Job, environment: Environment, call: Call | None) -> None:
         job.all_forked.acquire()
     try:
         fn, args = job.payload.read_call() if call is None else call
-        job.payload.mark_begun(rank, place.world_size)
+        job.payload.mark("began", rank)
+        job.payload.drop_call(place.world_size)
         result = as_rank(environment, job.backend, job.timeout, fn, args)
         if rank == 0:
             job.payload.write_result(result)
         else:
-            job.payload.mark_returned(rank)
+            job.payload.mark("returned", rank)
     except SystemExit:
         raise  # fn wants the process to end with this code; the parent sees it
     except BaseException as error:
@@ -155,10 +156,10 @@ def work(job: Job, environment: Environment, call: Call | None) -> None:
 
 
 def _end() -> NoReturn:
-    """End this spawned process as the interpreter does, but for taking itself and torch apart.
+    """End this spawned process as the interpreter does, but without tearing down the interpreter and torch.
 
-    That takes most of a second, in which the parent waits, and backends' threads have aborted in it. A forked process
-    ends like this by itself.
+    The teardown takes most of a second, while the parent waits, and backends' threads have aborted in it. A forked
+    process ends without it anyway.
     """
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

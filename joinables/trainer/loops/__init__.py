@@ -1,1 +1,1 @@
-"""What a run does on one rank, step by step: fit, evaluate, predict, and what they keep."""
+"""The loops of a run on one rank: fit, evaluate and predict, and the data, metrics and random state in them."""

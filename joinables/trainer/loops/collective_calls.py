@@ -1,22 +1,23 @@
-"""What the trainer itself puts into the block of an epoch: :class:`Counters`, :class:`Ticker`, :class:`Meeting`."""
+"""What the trainer itself lists in the block of an epoch: :class:`Counters`, :class:`Ticker`, :class:`Meeting`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from typing_extensions import override
 
-from join import Burst, Join, Joinable, JoinHook
+from join import Join, Joinable, JoinHook
 from join.collectives import Collective
-from join.joinable import BurstState
+from joinables.shared_call import SharedCall
 
 T = TypeVar("T")
 
 
 class Counters:
-    """How far a fit is; a rank that ran out early gets the others' count.
+    """How far a fit is; a rank that ran out of data early takes over the others' counts when the block ends.
 
     Attributes:
         global_step: optimizer steps, over all fits.
@@ -35,25 +36,26 @@ class Counters:
         self.global_step, self.epochs = state["global_step"], state["epochs"]
 
 
-class _Shadow(JoinHook):
-    """Calls something for each burst that is shadowed."""
+class Ticker(Joinable, JoinHook):
+    """Calls a function on a rank that has run out of data, once for each backward of the others that it shadows.
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
+    It has no collective of its own.
 
-    @override
-    def main_hook(self) -> None:
-        self._call()
-
-
-class _Local(Joinable):
-    """A joinable on the ranks of a run."""
+    Args:
+        collective: the ranks.
+        tick: the function.
+    """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
 
-    def __init__(self, collective: Collective) -> None:
+    def __init__(self, collective: Collective, tick: Callable[[], None]) -> None:
         super().__init__()
-        self._collective = collective
+        self._collective, self._tick = collective, tick
+
+    def __call__(self) -> None:
+        """Note that this rank, which has data, has run a backward."""
+        if self.join_config.enable:
+            Join.notify_join_context(self)
 
     @property
     @override
@@ -65,50 +67,32 @@ class _Local(Joinable):
     def join_process_group(self) -> Collective:
         return self._collective
 
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
 
-class Ticker(_Local):
-    """Tells a rank that has run out of data of the others' steps; communicates nothing of its own.
+    @override
+    def main_hook(self) -> None:
+        self._tick()
+
+
+class Meeting(SharedCall[T]):
+    """A call with collectives that all ranks make together, also those that have run out of data.
 
     Args:
         collective: the ranks.
-        tick: called on a joined rank, for every backward that it shadowed.
+        function: what they call; its argument says whether this rank still has data.
     """
 
-    def __init__(self, collective: Collective, tick: Callable[[], None]) -> None:
-        super().__init__(collective)
-        self._tick = tick
+    def __init__(self, collective: Collective, function: Callable[[bool], T]) -> None:
+        super().__init__(partial(function, True), collective)
+        self._shadow = partial(function, False)
 
-    def __call__(self) -> None:
-        """Note that this rank has run a backward, as an active rank."""
-        if self.join_config.enable:
-            Join.notify_join_context(self)
+    @property
+    @override
+    def join_name(self) -> str:
+        return type(self).__name__
 
     @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(self._tick)
-
-
-class Meeting(_Local, Burst, Generic[T]):
-    """Lets all ranks run something collective together, also those that have run out of data.
-
-    Args:
-        collective: the ranks.
-        hold: what they run; is told whether this rank still has data.
-    """
-
-    def __init__(self, collective: Collective, hold: Callable[[bool], T]) -> None:
-        super().__init__(collective)
-        self._hold = hold
-
-    def __call__(self) -> T:
-        """Run it, on every rank that has data; outside a block, on all."""
-        if self.join_config.enable:
-            Join.notify_join_context(self)
-        self.state = BurstState.RUNNING
-        result = self._hold(True)
-        self.state = BurstState.IDLE
-        return result
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(lambda: self._hold(False))
+    def main_hook(self) -> None:
+        self._shadow()

@@ -1,8 +1,8 @@
-"""Who gets which batch: :class:`UnevenDistributedSampler`, :func:`distribute`, and :class:`Plan`.
+"""Which rank gets which batch: :class:`UnevenDistributedSampler`, :func:`distribute`, and :class:`Plan`.
 
-The samples are dealt out in blocks of one batch, first block to rank 0, second to rank 1, and so on. So every sample is
-seen once, the batches are those of one process, and what they are has a place in the order of the data set. Nothing is
-repeated or dropped to make ranks even: that is what ``Join`` is for.
+Samples are dealt out in blocks of one batch: the first to rank 0, the second to rank 1, and so on. So every sample is
+seen once, the batches are those that one process would make, and predictions can be put back into the order of the data
+set. Nothing is repeated or dropped to make ranks even: ``Join`` takes care of ranks that have fewer batches.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class UnevenDistributedSampler(Sampler[int]):
     """Deals out a data set to the ranks, every sample once, without padding and without dropping.
 
     Args:
-        dataset: what is sampled; only its length is used.
+        dataset: the data set; only its length is used.
         num_replicas: the number of ranks; by default, that of the default process group.
         rank: this rank; by default, that in the default process group.
         shuffle: whether the order changes with the epoch.
-        seed: what the order depends on besides the epoch; the same on all ranks.
-        block_size: how many samples in a row go to one rank: the batch size, for batches that one process would make.
+        seed: of the order, together with the epoch; the same on all ranks.
+        block_size: how many samples in a row go to one rank; with the batch size, batches are as in one process.
 
     Raises:
         ValueError: if ``rank`` is none of the ranks, or ``block_size`` is not positive.
@@ -85,9 +85,9 @@ class UnevenDistributedSampler(Sampler[int]):
 def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: bool | None = None) -> Any:
     """Return the loader of one rank: over its part of the data set, if it is a ``DataLoader`` without a sampler.
 
-    A loader with a sampler of its own, one over an ``IterableDataset``, and what is no ``DataLoader`` are taken as they
-    are: they deal out their data themselves, or every rank sees all of it. A subclass of ``DataLoader`` stays what it
-    is, with all that it has; the loader given is not changed.
+    A loader with a sampler of its own, one over an ``IterableDataset``, and what is no ``DataLoader`` are returned as
+    they are: they deal out their data themselves, or every rank sees all of it. A loader of a subclass is copied with
+    all its attributes; the loader given is not changed.
 
     Args:
         loader: the loader.
@@ -110,8 +110,8 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         seed=seed,
         block_size=1 if batches is None else batches.batch_size,
     )
-    # A copy, whatever class it is of and however it was built. DataLoader forbids to assign these, and workers that
-    # persist are the other's.
+    # A copy works whatever its class and its constructor. DataLoader forbids to assign these attributes, and the
+    # original keeps its persistent workers.
     dealt = copy.copy(loader)
     vars(dealt).update(sampler=sampler, _iterator=None)
     if batches is not None:
@@ -124,13 +124,13 @@ def _is_data_loader(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def _samplers(loader: DataLoader[Any]) -> tuple[Any, Any]:
-    """What makes batches, ``None`` if nothing does, and what the order of samples is from."""
+    """The batch sampler, or ``None``, and the sampler that gives the order of samples."""
     batches, order = cast("tuple[Any, Any]", (loader.batch_sampler, loader.sampler))
     return batches, order if batches is None else getattr(batches, "sampler", None)
 
 
 def _is_dealt_out(loader: DataLoader[Any]) -> bool:
-    """Whether its samplers are those that a ``DataLoader`` makes for a data set."""
+    """Whether the trainer deals out this loader: its samplers are those that ``DataLoader`` itself makes."""
     batches, order = _samplers(loader)
     if isinstance(loader.dataset, IterableDataset) or type(batches) not in (BatchSampler, type(None)):
         return False
@@ -138,10 +138,10 @@ def _is_dealt_out(loader: DataLoader[Any]) -> bool:
 
 
 def copied_sampler(loader: Any) -> str | None:
-    """The class of the sampler for which every rank goes through all of a ``DataLoader``; ``None`` if there is none.
+    """The class of the sampler that makes every rank go through all of a ``DataLoader``; ``None`` if there is none.
 
-    That is one of torch's that know nothing of ranks, also in batches of another class. A sampler of the user's own may
-    deal out; so may one that wants to be told the epoch.
+    Such samplers are those of torch that know nothing of ranks, also inside a batch sampler of another class. One of
+    the user's own may know the rank; so may one that has ``set_epoch``.
     """
     if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset) or _is_dealt_out(loader):
         return None
@@ -153,7 +153,7 @@ def copied_sampler(loader: Any) -> str | None:
 
 
 def _is_predictable(loader: DataLoader[Any]) -> bool:
-    """Whether its samplers tell which batches there are."""
+    """Whether a loader iterates as its samplers say, so that its length can be believed."""
     kind = type(loader)
     plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
     return plain and not isinstance(loader.dataset, IterableDataset)
@@ -165,7 +165,7 @@ def _is_permutation(order: Any, loader: DataLoader[Any]) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader's sampler the epoch, if it wants to know."""
+    """Tell the epoch to a loader's sampler, if that has ``set_epoch``."""
     for each in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         tell = getattr(each, "set_epoch", None)
         if callable(tell):
@@ -192,7 +192,7 @@ class Plan:
         sizes = mine[1]
         known = sizes is not None and all(each == sizes for _, each in everyone)
         if sizes is not None and len({length for length, _ in everyone}) > 1:
-            known &= sizes[0] == sizes[1]  # else a rank's smaller last batch meets another's full one
+            known &= sizes[0] == sizes[1]  # else one rank has its smaller last batch when another has a full one
         return Plan(tuple(length for length, _ in everyone), known or len(everyone) == 1)
 
     @property
@@ -214,8 +214,8 @@ class Plan:
 def length_of(loader: Any) -> int | None:
     """The number of batches; ``None`` if it is unknown.
 
-    What an ``IterableDataset`` says of itself is not believed. Nor is a subclass of ``DataLoader`` that iterates or
-    counts in a way of its own: it may count what was not dealt out to this rank.
+    The length of an ``IterableDataset`` is not believed. Nor is that of a subclass of ``DataLoader`` that iterates or
+    counts in its own way: it may count batches of other ranks.
     """
     if _is_data_loader(loader) and not _is_predictable(loader):
         return None
@@ -226,7 +226,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def _sizes(loader: Any) -> tuple[int, int] | None:
-    """Full and last batch's number of samples, where a loader makes batches of one size; ``None`` where not known."""
+    """The number of samples in a full and in the last batch, of a loader whose batches have one size; else ``None``."""
     if not _is_data_loader(loader) or length_of(loader) is None:
         return None
     batches = cast("Any", loader.batch_sampler)

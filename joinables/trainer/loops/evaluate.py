@@ -1,6 +1,6 @@
 """Validation, test and prediction: :func:`evaluate`, :func:`predict`.
 
-Nothing is shadowed here: each rank goes through its own batches without communicating, and metrics are gathered once.
+Each rank goes through its own batches without communicating, so nothing is shadowed; metrics are gathered at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
 def predict(run: Run, loader: Any) -> list[Any]:
     """Go through ``loader`` and return the outputs of all ranks, by batch, in the order of the data set.
 
-    They are in that order where the trainer deals out the data; otherwise each rank's come after the other's.
+    Where the trainer did not deal out the data, all outputs of rank 0 come first, then those of rank 1, and so on.
     """
     local = local_loader(run, loader)
     mine: list[Any] = []
@@ -53,12 +53,12 @@ def predict(run: Run, loader: Any) -> list[Any]:
 
 
 def local_loader(run: Run, loader: Any) -> Any:
-    """This rank's part of a loader, in order; one that was dealt out already stays as it is."""
+    """This rank's part of a loader, in order; a loader that was dealt out already stays as it is."""
     return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU, without what else its storage holds: that would be kept, and sent, as well."""
+    """The tensor on the CPU, in a storage of its own size: of a view, the whole storage would be kept and sent."""
     tensor = tensor.cpu()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()
@@ -87,14 +87,14 @@ def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] 
 
 
 def _end(run: Run, stage: str) -> None:
-    """Tell that an evaluation is over, and its metrics are there."""
+    """Call the hooks of the end of an evaluation, whose metrics are reduced by now."""
     getattr(run.module, f"on_{_NAMES[stage]}_end")()
     run.call("on_evaluation_end", stage)
 
 
 @contextmanager
 def evaluating(module: torch.nn.Module) -> Generator[None]:
-    """Without grad, and with all parts of the module in eval mode; each is put back into its own mode."""
+    """Switch off grad and put the module into eval mode; afterwards, each part is back in its own mode."""
     with keeping_modes(module), torch.no_grad():
         module.eval()
         yield

@@ -1,17 +1,17 @@
 """The training loop of one rank: :class:`FitLoop`.
 
-Order of what communicates, on every rank::
+The order of collectives, on every rank::
 
-    start      state to resume from (from rank 0), DDP's own start
-    an epoch   what is known of the ranks' data (one object all-gather)
-               the block: see joinables.ddp; a rank that is out of data shadows the others.
-               With uneven="stop" and unknown lengths, a vote before each batch: has everybody another one?
-               With uneven="error" and unknown lengths, once ranks run out: who has? (one object all-gather)
-               the epoch's metrics; validation's metrics
-               checkpoints of an epoch's end: see joinables.trainer.loops.snapshot
+    start      DDP's own, as the module is wrapped; a broadcast of the state to resume from, from rank 0
+    an epoch   one object all-gather: the numbers and sizes of all ranks' batches
+               the block: see joinables.ddp; a rank that is out of data shadows the others
+                   with uneven="stop" and unknown lengths, a vote before each batch: has every rank another one?
+                   with uneven="error" and unknown lengths, once a rank runs out, one object all-gather: which have?
+               one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
+               checkpoints at its end: see joinables.trainer.checkpoints.snapshot
 
-Within a block, a rank that accumulates k batches runs one synchronised backward for each k of them, and one for what is
-left at its end. So the n-th of one rank meets the n-th of every other.
+Within a block, a rank that accumulates k batches runs one synchronised backward for every k of them, and one for the
+rest at its end. So the n-th synchronised backward of one rank meets the n-th of every other.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 from join import EarlyTerminationError
 from join.transfer import broadcast_tree
 from joinables.trainer.callbacks.base import Callback
-from joinables.trainer.loops import rng, snapshot
-from joinables.trainer.loops.collective_calls import Meeting, Ticker
+from joinables.trainer.checkpoints import snapshot
+from joinables.trainer.loops import rng
+from joinables.trainer.loops.collective_calls import Meeting
 from joinables.trainer.loops.data import Plan, distribute, set_epoch
 from joinables.trainer.loops.evaluate import evaluate, local_loader
-from joinables.trainer.loops.optimizers import check_closure, parse_optimizers
+from joinables.trainer.loops.optimizers import check_closure, parse_optimizers, retarget
 from joinables.trainer.loops.run import FitRun
-from joinables.trainer.sharding import retarget
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
@@ -44,7 +44,7 @@ class FitLoop:
         run: the run.
         train_loader: batches to train on.
         val_loader: batches to validate on after every epoch, or ``None``.
-        state: what to go on from; only that of rank 0 counts.
+        state: the snapshot to resume from, or ``None``; only that of rank 0 counts.
     """
 
     def __init__(self, run: FitRun, train_loader: Any, val_loader: Any, state: Any) -> None:
@@ -53,17 +53,14 @@ class FitLoop:
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
-        self._weighted = False
         self._hooks: list[Any] = []
-        self._ticker = Ticker(run.collective, lambda: run.call("on_shadowed_step"))
-        self.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
         self._has_another = False
         self._all_have_another = Meeting(
             run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
         )
 
     def start(self) -> None:
-        """Wrap the module, build its optimizers, and put in what the fit goes on from."""
+        """Wrap the module, build its optimizers, and load the state that the fit resumes from."""
         run, trainer, module = self._run, self._trainer, self._module
         automatic = module.automatic_optimization
         self._strategy.wrap(module, run.device, several_backwards=not automatic)
@@ -108,25 +105,25 @@ class FitLoop:
                 self._warn_of_no_step()
                 if trainer.max_epochs is None:
                     break  # the steps would never be enough
-        with run.fresh_metrics():  # those of an epoch that max_steps has cut short are still to come
+        with run.fresh_metrics():  # those of an epoch that max_steps has cut short are kept for the fit that ends it
             self._tell("on_train_end")
 
     def end(self) -> None:
-        """Take back what was added to the user's objects, free the gradients, and let workers that persist end."""
+        """Remove the hooks on the user's optimizers, free the gradients, and let persistent data workers end."""
         for hook in self._hooks:
             hook.remove()
         self._loader = self._val_loader = None
         self._module.zero_grad(set_to_none=True)
 
     def _set_modes(self) -> None:
-        """Have a module that is in eval mode as a whole train; where only parts are, each keeps its mode."""
+        """Put the module into training mode; parts that alone are in eval mode stay in it."""
         module = self._module
         parts = dict(cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules()))
         frozen = {name: part for name, part in parts.items() if module.training and not part.training}
         module.train()  # which the user may have overridden, to freeze parts there
         for part in frozen.values():
             part.training = False
-        # Whoever puts BatchNorm, or what is not trained, into eval mode means it. A pretrained model comes in it.
+        # BatchNorm and frozen layers are put into eval mode on purpose. A pretrained model comes in it as a whole.
         found = [
             name
             for name, part in frozen.items()
@@ -175,7 +172,7 @@ class FitLoop:
         finished = run.collective.reduce_boolean_decision(self._train(plan))
         trainer.metrics.update(run.store.reduce(run.collective))
         if not finished:
-            return  # a later fit goes on in the middle of it
+            return  # a later fit resumes in the middle of this epoch
         run.random_to_resume = rng.glance()
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
@@ -189,9 +186,9 @@ class FitLoop:
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def _tell(self, hook: str) -> None:
-        """Call a hook of the module and of all callbacks; what one of them logs is there for those after it."""
+        """Call a hook of the module and of all callbacks; each finds the metrics that those before it have logged."""
         run = self._run
-        run.samples = 1  # a hook's values weigh the same on all ranks
+        run.samples = 1  # what hooks log weighs the same on all ranks
         callbacks = (partial(getattr(each, hook), run.trainer, run.module) for each in run.trainer.callbacks)
         for call in (getattr(run.module, hook), *callbacks):
             call()
@@ -199,7 +196,7 @@ class FitLoop:
             run.store.metrics.clear()
 
     def _train(self, plan: Plan) -> bool:
-        """Train one epoch's batches; return whether it came to its end."""
+        """Train on one epoch's batches; return whether this rank came to their end."""
         run, uneven = self._run, self._trainer.uneven
         if uneven == "error" and plan.shortest is not None and not plan.even:
             raise ValueError(
@@ -207,21 +204,21 @@ class FitLoop:
             )
         unknown = plan.shortest is None and len(plan.lengths) > 1
         vote = unknown and uneven == "stop"
-        self._weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        run.is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
-            self._ticker,
+            run.ticker,
             *run.optimizers,
             *(each.scheduler for each in run.schedulers),
             *([] if run.scaler is None else [run.scaler]),
             run.counters,
             *(each for each in run.trainer.callbacks if type(each).state_dict is not Callback.state_dict),
-            self.take_snapshot,
+            run.take_snapshot,
             *([self._all_have_another] if vote else []),
         ]
         block = self._strategy.block(
             listed,
-            enable=not even or self._weighted,
+            enable=not even or run.is_weighted,
             throw=unknown and uneven == "error",
             transform_gradients=self._prepare_gradients,
         )
@@ -237,7 +234,7 @@ class FitLoop:
         return finished
 
     def _tell_who_ran_out(self, mine: bool) -> EarlyTerminationError:
-        """What all ranks raise, which all have come to the same step; ``mine`` says whether this rank ran out."""
+        """The error that all ranks raise, at the same step; ``mine`` says whether this rank is one that ran out."""
         run = self._run
         counts: list[int | None] = run.collective.all_gather_object(run.batches_read if mine else None)
         told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
@@ -269,13 +266,13 @@ class FitLoop:
         return True
 
     def _batches(self, limit: int | None, *, vote: bool) -> Iterator[tuple[int, Any, bool]]:
-        """This rank's batches with their index and whether it is the last, from where the fit goes on.
+        """This rank's batches, each with its index and whether it is the last; begins where the fit resumes.
 
-        The next batch is read before the one at hand is used: only then is it known which is the last.
+        The next batch is read before the one at hand is used, since nothing else says which is the last.
 
         Args:
             limit: how many there may be.
-            vote: whether there are only as many as all ranks have, which nobody knows beforehand.
+            vote: whether they end with those of the first rank that has no more, which ranks vote on.
         """
         run, part = self._run, self._run.resume_from
         run.resume_from = None
@@ -290,7 +287,7 @@ class FitLoop:
         for _ in range(skipped):
             next(iterator, None)
         if resumed is not None:
-            # The batch that comes next had been read before the step before it drew its random numbers.
+            # The next batch was read before the last step drew random numbers.
             rng.restore(resumed["random_before_read"])
         run.random_before_read = rng.glance()
         following = self._read(iterator, vote) if limit is None or skipped < limit else None
@@ -303,7 +300,7 @@ class FitLoop:
             yield index, batch, following is None
 
     def _read(self, iterator: Iterator[tuple[int, Any]], vote: bool) -> tuple[int, Any] | None:
-        """The next batch; ``None`` if there is none, or in a vote if another rank has none."""
+        """The next batch; ``None`` if there is none, or if the ranks vote and one has none."""
         found = next(iterator, None)
         if vote:
             self._has_another = found is not None
@@ -332,16 +329,10 @@ class FitLoop:
                 " the samples, computed from the module's outputs"
             )
         sync = is_last or (index + 1) % k == 0
-        self.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
+        run.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
         if sync:
             self._step(optimizer)
         return cast("Any", outputs)
-
-    def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
-        """Add the gradients of a batch's loss; ``options`` are those of ``torch.Tensor.backward``."""
-        self._strategy.backward(loss, float(self._run.samples) if self._weighted else None, sync=sync, **options)
-        if sync:
-            self._ticker()
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         run = self._run
@@ -359,7 +350,7 @@ class FitLoop:
                 scheduler.step(self._trainer.metrics)
 
     def _prepare_gradients(self) -> None:
-        """What happens to gradients before the optimizer's step; under manual optimization, that is the user's."""
+        """Change gradients before the optimizer's step; under manual optimization, the user's step does that."""
         if not self._module.automatic_optimization:
             return
         self._module.on_before_optimizer_step(self._run.optimizers[0])

@@ -1,9 +1,9 @@
 """Metrics that do not depend on the number of processes: :class:`MetricStore`.
 
 A logged value is the mean over a batch; the metric of an epoch is the mean over all samples of all ranks. Sums of
-floating-point numbers depend on their order, and so on who had which batch; these do not: :class:`ExactSum` keeps the
-sum without rounding, as a few floats whose exact sum it is, and rounds once, at the end. One NaN makes any metric NaN,
-a minimum or maximum too.
+floating-point numbers depend on their order, and so on which rank had which batch. The sums here do not: they are kept
+without rounding, as a few floats whose exact sum they are, and rounded once, at the end. One NaN makes any metric NaN,
+also a minimum or maximum.
 
 Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic (1997), as used by ``math.fsum``.
 """
@@ -23,7 +23,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
 def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
-    """Return the metric that something monitors.
+    """Return the metric that a callback or a scheduler monitors.
 
     Raises:
         ValueError: if it was not logged.
@@ -33,42 +33,39 @@ def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
     return metrics[monitor]
 
 
-class ExactSum:
-    """A sum of floats without rounding error.
+def add_exactly(partials: Sequence[float], value: float) -> list[float]:
+    """Add a float to a sum that is kept without rounding error.
 
     Args:
-        partials: floats that do not overlap, whose exact sum this starts from.
+        partials: the sum so far, as floats that do not overlap: each is smaller than the last digit of the next.
+        value: one that is not finite makes the sum not finite, whatever comes before or after it.
+
+    Returns:
+        The new sum, in the same form.
     """
+    if not math.isfinite(value):
+        return [*partials, value]
+    kept: list[float] = []
+    for partial in partials:
+        if not math.isfinite(partial):
+            kept.append(partial)
+            continue
+        if abs(value) < abs(partial):
+            value, partial = partial, value
+        high = value + partial
+        low = partial - (high - value)
+        if low:
+            kept.append(low)
+        value = high
+    return [*kept, value]
 
-    def __init__(self, partials: Sequence[float] = ()) -> None:
-        self.partials: list[float] = list(partials)
 
-    def add(self, value: float) -> None:
-        """Add a float; a value that is not finite makes the sum not finite, whatever comes before or after it."""
-        if not math.isfinite(value):
-            self.partials.append(value)
-            return
-        kept: list[float] = []
-        for partial in self.partials:
-            if not math.isfinite(partial):
-                kept.append(partial)
-                continue
-            if abs(value) < abs(partial):
-                value, partial = partial, value
-            high = value + partial
-            low = partial - (high - value)
-            if low:
-                kept.append(low)
-            value = high
-        self.partials = [*kept, value]
-
-    @property
-    def value(self) -> float:
-        """The sum, rounded once."""
-        try:
-            return math.fsum(self.partials)
-        except (ValueError, OverflowError):  # inf - inf, or a partial sum beyond the range
-            return math.nan
+def rounded_sum(partials: Sequence[float]) -> float:
+    """The sum that :func:`add_exactly` keeps, rounded once."""
+    try:
+        return math.fsum(partials)
+    except (ValueError, OverflowError):  # inf - inf, or a partial sum beyond the range
+        return math.nan
 
 
 @dataclass
@@ -99,20 +96,18 @@ class Metric:
         """Record a value with its weight."""
         self.last = value
         if self.reduce_fx in ("mean", "sum"):
-            total = ExactSum(self.partials)
-            total.add(value * weight if self.reduce_fx == "mean" else value)
-            self.partials, self.weight = total.partials, self.weight + weight
+            self.partials = add_exactly(self.partials, value * weight if self.reduce_fx == "mean" else value)
+            self.weight += weight
         else:
             self.extreme = self._pick(value)
 
     def merge(self, other: Metric) -> None:
-        """Add another rank's."""
+        """Add what another rank has recorded."""
         if other.reduce_fx != self.reduce_fx:
             raise ValueError(f"reduce_fx={other.reduce_fx!r} on one rank and {self.reduce_fx!r} on another")
-        total = ExactSum(self.partials)
         for partial in other.partials:
-            total.add(partial)
-        self.partials, self.weight = total.partials, self.weight + other.weight
+            self.partials = add_exactly(self.partials, partial)
+        self.weight += other.weight
         if other.extreme is not None:
             self.extreme = self._pick(other.extreme)
         if math.isnan(self.last):
@@ -126,10 +121,10 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """The metric."""
+        """All recorded values reduced to one; NaN without any."""
         if self.extreme is not None:
             return self.extreme
-        total = ExactSum(self.partials).value
+        total = rounded_sum(self.partials)
         if self.reduce_fx == "sum":
             return total
         return total / self.weight if self.weight else math.nan
@@ -140,8 +135,8 @@ class MetricStore:
 
     Attributes:
         metrics: by name.
-        singles: for files, the values of the batch at hand; whoever goes through the batches empties it after each.
-        reduced: for files, the reduced metrics; whoever goes through the epochs empties it after each.
+        singles: the values of the batch at hand, for files; the loop over the batches empties it after each.
+        reduced: the reduced metrics of the epoch, for files; the loop over the epochs empties it after each.
     """
 
     def __init__(self) -> None:
@@ -173,7 +168,7 @@ class MetricStore:
             self.singles[name] = metric.last
 
     def reduce(self, collective: Collective) -> dict[str, float]:
-        """The metrics over all ranks, by name; a rank without data may have logged nothing. One object all-gather."""
+        """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
         merged: dict[str, Metric] = {}
         for part in collective.all_gather_object(self.state_dict()):
             for name, state in part.items():

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` may return, in one form: :func:`parse_optimizers`; and what it may not."""
+"""The optimizers and schedulers that ``configure_optimizers`` returns: :func:`parse_optimizers`, checks, states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scheduler:
     monitor: str | None = None
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Step it.
+        """Step the scheduler, where it needs one on its metric.
 
         Raises:
             ValueError: if its metric was not logged.
@@ -40,12 +40,12 @@ class Scheduler:
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
-    """Return the optimizers and schedulers.
+    """Return the optimizers and schedulers in what ``configure_optimizers`` has returned.
 
     Raises:
         TypeError: for anything else than an optimizer, a dict, or sequences of them.
         ValueError: for an interval that is neither ``"epoch"`` nor ``"step"``, a ``ReduceLROnPlateau`` without
-            ``monitor``, or what is unknown in a dict.
+            ``monitor``, or an unknown key in a dict.
     """
     optimizers: list[torch.optim.Optimizer] = []
     schedulers: list[Scheduler] = []
@@ -78,7 +78,7 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
 
 
 def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int) -> None:
-    """See whether an optimizer that evaluates the loss itself can do so.
+    """Refuse optimizers whose ``step`` needs a closure that evaluates the loss, where it cannot have one.
 
     Raises:
         ValueError: under automatic optimization, whose steps have no closure; for LBFGS on several ranks.
@@ -99,7 +99,7 @@ def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """See whether an optimizer has the parameter groups of its state, if that is torch's.
+    """Refuse a saved state whose parameter groups are not those of the optimizer.
 
     Raises:
         ValueError: if it has others.
@@ -118,7 +118,7 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
 
 
 def _check_keys(where: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """See whether a dict has only what is known; frequency and strict may be there if they change nothing."""
+    """Refuse unknown keys in a dict; ``frequency`` and ``strict`` may have the values that change nothing."""
     for name, value in options.items():
         if name not in known and (name, value) not in (("frequency", 1), ("strict", True)):
             raise ValueError(
@@ -137,3 +137,18 @@ def _scheduler(given: Any, monitor: str | None) -> Scheduler:
     if isinstance(made.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and made.monitor is None:
         raise ValueError('ReduceLROnPlateau needs a metric: {"scheduler": ..., "monitor": "val_loss"}')
     return made
+
+
+def retarget(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Make a scheduler that was built for one optimizer drive another with the same groups."""
+    # A scheduler marks the step of its optimizer, and warns if the mark is gone; one that changes nothing sets it.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scheduler.optimizer = optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, *, writer: int, rank: int) -> Any:
+    """The whole state of an optimizer on rank ``writer``, ``None`` elsewhere; called on all ranks."""
+    consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
+    if consolidate is not None:
+        consolidate(to=writer)
+    return optimizer.state_dict() if rank == writer else None

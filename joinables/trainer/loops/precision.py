@@ -17,7 +17,7 @@ _NAMES = {
 
 
 class Precision:
-    """How numbers are kept and computed.
+    """In which formats a run keeps and computes floating-point numbers.
 
     Args:
         precision: ``32``; ``64``, which makes the module and its batches double, for good; ``"bf16-mixed"``, autocast;
@@ -40,22 +40,22 @@ class Precision:
         return self.name == "16-mixed"
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of one fit, if there is one."""
+        """Return a new ``GradScaler`` for one fit, if it needs one."""
         return torch.amp.GradScaler(self._device) if self.scales_loss else None
 
     def convert_module(self, module: torch.nn.Module) -> None:
-        """Make the module's floating-point parameters and buffers what they are kept as, in place."""
+        """Convert the module's parameters and buffers, in place; for 64 only."""
         if self.name == "64":
             module.double()
 
     def convert_batch(self, batch: Any) -> Any:
-        """The batch, its floating-point tensors as the module's are kept."""
+        """The batch with its floating-point tensors converted as the module's are."""
         if self.name != "64":
             return batch
         return map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """What a forward runs in."""
+        """The context for a forward: autocast for mixed precision."""
         if self.name in ("32", "64"):
             return contextlib.nullcontext()
         return torch.autocast(self._device, torch.bfloat16 if self.name == "bf16-mixed" else torch.float16)

@@ -1,7 +1,7 @@
-"""The random numbers of a process, and how others go on from them: :func:`capture`, :func:`restore`.
+"""The random state of a process: :func:`capture`, :func:`restore`.
 
-Python's, torch's, those of this process's GPU, and numpy's where the program uses numpy. Captured states are plain data
-and tensors, so that a checkpoint can hold them.
+It is that of the generators of Python, torch, this process's GPU, and numpy if the program uses numpy. Captured states
+are plain data and tensors, so that a checkpoint can hold them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def seed_all(seed: int) -> None:
 
 
 def glance() -> dict[str, Any]:
-    """The state of all generators, as they give it: cheap enough for every step."""
+    """The state of all generators, in the generators' own form: cheap enough for every step."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -34,14 +34,18 @@ def glance() -> dict[str, Any]:
 
 
 def _glance_at_numpy(module: Any) -> Any:
-    """What ``numpy.random.get_state`` gives. It goes through 624 words one by one, so only if they have changed."""
+    """Return ``numpy.random.get_state()``, the last one again if nothing was drawn since.
+
+    It goes through the 624 words of the state one by one: 45 us, which are 16 % of a small training step (280 us).
+    Comparing them takes 2 us.
+    """
     bits: Any = module.get_bit_generator() if hasattr(module, "get_bit_generator") else None
     if type(bits) is not module.MT19937:  # numpy before 1.24, or numpy.random.set_bit_generator was called
         return module.get_state()
     words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
     if words != _last_numpy[0]:
         state = module.get_state()
-        # A normal number that waits to be drawn is not in these words: then they do not tell all.
+        # The words do not show whether a normal number is kept for the next draw: then the state is not kept.
         told = not state[3] and words == state[1].tobytes() + state[2].to_bytes(4, sys.byteorder)
         _last_numpy[:] = [words if told else None, state]
     return _last_numpy[1]
@@ -51,7 +55,7 @@ _last_numpy: list[Any] = [None, None]  # the words of numpy's generator when las
 
 
 def capture(seen: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The state of all generators, now or when it was ``seen``, as plain data and tensors."""
+    """The state of all generators, now or as :func:`glance` has ``seen`` it, as plain data and tensors."""
     state = dict(glance() if seen is None else seen)
     version, words, gauss = state["python"]
     state["python"] = [version, list(words), gauss]
@@ -62,7 +66,7 @@ def capture(seen: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Go on from captured states."""
+    """Put all generators into a captured state."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
@@ -74,18 +78,18 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def start_from(state: Mapping[str, Any]) -> None:
-    """Begin in a new process with the states that were captured in the one that started it."""
+    """Put the generators of a new process into the state that was captured in the process that started it."""
     restore(state)
     if "cuda" not in state:
-        # That one has not used its GPU; torch.manual_seed would have seeded it there for when it does.
+        # That process has not used its GPU, which torch.manual_seed there would have seeded, too.
         torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def iterate(loader: Any) -> Iterator[Any]:
-    """Iterate over ``loader``, drawing as many random numbers whether or not its workers are there already.
+    """Iterate over ``loader``; draws as many random numbers whether or not its workers are running already.
 
-    A ``DataLoader`` draws a seed when it starts workers: each time, or with ``persistent_workers`` the first time, and
-    that comes again in another fit. What such workers draw is their own: in another fit they start from a new seed.
+    A ``DataLoader`` draws a seed when it starts workers: with every iterator, or with ``persistent_workers`` with the
+    first, which a fit that resumes has once more. What such workers draw themselves starts from a new seed then.
     """
     if not getattr(loader, "persistent_workers", False):
         return iter(loader)

@@ -1,12 +1,15 @@
-"""One run on one rank: :class:`Run`, and :class:`FitRun`, which also trains.
+"""One run on one rank: :class:`Run`, and :class:`FitRun`, which also trains; :class:`Task` says what to do.
 
 A run lives from the start of a rank's work to its end, in the process of that rank; the trainer lives on.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +17,8 @@ import torch
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.transfer import broadcast_tree
-from joinables.trainer.loops.collective_calls import Counters
+from joinables.trainer.checkpoints import snapshot
+from joinables.trainer.loops.collective_calls import Counters, Meeting, Ticker
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import Scheduler
 from joinables.trainer.loops.precision import Precision
@@ -24,17 +28,41 @@ if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer
 
 
+@dataclass(frozen=True)
+class Task:
+    """What all ranks of a run are to do, and for which process.
+
+    Attributes:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        ckpt_path: the checkpoint file to begin from, if any.
+        folder: where files go that processes hand each other; it is gone after the run.
+        home: the id of the process that asked for the run; the ranks may be processes started for it.
+        random: the random state of that process, as of ``rng.capture``.
+    """
+
+    stage: str
+    ckpt_path: Path | None
+    folder: Path
+    home: int
+    random: dict[str, Any]
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether this is the process that asked for the run."""
+        return os.getpid() == self.home
+
+
 class Run:
-    """What a rank needs to work on batches.
+    """A run on one rank: the module on its device, the collective of the ranks, and the metrics.
 
     Args:
         trainer: the trainer, or this process's copy of it.
         module: the module, likewise.
-        stage: what kind of run it is.
+        task: what to do.
     """
 
-    def __init__(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self.trainer, self.module, self.stage = trainer, module, stage
+    def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
+        self.trainer, self.module, self.task, self.stage = trainer, module, task, task.stage
         self.strategy = trainer.strategy
         self.collective: Collective = self.strategy.collective
         self.rank = self.collective.rank
@@ -45,13 +73,13 @@ class Run:
         self.precision.convert_module(module)
         module.to(self.device)
         self.store = MetricStore()
-        self.takes_metrics = stage == "fit"
-        """Whether anything is done with what is logged."""
+        self.takes_metrics = task.stage == "fit"
+        """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the batch at hand."""
 
     def take(self, batch: Any) -> Any:
-        """The batch, on the device and as the precision wants it."""
+        """The batch, on the device and in the run's precision; counts its samples."""
         self.samples = samples_in(batch)
         batch = self.precision.convert_batch(batch)
         if self.device.type == "cpu":
@@ -69,7 +97,7 @@ class Run:
 
     @contextmanager
     def fresh_metrics(self) -> Generator[MetricStore]:
-        """Record metrics apart from those that are being recorded."""
+        """Record metrics in a store of their own, and afterwards in the present one again."""
         outer, self.store = self.store, MetricStore()
         try:
             yield self.store
@@ -79,11 +107,15 @@ class Run:
 
 
 class FitRun(Run):
-    """What a rank needs to train; filled by the fit loop."""
+    """A run that trains: optimizers, counters, and where in its epoch it is. The fit loop fills it."""
 
-    def __init__(self, trainer: Trainer, module: TrainModule) -> None:
-        super().__init__(trainer, module, "fit")
+    def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
+        super().__init__(trainer, module, task)
         self.counters = Counters()
+        self.ticker = Ticker(self.collective, lambda: self.call("on_shadowed_step"))
+        self.take_snapshot = Meeting(self.collective, lambda active: snapshot.take(self, active))
+        self.is_weighted = False
+        """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
         self.epoch = 0
         """The epoch under way, from 0."""
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -105,6 +137,12 @@ class FitRun(Run):
         """
         self.resume_from: dict[str, Any] | None = None
         """This rank's part of the state that the fit goes on from, until the first epoch's batches are read."""
+
+    def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
+        """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
+        self.strategy.backward(loss, float(self.samples) if self.is_weighted else None, sync=sync, **options)
+        if sync:
+            self.ticker()
 
     def advance(self) -> None:
         """Count a batch as trained on; a resumed fit would begin with the next."""

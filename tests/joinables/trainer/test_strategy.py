@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables.trainer import Callback, DDPStrategy, SingleStrategy, Trainer, register_strategy, strategies
-from joinables.trainer.batchnorm import to_batchnorm, to_sync_batchnorm
+from joinables.trainer.ddp_strategy import to_batchnorm, to_sync_batchnorm
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import InPlace, trainer
 from tests.pool import Pool
@@ -80,7 +80,7 @@ def leaves_nothing(rank: int) -> None:
     data = loader(50, 4), loader(20, 4)
     run.fit(module, *data)
     module.zero_grad()
-    run._state = None
+    run._last.state = None
     before = live_bytes()
     assert len(watches.wrappers) == 1, "one wrapper for all epochs and validations"
     assert watches.wrappers[0]() is None, "the wrapper, and with it the reducer and its buckets, is gone"
@@ -89,7 +89,7 @@ def leaves_nothing(rank: int) -> None:
     run.max_epochs = 3
     run.fit(module, *data)
     module.zero_grad()
-    run._state = None
+    run._last.state = None
     assert len(watches.wrappers) == 2
     assert watches.wrappers[1]() is None
     assert live_bytes() <= before + 1000

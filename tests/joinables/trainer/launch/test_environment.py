@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from joinables.trainer.launch.environment import LocalEnvironment, detect_environment
+from joinables.trainer.launch.environment import Environment, LocalEnvironment, Place
 from joinables.trainer.launch.launched import (
     Launched,
     MpiEnvironment,
     SlurmEnvironment,
     TorchrunEnvironment,
+    detect_environment,
     first_host,
     tasks_per_node,
 )
-from joinables.trainer.launch.place import Environment, Place
 
 TORCHRUN = {
     "GROUP_RANK": "1",

@@ -30,11 +30,10 @@ import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
 from joinables.trainer.launch import launcher as module
-from joinables.trainer.launch.environment import LocalEnvironment
+from joinables.trainer.launch.environment import LocalEnvironment, Place
 from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.launch.launched import TorchrunEnvironment
 from joinables.trainer.launch.launcher import Launcher
-from joinables.trainer.launch.place import Place
 from joinables.trainer.launch.worker import Queue
 
 ROOT = Path(join.__file__).parent.parent
@@ -568,7 +567,7 @@ SAME_EVERYWHERE = """
     import json, os, sys
     import torch
     import torch.distributed as dist
-    from joinables.trainer.launch.environment import detect_environment
+    from joinables.trainer.launch.launched import detect_environment
     from joinables.trainer.launch.launcher import Launcher
 
     def fn(base):

@@ -1,7 +1,7 @@
-"""Everything a fit goes on from: :func:`take` and :func:`resume`.
+"""Everything that a fit resumes from: :func:`take` and :func:`resume`.
 
-One form serves checkpoint files, a second ``fit`` of the same trainer, and the way home from spawned processes. It is a
-dict of plain data and tensors::
+A snapshot has the same form in checkpoint files, for a second ``fit`` of the same trainer, and on its way home from
+spawned processes. It is a dict of plain data and tensors::
 
     epochs, global_step          counters
     module                       the module's state dict
@@ -12,10 +12,10 @@ dict of plain data and tensors::
     ranks                        a list, by rank: batches read in the epoch under way, its metrics so far, random
                                  numbers
 
-An epoch counts when its validation is over and schedulers have stepped. From a snapshot of the time before, a fit reads
-past all batches and validates again.
+An epoch counts as completed when its validation is over and schedulers have stepped. A fit that resumes from a snapshot
+taken before that skips all batches and validates again.
 
-Taking one is collective, since ranks hold parts of it. All ranks take part, those without data through ``Meeting``::
+Taking one is collective, since each rank holds a part. Ranks without data take part through ``Meeting``::
 
     all-gather of the ranks' parts; the lowest rank with data becomes the writer
     for each sharded optimizer: its shards go to the writer
@@ -33,8 +33,7 @@ import torch
 
 from join.collectives._torch_private import pytree
 from joinables.trainer.loops import rng
-from joinables.trainer.loops.optimizers import check_groups
-from joinables.trainer.sharding import optimizer_state
+from joinables.trainer.loops.optimizers import check_groups, optimizer_state
 
 if TYPE_CHECKING:
     from joinables.trainer.loops.run import FitRun
@@ -44,13 +43,13 @@ _OWN = {"epochs", "global_step", "module", "optimizers", "schedulers", "scaler",
 
 
 def take(run: FitRun, active: bool) -> dict[str, Any] | None:
-    """Return the state on the writer, ``None`` elsewhere; called on all ranks.
+    """Return the snapshot on the rank that writes it, ``None`` elsewhere; called on all ranks.
 
     Numbers of numpy become Python's, since files are read without numpy's code.
 
     Args:
         run: the fit.
-        active: whether this rank still has data, or all ranks are out of the block.
+        active: whether this rank still has data; outside a block, all ranks are active.
     """
     part = run.resume_from or {
         "batches": run.batches_read,
@@ -81,7 +80,7 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
 
 
 def _without_numpy(value: Any) -> Any:
-    """A copy of nested containers, in which numpy's numbers are Python's."""
+    """A copy of nested containers with Python's numbers in the place of numpy's."""
     if isinstance(value, dict):
         found = cast("dict[Any, Any]", value)
         made = copy.copy(found)  # of the same class, and with a state dict's metadata
@@ -96,7 +95,7 @@ def _without_numpy(value: Any) -> Any:
 
 
 def check_readable(state: Mapping[str, Any]) -> None:
-    """See whether a file with ``state`` could be read again, which is done without running code.
+    """Refuse a state that could be written, but not read again: reading runs no code.
 
     Raises:
         TypeError: if it holds more than plain data and tensors.
@@ -114,7 +113,7 @@ def check_readable(state: Mapping[str, Any]) -> None:
 
 
 def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN - {"module"})) -> None:
-    """See whether what was read from the file ``path`` is a checkpoint.
+    """Refuse what was read from the file ``path`` if it is no checkpoint.
 
     Raises:
         ValueError: if it lacks one of ``needed``; by default, what a fit needs.
@@ -128,7 +127,7 @@ def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN
 
 
 def resume(run: FitRun, state: Mapping[str, Any]) -> None:
-    """Put ``state``, which is the same on all ranks, into a fit that has its optimizers but has not begun.
+    """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
 
     Raises:
         ValueError: if it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -202,13 +201,9 @@ def _serve() -> tuple[_Call, int] | None:
 
 def main() -> None:
     import torch
-    import torch.distributed.fsdp
 
-    import joinables.trainer  # noqa: F401
+    import tests.preloaded  # noqa: F401
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import torch.distributed.optim
     torch.set_num_threads(1)
     served = _serve()
     if served is not None:

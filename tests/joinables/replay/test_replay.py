@@ -40,8 +40,6 @@ from tests.training import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("fsdp")
-
 CASES = {
     "adam": Sharded(),
     "sgd, initial world size": Sharded(optimizer="sgd", initial=True),

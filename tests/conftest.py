@@ -47,7 +47,7 @@ def ending() -> Iterator[Ending]:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """An empty folder with a short name: that of a socket may have 107 characters, and ``tmp_path`` has most of them."""
+    """A folder with a short name: that of a socket may have 107 characters, and ``tmp_path`` has most of them."""
     folder = Path(tempfile.mkdtemp(prefix="join-test-"))
     yield folder
     shutil.rmtree(folder)

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +22,17 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def server() -> None:
+    """multiprocessing's forkserver, with everything imported.
+
+    It starts before any test has a folder of its own for temporary files, in which the server's socket would be.
+    """
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+    forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def pool(server: None) -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
@@ -30,11 +45,9 @@ def ending() -> Iterator[Ending]:
     ending.close()
 
 
-def import_fsdp(rank: int) -> None:
-    import torch.distributed.fsdp  # noqa: F401
-
-
-@pytest.fixture(scope="module")
-def fsdp(pool: Pool) -> None:
-    """Importing it takes long, and is not to count as a test's time."""
-    pool.run(import_fsdp, ranks=4, timeout=110)
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a short name: that of a socket may have 107 characters, and ``tmp_path`` has most of them."""
+    folder = Path(tempfile.mkdtemp(prefix="join-test-"))
+    yield folder
+    shutil.rmtree(folder)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +74,7 @@ class Ending:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.ending"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        self._ended: dict[int, tuple[int, float]] = {}
 
     def _ask(self, request: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -82,13 +83,17 @@ class Ending:
         return pickle.load(self._process.stdout)
 
     def run(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-        """What ``fn(rank, *args)`` returns on each rank, whose process then ends; ``how`` as for :meth:`ends`."""
+        """What ``fn(rank, *args)`` returns on each rank, whose process then ends; ``how`` as for :meth:`start`."""
         ends = self.ends(fn, *args, **how)
         told = "\n".join(f"-- rank {rank}: {end.code}\n{end.text}" for rank, end in enumerate(ends))
         assert [end.code for end in ends] == [0] * len(ends), told
         return [end.result for end in ends]
 
-    def ends(
+    def ends(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[End]:
+        """Run ``fn(rank, *args)`` in a process for each rank, and tell how each of them ended; ``how`` as above."""
+        return self.start(fn, *args, **how).ends()
+
+    def start(
         self,
         fn: Callable[..., Any],
         *args: Any,
@@ -96,10 +101,8 @@ class Ending:
         over_group: bool = False,
         group: bool = True,
         limit: float = 60.0,
-    ) -> list[End]:
-        """Run ``fn(rank, *args)`` in a process for each rank, and tell how each of them ended.
-
-        Those that have not ended after ``limit`` seconds print their stacks and are killed.
+    ) -> Running:
+        """Start ``fn(rank, *args)`` in a process for each rank; several of these may run at once.
 
         Args:
             fn: what a rank does.
@@ -107,21 +110,43 @@ class Ending:
             ranks: how many there are.
             over_group: whether headers go over the process group, as between machines.
             group: whether the default process group is set up.
-            limit: seconds.
+            limit: seconds, after which those that have not ended print their stacks and are killed.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            call = _Call(fn, args, ranks, over_group, group, Path(folder))
-            pids: list[int] = self._ask(pickle.dumps(call))
-            ended: dict[int, tuple[int, float]] = {}
-            deadline = time.monotonic() + limit
-            while len(ended) < ranks:
-                for pid, code, at in self._ask("ended"):
-                    ended[pid] = code, at
-                if time.monotonic() > deadline:
-                    self._end_by_force([pid for pid in pids if pid not in ended])
-                    deadline = float("inf")
-                time.sleep(0.02)
-            return [End(*ended[pid], call.told(rank), call.result(rank)) for rank, pid in enumerate(pids)]
+        folder = tempfile.TemporaryDirectory(prefix="ending-")
+        call = _Call(fn, args, ranks, over_group, group, Path(folder.name))
+        return Running(self, folder, call, self._ask(pickle.dumps(call)), time.monotonic() + limit)
+
+    def look(self) -> dict[int, tuple[int, float]]:
+        """By process that has ended, of all that were started here: its exit code, and when that was."""
+        self._ended.update(self._ask("ended"))
+        return self._ended
+
+    def close(self) -> None:
+        """End the process; those of ranks go on."""
+        self._process.communicate(timeout=10)
+
+
+@dataclass
+class Running:
+    """Ranks that were started by :meth:`Ending.start`."""
+
+    _ending: Ending
+    _folder: tempfile.TemporaryDirectory[str]
+    _call: _Call
+    _pids: list[int]
+    _deadline: float
+
+    def ends(self) -> list[End]:
+        """Wait until all ranks have ended, and tell how."""
+        deadline = self._deadline
+        while left := [pid for pid in self._pids if pid not in self._ending.look()]:
+            if time.monotonic() > deadline:
+                self._end_by_force(left)
+                deadline = float("inf")
+            time.sleep(0.02)
+        ended, call = self._ending.look(), self._call
+        with self._folder:
+            return [End(*ended[pid], call.told(rank), call.result(rank)) for rank, pid in enumerate(self._pids)]
 
     def _end_by_force(self, pids: list[int]) -> None:
         for pid in pids:
@@ -129,9 +154,6 @@ class Ending:
         time.sleep(0.5)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=10)
 
 
 @dataclass(frozen=True)
@@ -173,28 +195,33 @@ class _Call:
 
 def _serve() -> tuple[_Call, int] | None:
     """Fork ranks on request; returns in each of them, with what it is to do, and ``None`` at the end."""
-    running: list[int] = []
+    running: set[int] = set()
+    ended: list[tuple[int, tuple[int, float]]] = []
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
+        is_asked = select.select([sys.stdin], [], [], 0.02 if running else None)[0]
+        for pid in list(running):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                running.remove(pid)
+                ended.append((pid, (os.waitstatus_to_exitcode(status), time.time())))
+        if not is_asked:
+            continue
         try:
             request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return None
         answer: list[Any] = []
         if request == "ended":
-            for pid in list(running):
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    running.remove(pid)
-                    answer.append((pid, os.waitstatus_to_exitcode(status), time.time()))
+            answer, ended = ended, []
         else:
             call: _Call = pickle.loads(request)
             for rank in range(call.ranks):
                 pid = os.fork()
                 if pid == 0:
                     return call, rank
-                running.append(pid)
+                running.add(pid)
                 answer.append(pid)
         pickle.dump(answer, answers)
         answers.flush()
@@ -202,13 +229,9 @@ def _serve() -> tuple[_Call, int] | None:
 
 def main() -> None:
     import torch
-    import torch.distributed.fsdp
 
-    import joinables.trainer  # noqa: F401
+    import tests.preloaded  # noqa: F401
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import torch.distributed.optim
     torch.set_num_threads(1)
     served = _serve()
     if served is not None:

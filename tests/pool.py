@@ -1,7 +1,7 @@
 """Real processes for distributed tests: a pool of ranks that lives as long as the test session.
 
-Starting a rank costs seconds (it imports torch), so ranks are reused; every call gets a fresh process group on a file
-store. A call that does not end in time is a hang: its ranks print their stacks, die, and are replaced.
+Ranks are forked from multiprocessing's forkserver and reused; every call gets a fresh process group on a file store. A
+call that does not end in time is a hang: its ranks print their stacks, die, and are replaced.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pool:
     """``SIZE`` processes that run functions as ranks of a process group."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = mp.get_context("forkserver")
         self._workers: list[_Worker] = []
 
     def run(
@@ -120,10 +120,9 @@ def _serve(pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    import tests.preloaded  # noqa: F401
+
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used by torch.distributed.optim itself
-        import torch.distributed.optim
     warnings.simplefilter("error")
     # A group must not be freed by one of its own threads, which may still be clearing a comm hook's callback.
     recent: deque[Any] = deque(maxlen=3)

@@ -1,13 +1,27 @@
-"""The demo and the tutorials run, say what they claim, and leave nothing behind; so does a benchmark."""
+"""The demo and the tutorials run, say what they claim, and leave nothing behind; so does a benchmark.
+
+A script and each process that it starts import torch, which takes seconds. In ``make test`` most scripts therefore run
+in a process that is forked from one that has imported it, and so are theirs.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.multiprocessing
+
+import joinables.trainer
+from joinables.trainer import Launcher, strategy
+from tests.ending import Ending
+from tests.selection import ALL
 
 ROOT = Path(__file__).parent.parent
 # Torch itself warns of torch.jit.script when its ZeRO is imported; here literal, unlike in pyproject.toml.
@@ -32,15 +46,50 @@ def run(*args: str, timeout: float = 110, strict: bool = True) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tutorials").glob("[0-9]*.py")), ids=lambda path: path.stem)
-def test_tutorial(path: Path) -> None:
+class Forking(Launcher):
+    """A launcher that forks its workers."""
+
+    def __init__(self, world_size: int, **options: Any) -> None:
+        super().__init__(world_size, **{**options, "start_method": "fork"})
+
+
+def as_script(rank: int, script: str, *arguments: str) -> None:
+    """Run a file, or else a module, as the interpreter would; what it spawns is forked."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+    warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning)
+    fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    torch.multiprocessing.spawn = fork  # type: ignore[assignment]
+    joinables.trainer.Launcher = strategy.Launcher = Forking
+    sys.argv = [script, *arguments]
+    if script.endswith(".py"):
+        sys.path.insert(0, str(Path(script).parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+
+
+def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
+    (end,) = ending.ends(as_script, *args, ranks=1, group=False, limit=limit)
+    assert end.code == 0, end.text
+    return end.text
+
+
+TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
+SPAWNING = {"01_uneven_ddp", "04_trainer"}
+"""Of each way to start processes, one tutorial that is always run as its readers do."""
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorial(ending: Ending, path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
-    assert run(str(path)).strip()
+    told = run(str(path)) if ALL or path.stem in SPAWNING else run_forked(ending, str(path))
+    assert told.strip()
 
 
-def test_tutorial_says_the_same_under_torchrun() -> None:
+def test_tutorial_says_the_same_under_torchrun(ending: Ending) -> None:
     path = str(ROOT / "tutorials" / "07_torchrun.py")
-    alone, launched = run(path).splitlines(), run(*TORCHRUN, path, strict=False).splitlines()
+    alone, launched = run_forked(ending, path).splitlines(), run(*TORCHRUN, path, strict=False).splitlines()
     assert "started by the trainer" in alone[0]
     assert "started by torchrun" in launched[0]
     assert len(alone) == 2
@@ -53,8 +102,9 @@ def test_what_a_user_writes_is_short() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_demo(tmp_path: Path) -> None:
-    printed = run("-m", "demo", "--epochs", "2", "--out", str(tmp_path), timeout=190)
+def test_demo(ending: Ending, tmp_path: Path) -> None:
+    options = "--epochs", "2", "--out", str(tmp_path)
+    printed = run("-m", "demo", *options, timeout=190) if ALL else run_forked(ending, "demo", *options, limit=180)
     assert "DDP + Adam" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == ["result.json", "timeline.png"]
     result = json.loads((tmp_path / "result.json").read_text())

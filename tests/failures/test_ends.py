@@ -3,48 +3,59 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.ending import End, Ending
+from tests.ending import End, Ending, Running
 from tests.failures.cells import AT, FAILS, HOWS, MODES, OWN, Cell, exists, fit, goes_on, main
+from tests.selection import ALL, all_or_pairwise
 
-SOAK = int(os.environ.get("SOAK", "0"))
+SOAK = "SOAK" in os.environ
 SECONDS = 10.0  # that the others may take
+AT_ONCE = 4
 
 CELLS = [cell for cell in (Cell(*each) for each in product(MODES, HOWS, (True, False), (None, 5.0))) if exists(cell)]
 
 
-def pairwise(cells: list[Cell]) -> list[Cell]:
-    """Some of the cells, in which each pair of what makes a cell occurs that occurs at all."""
-
-    def pairs(cell: Cell) -> set[tuple[int, int, object, object]]:
-        return {(i, j, cell[i], cell[j]) for i in range(4) for j in range(i + 1, 4)}
-
-    missing = set.union(*map(pairs, cells))
-    chosen: list[Cell] = []
-    while missing:
-        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[Cell, Running]]:
+    """The cells that were started and not waited for yet."""
+    found: dict[Cell, Running] = {}
+    yield found
+    for running in found.values():  # of tests that did not come to run
+        running.ends()
 
 
-def files_in_memory() -> set[str]:
-    return {each.name for each in Path("/dev/shm").iterdir() if "join" in each.name}
-
-
-@pytest.mark.parametrize("cell", CELLS if SOAK else pairwise(CELLS), ids=str)
-def test_end(ending: Ending, cell: Cell) -> None:
-    before = files_in_memory()
+def start(ending: Ending, cell: Cell) -> Running:
     over_group = not cell.memory
     if cell.mode == "fit":
-        check_fit(cell, *ending.ends(fit, cell, ranks=1, over_group=over_group, group=False))
-    else:
-        check(cell, ending.ends(main, cell, over_group=over_group))
-    assert files_in_memory() == before
+        return ending.start(fit, cell, ranks=1, over_group=over_group, group=False)
+    return ending.start(main, cell, over_group=over_group)
+
+
+@pytest.mark.xdist_group("ends")
+@pytest.mark.parametrize("cell", all_or_pairwise(CELLS, Cell._asdict, all_of_them=ALL or SOAK), ids=str)
+def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
+    """The cells of the next tests are started with this one: most of what they do is to wait."""
+    coming: list[Cell] = [
+        item.callspec.params["cell"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == request.node.originalname
+    ]
+    for each in coming[(at := coming.index(cell)) : at + AT_ONCE]:
+        if each not in started:
+            started[each] = start(ending, each)
+    ends = started.pop(cell).ends()
+    check_fit(cell, *ends) if cell.mode == "fit" else check(cell, ends)
+
+
+@pytest.mark.xdist_group("ends")
+def test_no_file_is_left_in_memory() -> None:
+    """Whatever became of the ranks of the tests above."""
+    assert not [each.name for each in Path("/dev/shm").iterdir() if "join" in each.name]
 
 
 def check(cell: Cell, ends: list[End]) -> None:

@@ -315,7 +315,6 @@ def refused(rank: int) -> None:
         pass
 
 
-@pytest.mark.usefixtures("fsdp")
 def test_what_cannot_join_is_refused(pool: Pool) -> None:
     pool.run(refused, ranks=2)
 

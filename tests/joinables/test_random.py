@@ -22,8 +22,6 @@ from tests.training import Case, Sharded, check
 
 CaseT = TypeVar("CaseT", bound=Case)
 
-pytestmark = pytest.mark.usefixtures("fsdp")
-
 SOAK = int(os.environ.get("SOAK", "0"))
 HANG_SECONDS = 20.0
 SHRINK_SECONDS = 120.0

@@ -91,7 +91,7 @@ def train(rank: int, family: str, how: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["DDP", "fully_shard", "Replay"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_trains_exactly(pool: Pool, fsdp: None, family: str, how: str) -> None:
+def test_it_trains_exactly(pool: Pool, family: str, how: str) -> None:
     pytest.importorskip("transformers")
     model = build(family)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

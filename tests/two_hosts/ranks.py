@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
-import gc
 import os
 import pickle
 import signal
@@ -190,15 +189,10 @@ def _serve(rank: int, folder: Folder) -> Call | None:
 def _load() -> None:
     """Import all that a rank may need."""
     import torch
-    import torch.distributed.fsdp
 
-    import joinables.trainer  # noqa: F401
+    import tests.preloaded  # noqa: F401
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used by torch.distributed.optim itself
-        import torch.distributed.optim
     torch.set_num_threads(1)
-    gc.freeze()  # or each fork looks through all of this when it ends, for a second
 
 
 def main() -> None:

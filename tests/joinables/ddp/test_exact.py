@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.pool import Pool
+from tests.selection import all_or_pairwise
 from tests.training import Case, check
 
 CASES = {
@@ -102,47 +103,15 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
 
 
-WEIGHTED = [name for name, case in CASES.items() if not case.weighted]
-
-
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_equals_one_process_with_weights(pool: Pool, name: str) -> None:
-    check(pool, replace(CASES[name], weighted=True))
-
-
-# Not those where gradients are kept, whose steps cannot be declared.
-DECLARED = [name for name, case in CASES.items() if case.to_none or not case.initial]
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
-    check(pool, replace(CASES[name], declared=True))
-
-
-# Not weights, which cannot be applied where ranks may compute together, and where nobody can look for tensors. A branch
-# that is replayed counts as used, and forwards of a window that is never stepped count for buffers.
+# Ranks without data replay. Not weights, which cannot be applied where ranks may compute together, and where nobody can
+# look for tensors. A branch that is replayed counts as used, and forwards of a window that is never stepped count for
+# buffers.
 REPLAYED = [
     name
     for name, case in CASES.items()
     if not (case.weighted or case.model in ("opaque", "branches"))
     and name != "zero_grad keeps tensors, accumulation, batch norm"
 ]
-
-
-@pytest.mark.parametrize("name", REPLAYED)
-def test_equals_one_process_where_ranks_without_data_replay(pool: Pool, name: str) -> None:
-    check(pool, replace(CASES[name], replay=True))
-
-
-LOCKSTEP: dict[str, dict[str, Any]] = {
-    "empty": {"iterate": "empty"},
-    "last": {"iterate": "last"},
-    "a function": {"iterate": "a function"},
-    "declared": {"iterate": "empty", "declared": True},
-    "ahead": {"iterate": "empty", "lookahead": 2},
-}
-
-
 # Where dummies have samples of their own, or windows end between them.
 OTHERWISE = [
     "adamw with clipping",
@@ -154,22 +123,50 @@ OTHERWISE = [
     "weights, find_unused_parameters",
     "nothing at all",
 ]
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "weights": ({"weighted": True}, [name for name, case in CASES.items() if not case.weighted]),
+    # Not those where gradients are kept, whose steps cannot be declared.
+    "declared": ({"declared": True}, [name for name, case in CASES.items() if case.to_none or not case.initial]),
+    "replay": ({"replay": True}, REPLAYED),
+    "lockstep": ({"iterate": "empty"}, list(CASES)),
+    "lockstep, last": ({"iterate": "last"}, OTHERWISE),
+    "lockstep, a function": ({"iterate": "a function"}, OTHERWISE),
+    "lockstep, declared": ({"iterate": "empty", "declared": True}, OTHERWISE),
+    "lockstep, ahead": ({"iterate": "empty", "lookahead": 2}, OTHERWISE),
+}
+"""Ways to train, beside a plain block, and the cases that can be trained so."""
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [(name, "empty") for name in CASES] + [(name, how) for how in LOCKSTEP if how != "empty" for name in OTHERWISE],
-)
-def test_equals_one_process_in_lockstep(pool: Pool, name: str, how: str) -> None:
-    check(pool, replace(CASES[name], **LOCKSTEP[how]))
+class Row(NamedTuple):
+    """A case, a way to train it, and whether headers go over the group."""
+
+    name: str
+    way: str
+    over_group: bool
+
+    @property
+    def case(self) -> Case:
+        return replace(CASES[self.name], **(WAYS[self.way][0] if self.way else {}))
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.way or 'block'}{', over the group' if self.over_group else ''}"
 
 
-BETWEEN_MACHINES: dict[str, dict[str, Any]] = {"block": {}, "replay": {"replay": True}, "lockstep": LOCKSTEP["empty"]}
+ROWS = [Row(name, way, False) for way, (_, names) in WAYS.items() for name in names] + [
+    Row(name, way, True)
+    for name in OTHERWISE
+    for way in ("", "replay", "lockstep")
+    if way != "replay" or name in REPLAYED
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [(name, how) for name in OTHERWISE for how in BETWEEN_MACHINES if how != "replay" or name in REPLAYED],
-)
-def test_equals_one_process_with_headers_over_the_group(pool: Pool, name: str, how: str) -> None:
-    check(pool, replace(CASES[name], **BETWEEN_MACHINES[how]), over_group=True)
+def parts_of(row: Row) -> dict[str, Any]:
+    """What the case is made of, but for its numbers of batches, and how it is trained."""
+    case = row.case
+    parts = {each.name: repr(getattr(case, each.name)) for each in fields(case) if each.name != "counts"}
+    return {**parts, "way": row.way, "over the group": row.over_group}
+
+
+@pytest.mark.parametrize("row", all_or_pairwise(ROWS, parts_of), ids=str)
+def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
+    check(pool, row.case, over_group=row.over_group)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.models import MLP, TOLERANCE, Norm, assert_same, batch, flat_state
 from tests.pool import Pool
+from tests.selection import all_or_pairwise
 
 Nets = dict[str, Any]
 Data = list[tuple[torch.Tensor, torch.Tensor]]
@@ -266,12 +267,6 @@ def check(pool: Pool, name: str, dummy: Any = None, *, weighted: bool = False, d
     assert_same(states[0], expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_equals_one_process(pool: Pool, name: str, weighted: bool) -> None:
-    check(pool, name, weighted=weighted)
-
-
 # One module, and gradients that are zeroed before each backward.
 DECLARED = [
     "eval forward inside",
@@ -284,18 +279,25 @@ DECLARED = [
     "zero_grad after step",
     "an optimizer for some parameters",
 ]
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_program_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
-    check(pool, name, declared=True)
-
-
 # Where modules, and not only forwards, see that a batch has no samples.
 EMPTY = ["encoder and decoder", "GAN 2:1, batch norm", "three forwards, batch norm", "skipped backward, batch norm"]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("name", "dummy"), [(n, "last") for n in PROGRAMS] + [(n, "empty") for n in EMPTY])
-def test_program_equals_one_process_in_lockstep(pool: Pool, name: str, dummy: str, weighted: bool) -> None:
-    check(pool, name, dummy, weighted=weighted)
+class Row(NamedTuple):
+    """A program, how it is run ("block", "declared", or in lockstep with these dummies), and whether with weights."""
+
+    name: str
+    way: str
+    weighted: bool
+
+
+ROWS = [Row(name, "block", weighted) for name in PROGRAMS for weighted in (False, True)]
+ROWS += [Row(name, "declared", False) for name in DECLARED]
+ROWS += [Row(name, "last", weighted) for name in PROGRAMS for weighted in (False, True)]
+ROWS += [Row(name, "empty", weighted) for name in EMPTY for weighted in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "way", "weighted"), all_or_pairwise(ROWS, Row._asdict))
+def test_program_equals_one_process(pool: Pool, name: str, way: str, weighted: bool) -> None:
+    dummy = None if way in ("block", "declared") else way
+    check(pool, name, dummy, weighted=weighted, declared=way == "declared")

@@ -16,8 +16,6 @@ from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
 from tests.training import Sharded, shard
 
-pytestmark = pytest.mark.usefixtures("fsdp")
-
 
 def outcome(
     rank: int, weights: tuple[tuple[Any, ...], ...], way: str = "plain", kind: str = "ddp", initial: bool = True

@@ -107,7 +107,6 @@ def alone() -> Iterator[dict[str, float]]:
                 metric.reset()
 
 
-@pytest.mark.usefixtures("fsdp")
 @pytest.mark.parametrize("way", ["plain", "declared", "lockstep"])
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
 def test_values_are_those_of_one_process(pool: Pool, kind: str, way: str) -> None:

@@ -342,7 +342,6 @@ def train(rank: int, name: str, dummy: Any, with_metrics: bool) -> tuple[Any, li
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict())), found, outputs
 
 
-@pytest.mark.usefixtures("fsdp")
 @pytest.mark.parametrize(
     ("name", "dummy"),
     [("mlp", None), ("norm", None), ("sharded", None), ("mlp", "empty"), ("norm", "last"), ("sharded", "empty")],

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.join.counter import Counter
 from tests.joinables.test_failures import group_works
 from tests.models import TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
+from tests.selection import all_or_pairwise
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
 from tests.training import (
     Case,
@@ -39,8 +40,6 @@ from tests.training import (
     weight_of,
     whole,
 )
-
-pytestmark = pytest.mark.usefixtures("fsdp")
 
 CASES = {
     "adam": Sharded(),
@@ -102,16 +101,26 @@ def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.accumulate == 1 and case.to_none])
-def test_sharded_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
-    check(pool, replace(CASES[name], declared=True))
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "declared": ({"declared": True}, [name for name, case in CASES.items() if case.accumulate == 1 and case.to_none]),
+    "empty": ({"iterate": "empty"}, list(CASES)),
+    "last": ({"iterate": "last"}, ["adamw with clipping", "replicas"]),
+}
+"""Other ways to train, and the cases that can be trained so."""
+
+
+def parts_of(row: tuple[str, str]) -> dict[str, str]:
+    """What the case is made of, but for its numbers of batches, and how it is trained."""
+    name, way = row
+    case = CASES[name]
+    return {each.name: repr(getattr(case, each.name)) for each in fields(case) if each.name != "counts"} | {"way": way}
 
 
 @pytest.mark.parametrize(
-    ("name", "dummy"), [(name, "empty") for name in CASES] + [("adamw with clipping", "last"), ("replicas", "last")]
+    ("name", "way"), all_or_pairwise([(name, way) for way, (_, names) in WAYS.items() for name in names], parts_of)
 )
-def test_sharded_equals_one_process_in_lockstep(pool: Pool, name: str, dummy: str) -> None:
-    check(pool, replace(CASES[name], iterate=dummy))
+def test_sharded_equals_one_process_in_another_way(pool: Pool, name: str, way: str) -> None:
+    check(pool, replace(CASES[name], **WAYS[way][0]))
 
 
 def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:

@@ -45,15 +45,13 @@ from tests.models import TOLERANCE, assert_same, flat_state
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def nothing_left(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """No process and no temporary file stays behind."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     others = set(multiprocessing.active_children())
     yield
     assert set(multiprocessing.active_children()) <= others
-    assert list(folder.iterdir()) == []
+    assert list(short_path.iterdir()) == []
 
 
 class Metrics(Callback):
@@ -150,6 +148,7 @@ class Draws(Classifier):
         return [random.random(), torch.rand(())]
 
 
+@pytest.mark.spawns
 def test_random_numbers_go_on_from_those_of_this_process() -> None:
     def predict(ranks: int) -> Any:
         torch.manual_seed(3)
@@ -213,6 +212,7 @@ def fails(how: str) -> None:
         assert_same(flat_state(module.state_dict()), before)
 
 
+@pytest.mark.spawns
 def test_a_worker_that_raises() -> None:
     with pytest.raises(KeyError, match="raise on rank 1") as caught:
         fails("raise")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -9,6 +11,8 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +23,33 @@ from joinables.trainer import ModelCheckpoint, Trainer
 from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
 
-WRITER = """
-import sys, torch
-from joinables.trainer.checkpoints.file import write_checkpoint
-number = 0
-while True:
-    number += 1
-    write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, sys.argv[1])
-    print(number, flush=True)
-"""
+FORKS = multiprocessing.get_context("forkserver")
 
 
-KILLED = """
-import os, signal, sys
-from joinables.trainer.checkpoints.file import write_checkpoint
+def write_for_ever(path: Path, written: Connection) -> None:
+    for number in count(1):
+        write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, path)
+        written.send(number)
+
+
 class Dies:
-    def __reduce__(self):
+    """Kills who writes it."""
+
+    def __reduce__(self) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
-write_checkpoint({"dies": Dies()}, sys.argv[1])
-"""
+        raise AssertionError
+
+
+def write_and_die(path: Path) -> None:
+    write_checkpoint({"dies": Dies()}, path)
 
 
 def test_what_killed_writers_leave_is_removed(tmp_path: Path) -> None:
     for name in ("file.ckpt", "file.ckpt.other"):
-        assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / name)]).returncode == -signal.SIGKILL
+        writer = FORKS.Process(target=write_and_die, args=(tmp_path / name,))
+        writer.start()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
     assert len(names(tmp_path)) == 2
     write_checkpoint({}, tmp_path / "file.ckpt")
     assert [name.startswith(".file.ckpt.other.") for name in sorted(names(tmp_path))] == [True, False]
@@ -69,13 +76,15 @@ def test_a_write_leaves_another_alone(tmp_path: Path) -> None:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     path = tmp_path / "file.ckpt"
     for delay in (0.0, 0.003, 0.007, 0.011):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "1\n"
+        here, there = FORKS.Pipe(duplex=False)
+        writer = FORKS.Process(target=write_for_ever, args=(path, there))
+        writer.start()
+        there.close()
+        assert here.recv() == 1
         time.sleep(delay)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
+        writer.kill()
+        writer.join()
+        here.close()
         state = read_checkpoint(path)
         assert bool((state["data"] == state["number"]).all())
 

@@ -44,14 +44,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go, here and in processes that are started."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    return folder
+    return short_path
 
 
 def ours(folder: Path) -> set[str]:

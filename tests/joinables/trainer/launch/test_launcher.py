@@ -69,11 +69,9 @@ def children() -> set[int]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(short_path: Path, server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where launches put their files; whatever a test does, it leaves the process as it was."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
 
     def state() -> Any:
         return (
@@ -89,9 +87,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         )
 
     before = state()
-    yield folder
+    yield short_path
     assert state() == before
-    assert list(folder.glob("joinables-*")) == []  # beside it may be the folder of multiprocessing's forkserver
+    assert list(short_path.iterdir()) == []
 
 
 # -- results

@@ -1,0 +1,22 @@
+"""Workers come from a server that has imported everything: one that is spawned imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from joinables.trainer import Launcher, strategy
+
+
+class FromServer(Launcher):
+    """A launcher whose workers are not spawned."""
+
+    def __init__(self, world_size: int, *, start_method: Any = "spawn", **options: Any) -> None:
+        super().__init__(world_size, start_method="forkserver" if start_method == "spawn" else start_method, **options)
+
+
+@pytest.fixture(autouse=True)
+def from_server(request: pytest.FixtureRequest, server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("spawns") is None:
+        monkeypatch.setattr(strategy, "Launcher", FromServer)

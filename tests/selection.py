@@ -1,0 +1,36 @@
+"""Which cases are run: all of a cross product, or some in which each pair of its parts occurs.
+
+``make test`` runs some, ``make test-all`` sets ``TESTS=all``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import combinations
+from typing import TypeVar
+
+ALL = os.environ.get("TESTS") == "all"
+T = TypeVar("T")
+Parts = Mapping[str, Hashable]
+
+
+def all_or_pairwise(rows: Iterable[T], parts_of: Callable[[T], Parts], *, all_of_them: bool = ALL) -> list[T]:
+    """All rows, or so few of them that each pair of parts which occurs in a row still occurs in one.
+
+    Args:
+        rows: what there is.
+        parts_of: what a row is made of, by name.
+        all_of_them: whether to take all.
+    """
+    every = list(rows)
+    if all_of_them:
+        return every
+    pairs = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), 2)) for row in every]
+    missing = set[tuple[tuple[str, Hashable], ...]]().union(*pairs)
+    chosen: set[int] = set()
+    while missing:
+        best = max(range(len(every)), key=lambda at: len(pairs[at] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return [row for at, row in enumerate(every) if at in chosen]

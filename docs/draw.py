@@ -201,7 +201,7 @@ class Module(TrainModule):
 
 
 def fit() -> tuple[list[Call], list[Call]]:
-    """What ``Trainer.fit`` calls in the process that is asked to fit, and in that of rank 0, which is forked from it."""
+    """What ``Trainer.fit`` calls in the process that calls it, and in that of rank 0, which is forked from it."""
     with tempfile.TemporaryDirectory() as folder:
         calls, path = Calls(), Path(folder, "worker")
         trainer = Trainer(strategy="ddp_fork", devices=2, max_epochs=1, callbacks=Tell(calls, path))

@@ -7,8 +7,7 @@ The order of collectives inside the block is the business of ``join.protocol``; 
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active
              even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
-             uneven: an election of the last joiner, then each joinable's ``synchronise``; even: ``synchronise_own``
-             each hook's ``post_hook``
+             uneven: an election of the last joiner; then the state is synchronised (``join.open_block``)
              one all-reduce for the report
 """
 
@@ -17,13 +16,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-import torch
 from typing_extensions import Self
 
 from join.arguments import (
@@ -39,21 +34,19 @@ from join.arguments import (
     hook_of,
 )
 from join.collectives import Collective, Work, collective_of
-from join.errors import JoinError, ProtocolError
+from join.errors import JoinError
 from join.joinable import Joinable, JoinConfig
 from join.loop.alone import LoopAlone
 from join.loop.iterate import Iteration, check_arguments
-from join.protocol.announced import Channel, Outcome
-from join.protocol.declared import DeclaredChannel
-from join.protocol.lockstep import LockstepChannel
+from join.open_block import OpenBlock, channels
+from join.protocol.channel import Channel
 from join.protocol.members import Member, Scope
-from join.report import JoinReport, RankReport
+from join.report import JoinReport
 
 T = TypeVar("T")
 
 # By identity, not on the objects: a joinable must stay picklable inside its block.
 _blocks: dict[int, Join] = {}  # by joinable and by what it stands for
-_channels: dict[int, Channel] = {}
 
 
 class Join:
@@ -119,7 +112,8 @@ class Join:
         self._iteration: Iteration | None = None
         self._looped = (0, 0)  # the steps of the loops before that one
         self._alone: LoopAlone | None = None  # the last loop, with ``enable=False``
-        self._entered = self._is_open = False
+        self._entered = False
+        self._block: OpenBlock | None = None  # while the block is open
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -161,7 +155,7 @@ class Join:
     @staticmethod
     def is_open_on(group: Any) -> bool:
         """Whether a block is open on a process group (``None``: the default one)."""
-        return any(channel.collective is collective_of(group) for channel in _channels.values())
+        return any(channel.collective is collective_of(group) for channel in channels.values())
 
     @property
     def weight(self) -> float | None:
@@ -176,14 +170,15 @@ class Join:
             ValueError: on setting, if it is negative, infinite or NaN; in the backward, if it is 0 on all ranks.
             TypeError: on setting, if it is no number.
         """
-        return 0.0 if self._is_open and self._channel.shadowing else self._weight
+        block = self._block
+        return 0.0 if block is not None and block.channel.shadowing else self._weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
         self._check_not_over("weight")
-        declared = self._is_open and isinstance(self._steps, int)
-        if declared and (checked is not None) != self._channel.weighted:
+        declared = self._block is not None and isinstance(self._steps, int)
+        if declared and (checked is None) != (self._weight is None):
             raise JoinError(
                 "with steps=, all ranks must know on entering whether weights are in use, and they are in all of the"
                 " block or in none of it: join = Join(..., steps=n); join.weight = w; with join: ..."
@@ -196,7 +191,7 @@ class Join:
 
         Also where the loop is that of another block, around this one on the same group.
         """
-        return self._is_open and self._channel.shadowing
+        return self._block is not None and self._block.channel.shadowing
 
     @property
     def is_last_step(self) -> bool:
@@ -271,10 +266,9 @@ class Join:
             check_arguments(loader, until, dummy, lookahead)
             self._alone = LoopAlone(loader)
             return self._alone.handed_out()
-        if not isinstance(self._channel, LockstepChannel):
+        if isinstance(self._steps, int):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
-        members = [member for scope in self._channel.scopes for member in scope.announcing]
-        mixed = [member.burst.mixes_ranks for member in members if member.burst and member.burst.mixes_ranks]
+        mixed = [burst.mixes_ranks for _, burst in self.channel.roster.bursts if burst.mixes_ranks]
         if dummy == "last" and mixed:
             raise ValueError(
                 f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
@@ -282,7 +276,7 @@ class Join:
         if self._iteration is not None and self._iteration.running:
             self._iteration.give_way()
         declared = self._steps == "loader"
-        iteration = Iteration(self._channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw)
+        iteration = Iteration(self.channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw)
         self._looped, self._iteration = self._steps_of_loops, iteration
         return iteration.handed_out()
 
@@ -294,7 +288,7 @@ class Join:
         return before + batches, dummies_before + dummies
 
     def _check_not_over(self, what: str) -> None:
-        if self._entered and self._enable and not self._is_open:
+        if self._entered and self._enable and self._block is None:
             raise JoinError(f"join.{what} is used after its block; write `with Join([...]) as join:` for each block")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -307,7 +301,8 @@ class Join:
     @property
     def channel(self) -> Channel:
         """The protocol of this block's group, for :class:`Burst` implementations."""
-        return self._channel
+        assert self._block is not None
+        return self._block.channel
 
     @property
     def collective(self) -> Collective:
@@ -328,29 +323,27 @@ class Join:
             self._report = JoinReport()
             return self
         members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-        self._scope = Scope(members, self._throw, self._timeout)
-        self._channel = self._open_channel()
-        self._is_open = True
-        self._attached: list[Joinable] = []
-        self._limit_before: timedelta | None = None  # of the group's operations
+        scope = Scope(members, self._throw, self._timeout)
+        steps = self._steps if isinstance(self._steps, int) else None
+        block = self._block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            if isinstance(self._steps, int):  # the number may differ
+            if steps is not None:  # the number may differ
                 settings |= {"steps": "declared", "weighted": self._weight is not None}
             elif self._steps is not None:
                 settings |= {"steps": self._steps}
-            check_agreement(self._collective, self._joinables, settings, self._channel.wait)
-            self._channel.agree()
-            if self._timeout is not None:  # no burst begins before all ranks have come to it
-                self._limit_before = self._collective.limit(timedelta(seconds=2 * self._timeout))
-            self._attach()
+            check_agreement(self._collective, self._joinables, settings, block.channel.guard.wait)
+            block.begin()
+            try:
+                self._configure()
+                block.attach(self)
+            except BaseException as error:
+                block.fail(error)
+                raise
         except BaseException:
             self._leave()
             raise
-        self._tally = replace(self._channel.tally)
-        self._started = time.monotonic()
-        for member in members:
-            member.times.start(self._started)
+        block.start()
         return self
 
     def __exit__(
@@ -359,51 +352,39 @@ class Join:
         if not self._enable:
             self._unconfigure()
             return
+        assert self._block is not None
         try:
-            self._leave_block(error)
+            self._leave_block(self._block, error)
         finally:
             self._leave()
 
-    def _attach(self) -> None:
-        self._configure()
-        try:
-            for joinable in self._joinables:
-                joinable.attach(self)
-                self._attached.append(joinable)
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _leave_block(self, error: BaseException | None) -> None:
+    def _leave_block(self, block: OpenBlock, error: BaseException | None) -> None:
         iteration = None if self._iteration is None or not self._iteration.running else self._iteration
         if error is not None:
             if iteration is not None:
                 iteration.fail(error)
-            self._fail(error)
+            block.fail(error)
             return
         try:
             if iteration is not None:
                 iteration.leave()
             ran_out = time.monotonic()
-            outcome = self._channel.drain()
+            outcome = block.channel.drain()
         except BaseException as failure:
-            self._fail(failure)
+            block.fail(failure)
             raise
         try:
-            self._finish(outcome, ran_out)
+            if self._iteration is not None and self._iteration.joined_at is not None:
+                ran_out = self._iteration.joined_at
+            self._report = block.finish(outcome, ran_out, self._steps_of_loops)
             self._warn_of_no_loop()
         except BaseException as failure:
-            cause = self._channel.explain(failure)
+            guard = block.channel.guard
+            cause = guard.explain(failure)
             if cause is not None:
                 raise cause from failure
-            self._channel.peers.leave(failure)  # others may wait for this rank
+            guard.peers.leave(failure)  # others may wait for this rank
             raise
-
-    def _fail(self, error: BaseException) -> None:
-        """Leave the block with ``error``; raises what it comes of, if that is another rank's failure."""
-        cause = self._channel.fail(error)
-        if cause is not None:
-            raise cause from error
 
     def _warn_of_no_loop(self) -> None:
         if self._steps == "loader" and self._iteration is None:
@@ -413,100 +394,17 @@ class Join:
                 stacklevel=3,
             )
 
-    def _open_channel(self) -> Channel:
-        key = id(self._collective)
-        channel = _channels.get(key)
-        if channel is None and not isinstance(self._steps, int):
-            channel = LockstepChannel(self._collective)
-        elif isinstance(self._steps, int):
-            if channel is not None:
-                raise JoinError("steps= needs a block of its own, and another is open on this group")
-            channel = DeclaredChannel(self._collective, self._steps, weighted=self._weight is not None)
-        assert channel is not None
-        channel.open(self._scope)
-        _channels[key] = channel
-        return channel
-
-    def _finish(self, outcome: Outcome, ran_out: float) -> None:
-        """All ranks have run out: synchronise state, and gather the report."""
-        in_loop = None if self._iteration is None else self._iteration.joined_at
-        joined_at = (ran_out if in_loop is None else in_loop) - self._started
-        ended_at = time.monotonic() - self._started
-        if outcome.even:
-            outcome = self._compare_steps()
-        self._restore_limit()  # state may take its time
-        mine, members = self._scope.members, [member for scope in self._channel.scopes for member in scope.members]
-        if outcome.even:
-            for member in mine:
-                member.joinable.synchronise_own(self._channel.leader)
-        else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
-            for member in members:
-                member.joinable.synchronise(self._channel.leader)
-        for member in mine:
-            member.hook.post_hook(outcome.last)
-        self._gather_report(outcome.even, joined_at, ended_at)
-
-    def _compare_steps(self) -> Outcome:
-        """Ranks that ran out together may have made different numbers of steps that nobody announces."""
-        mine = torch.tensor([member.joinable.own_steps for member in self._scope.members])
-        steps = [cast("list[int]", each.tolist()) for each in self._collective.all_gather(mine)]
-        if steps.count(steps[0]) == len(steps):
-            return Outcome(even=True, last=True)
-        most = max(steps, key=sum)
-        self._channel.leader = steps.index(most)
-        return Outcome(even=False, last=steps[self._collective.rank] == most)
-
-    def _gather_report(self, even: bool, joined_at: float, ended_at: float) -> None:
-        spent = self._channel.tally.since(self._tally)
-        busiest = max(self._scope.announcing, key=lambda member: member.steps)
-        steps, shadowed = busiest.steps, max(member.shadowed for member in self._scope.announcing)
-        if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
-            steps, shadowed = self._steps_of_loops
-        mine = RankReport(
-            rank=self._collective.rank,
-            steps=steps,
-            shadowed=shadowed,
-            joined_at=joined_at,
-            ended_at=ended_at,
-            idle=spent.idle,
-            headers=spent.headers,
-            header_bytes=spent.nbytes,
-            step_times=tuple(busiest.times.counts),
-        )
-        report = JoinReport.gather(self._collective, mine, even)
-        if len({row.headers for row in report.ranks}) > 1:
-            raise ProtocolError(
-                "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
-                f" {[row.headers for row in report.ranks]} headers. Run them after the block, or make them a joinable"
-            )
-        self._report = report
-
     def _leave(self) -> None:
-        with ExitStack() as calls:
-            calls.callback(self._close_channel)
-            calls.callback(self._restore_limit)
-            calls.callback(self._unconfigure)
-            for joinable in self._attached:  # the last attached is the first detached
-                calls.callback(joinable.detach)
-
-    def _restore_limit(self) -> None:
-        if self._limit_before is not None:
-            self._collective.limit(self._limit_before)
-            self._limit_before = None
-
-    def _close_channel(self) -> None:
-        self._is_open = False
-        self._channel.close(self._scope)
-        if not self._channel.scopes:
-            del _channels[id(self._collective)]
+        assert self._block is not None
+        try:
+            self._block.leave(self._unconfigure)
+        finally:
+            self._block = None
 
     def _notify(self, joinable: Any) -> Work | None:
-        if not self._enable:
+        if self._block is None:  # enable=False
             return None
-        if any(member.joinable is joinable for member in self._scope.announcing):
-            return self._channel.announce(joinable)
-        self._channel.follow(joinable)
-        return None
+        return self._block.notify(joinable)
 
     def _configure(self) -> None:
         for position, joinable in enumerate(self._joinables):

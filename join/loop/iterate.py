@@ -36,8 +36,10 @@ from join.batch import StepBatch
 from join.errors import JoinError, PeerError, ProtocolError
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
-from join.loop.step_counts import Windows
-from join.protocol.lockstep import ONE_AT_A_TIME, LockstepChannel
+from join.loop.step_counts import StepCounts
+from join.protocol.channel import Channel
+from join.protocol.late_use import LateUse
+from join.protocol.lockstep import ONE_AT_A_TIME, Lockstep, begin_loop
 from join.transfer import broadcast_tree
 
 Until: TypeAlias = Literal["all", "first"]
@@ -60,9 +62,12 @@ class Iteration:
         TypeError, ValueError: for arguments that are none of these.
     """
 
+    _lockstep: Lockstep
+    """The mode of the loop, once it has begun."""
+
     def __init__(
         self,
-        channel: LockstepChannel,
+        channel: Channel,
         loader: Iterable[Any],
         until: Until,
         dummy: Dummy,
@@ -72,11 +77,11 @@ class Iteration:
         throw: bool,
     ) -> None:
         check_arguments(loader, until, dummy, lookahead)
-        self._channel, self._collective = channel, channel.collective
+        self._channel, self._guard, self._collective = channel, channel.guard, channel.collective
         self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
         self._length = _length_of(loader) if declared else None
         self._ahead = ReadAhead(loader)
-        self._windows: Windows | None = None  # once the loop has begun
+        self._counts: StepCounts | None = None  # once the loop has begun
         self._template: Any = None  # what dummies are made of
         self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
@@ -111,10 +116,10 @@ class Iteration:
     @property
     def is_last_step(self) -> bool:
         """Whether the step under way is the last, of all ranks."""
-        windows = self._windows
-        if windows is None or not self.running or windows.at < windows.steps:
+        counts = self._counts
+        if counts is None or not self.running or counts.at < counts.steps:
             return False
-        return self._length is not None or windows.is_last(f"asked in step {self._step} whether it is the last")
+        return self._length is not None or counts.is_last(f"asked in step {self._step} whether it is the last")
 
     # -- handing out --------------------------------------------------------------------------------------------------
 
@@ -124,41 +129,39 @@ class Iteration:
             while self._begin_step():
                 batch = self._batch() if self._has_data else self._make_dummy()
                 if self._channel.late_use is not None:
-                    self._look_at_use(batch)
+                    self._look_at_use(self._channel.late_use, batch)
                 yield batch
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
-                self._channel.leave_first(self.leave)  # not here, where nothing can be raised
+                self._lockstep.break_out(self.leave)  # not here, where nothing can be raised
             raise
 
     # The calls here find cold caches after a step's arithmetic and cost microseconds each: there are few.
 
     def _begin_step(self) -> bool:
         """Begin a step; whether there is one."""
-        channel = self._channel
         if self.running:
-            if not channel.closed:
-                channel.end_step()  # what goes wrong here is known to this rank alone
+            if not self._guard.closed:
+                self._lockstep.end_step()  # what goes wrong here is known to this rank alone
         elif self._gave_way:
             raise JoinError(ONE_AT_A_TIME)
-        elif self._windows is not None:
+        elif self._counts is not None:
             return False
         try:
-            windows = self._windows or self._begin()
-            if windows.at == windows.steps:
-                if not windows.begin_as_before():  # as most often
-                    self._begin_next_window(windows)
-                if windows.steps and self._length is None:
-                    self._tell_next_window(windows)
-                if not windows.steps:
-                    self._end(windows)
+            counts = self._counts or self._begin()
+            if counts.at == counts.steps:
+                if not counts.begin_as_before():  # as most often
+                    self._begin_next_window(counts)
+                if counts.steps and self._length is None:
+                    self._tell_next_window(counts)
+                if not counts.steps:
+                    self._end(counts)
                     return False
-            if self._throw and windows.at >= min(windows.counts):
-                channel.terminate_early(exhausted=windows.mine <= windows.at)
+            if self._throw and counts.at >= min(counts.batches):
+                self._guard.terminate_early(exhausted=counts.mine <= counts.at)
             self._step += 1
-            channel.meet(f"came to step {self._step} of join.iterate")
-            self._has_data = windows.at < windows.mine
-            channel.step(windows.begin_step())  # from here on, what goes wrong goes wrong in this step
+            self._has_data = counts.at < counts.mine
+            self._lockstep.begin_step(counts.begin_step())  # from here on, what goes wrong goes wrong in this step
         except JoinError:
             self._over()
             if self._failed is not None:  # what the others are told is this
@@ -169,14 +172,12 @@ class Iteration:
             raise  # an interrupt, of which nobody else knows, is for the end of the block
         return True
 
-    def _look_at_use(self, batch: Any) -> None:
+    def _look_at_use(self, late_use: LateUse, batch: Any) -> None:
         """A step begins with this batch."""
-        channel = self._channel
-        assert channel.late_use is not None
-        if channel.late_use.is_ruled_out or (self._step == 2 and channel.begun):
-            channel.late_use = None
+        if self._step == 2 and self._lockstep.progress.begun:
+            self._channel.late_use = None
         else:
-            channel.late_use.handed_out(batch, channel.batch)
+            late_use.handed_out(batch, self._lockstep.batch)
 
     def _batch(self) -> Any:
         if self._length is not None and not self._ahead.batches:
@@ -195,7 +196,7 @@ class Iteration:
             may_be_last = self._template is None or self._step == self._length
         if may_be_last:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
-        self._channel.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
+        self._lockstep.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
 
     def _too_few(self, count: int) -> str:
@@ -207,53 +208,53 @@ class Iteration:
             if self._dummy == "empty":
                 self._template = emptied(self._template)
         self._dummies += 1
-        self._channel.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
+        self._lockstep.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
         dummy = duplicate(self._template)
         return self._dummy(dummy) if callable(self._dummy) else dummy
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> Windows:
-        self._channel.begin()
+    def _begin(self) -> StepCounts:
+        self._lockstep = begin_loop(self._channel)
         until_first = self._until == "first" and not self._throw
         size = self._lookahead if self._length is None else None
-        windows = self._windows = Windows(self._channel, size, until_first=until_first)
+        counts = self._counts = StepCounts(self._channel, self._lockstep, size, until_first=until_first)
         self.running = True
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
-        check_same(self._collective, "join.iterate", mine, self._channel.wait)
+        check_same(self._collective, "join.iterate", mine, self._guard.wait)
         if self._length is None:
-            self._tell_next_window(windows)
+            self._tell_next_window(counts)
         else:
-            self._begin_window(windows, windows.declare(self._length))
-        return windows
+            self._begin_window(counts, counts.declare(self._length))
+        return counts
 
-    def _begin_next_window(self, windows: Windows) -> None:
+    def _begin_next_window(self, counts: StepCounts) -> None:
         """Wait for the roll call under way, which tells of the window that begins."""
         if self._length is not None:
-            windows.begin([0] * len(windows.counts))  # there is none
+            counts.begin([0] * len(counts.batches))  # there is none
         else:
-            self._begin_window(windows, windows.read(f"came to step {self._step + 1} of join.iterate"))
+            self._begin_window(counts, counts.read(f"came to step {self._step + 1} of join.iterate"))
 
-    def _begin_window(self, windows: Windows, counts: list[int]) -> None:
-        first = not windows.counts
-        windows.begin(counts)
-        if first and min(counts) == 0 < windows.steps and not self._throw:
-            self._share_template(windows)
+    def _begin_window(self, counts: StepCounts, batches: list[int]) -> None:
+        first = not counts.batches
+        counts.begin(batches)
+        if first and min(batches) == 0 < counts.steps and not self._throw:
+            self._share_template(counts)
 
-    def _tell_next_window(self, windows: Windows) -> None:
+    def _tell_next_window(self, counts: StepCounts) -> None:
         ahead = self._ahead
         count = ahead.read(self._lookahead)
-        windows.call(count if ahead.error is None else self._fails(windows, ahead.error))
+        counts.call(count if ahead.error is None else self._fails(counts, ahead.error))
 
-    def _fails(self, windows: Windows, error: BaseException) -> int:
+    def _fails(self, counts: StepCounts, error: BaseException) -> int:
         """This rank does not go on; the answer that tells the others, who raise at the same place."""
         self._failed = error
-        return windows.failed(error)
+        return counts.failed(error)
 
-    def _share_template(self, windows: Windows) -> None:
+    def _share_template(self, counts: StepCounts) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
-        source = next(rank for rank, count in enumerate(windows.counts) if count)
+        source = next(rank for rank, count in enumerate(counts.batches) if count)
         mine = self._own_template(source) if self._collective.rank == source else None
         try:
             template, problem = broadcast_tree(self._collective, mine, source)
@@ -263,8 +264,8 @@ class Iteration:
                 " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body"
             ) from error
         if problem is not None:
-            self._channel.close_with(problem)
-        if not windows.mine:
+            self._guard.close_with(problem)
+        if not counts.mine:
             self._template = template
 
     def _own_template(self, rank: int) -> tuple[Any, JoinError | None]:
@@ -288,14 +289,14 @@ class Iteration:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end(self, windows: Windows) -> None:
+    def _end(self, counts: StepCounts) -> None:
         """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
             self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
         wrong = ProtocolError(f"rank {self._collective.rank} {self._wrong}") if self._wrong else None
-        windows.call(0 if wrong is None else self._fails(windows, wrong))
-        windows.read("came to the end of join.iterate")
-        self._channel.end()
+        counts.call(0 if wrong is None else self._fails(counts, wrong))
+        counts.read("came to the end of join.iterate")
+        self._lockstep.end()
         self._has_ended = True
         self._over()
 
@@ -315,23 +316,23 @@ class Iteration:
             ProtocolError: if not all have.
             PeerError: if another rank has failed.
         """
-        windows, channel = self._windows, self._channel
-        assert windows is not None
+        counts, lockstep = self._counts, self._lockstep
+        assert counts is not None
         self.running = False
-        channel.leave_first(None)
+        lockstep.break_out(None)
         try:
-            if channel.closed:
+            if self._guard.closed:
                 return  # nothing can be told any more
-            channel.end_step()
-            channel.complete_followers()
-            channel.has_left = True
-            if windows.at == windows.steps:
-                self._begin_next_window(windows)
-                if not windows.steps:  # this step was the last
-                    self._end(windows)
+            lockstep.end_step()
+            self._channel.complete_followers()
+            lockstep.progress.has_left = True
+            if counts.at == counts.steps:
+                self._begin_next_window(counts)
+                if not counts.steps:  # this step was the last
+                    self._end(counts)
                     return
-            channel.agree_to_leave()
-            channel.end()
+            lockstep.agree_to_leave()
+            lockstep.end()
         except JoinError:
             if self._failed is not None:
                 raise self._failed from None
@@ -341,14 +342,14 @@ class Iteration:
 
     def fail(self, error: BaseException) -> None:
         """The block is left with ``error`` in the middle of the loop."""
-        if isinstance(error, Exception) and self._channel.batch is StepBatch.EMPTY:
+        if isinstance(error, Exception) and self._lockstep.batch is StepBatch.EMPTY:
             hint_at_empty_batch(error)
+        self._lockstep.break_out(None)
         self._over()
 
     def _over(self) -> None:
         self.running, self._template = False, None
         self._ahead.close()
-        self._channel.leave_first(None)
 
 
 def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who has how many batches in the steps to come of a loop in lockstep: :class:`Windows`.
+"""Who has how many batches in the steps to come of a loop in lockstep: :class:`StepCounts`.
 
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
 never meets what the loop's body sends. The order is told in ``join.loop.iterate``.
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from join.collectives import RollCall
-from join.protocol.lockstep import LockstepChannel
+from join.protocol.channel import Channel
+from join.protocol.lockstep import Lockstep
 
 _BURST_BITS = 5  # for how many bursts a rank begins in a step: more are not told apart
 
@@ -45,21 +46,22 @@ class Answers:
         return [each >> self._bits for each in packed], [each & self._most for each in packed]
 
 
-class Windows:
+class StepCounts:
     """The windows of one loop, and what its ranks tell each other.
 
     Args:
-        channel: the block's, on which all ranks have begun the loop.
+        channel: the block's.
+        lockstep: the loop, which all ranks have begun.
         size: the most batches that a rank may have for a window; ``None`` if all of a rank's batches are one window,
             whose lengths the ranks declare.
         until_first: whether the loop, and so a window, ends with the first rank that runs out.
     """
 
-    def __init__(self, channel: LockstepChannel, size: int | None, *, until_first: bool) -> None:
-        self._until_first = until_first
-        self._channel, self._collective = channel, channel.collective
+    def __init__(self, channel: Channel, lockstep: Lockstep, size: int | None, *, until_first: bool) -> None:
+        self._lockstep, self._until_first = lockstep, until_first
+        self._guard, self._tally, self._collective = channel.guard, channel.headers.tally, channel.collective
         self._rank = self._collective.rank
-        self.counts: list[int] = []
+        self.batches: list[int] = []
         """How many batches each rank has in this window."""
         self._steps_before = 0  # how many steps the window before had
         self.mine = 0
@@ -81,7 +83,7 @@ class Windows:
 
     def _hold_roll_calls(self, size: int) -> None:
         self.answers = Answers(size)
-        self._roll_call = self._channel.roll_calls.roll_call(self.answers.largest)
+        self._roll_call = self._lockstep.roll_calls.roll_call(self.answers.largest)
 
     def declare(self, length: int) -> list[int]:
         """Tell each other how many batches there are: one all-gather."""
@@ -89,20 +91,20 @@ class Windows:
         self._hold_roll_calls(max(lengths))
         return lengths
 
-    def begin(self, counts: list[int]) -> None:
+    def begin(self, batches: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
         self.at = self._stretch = 0
         self._steps_before = self.steps
-        if counts is self.counts:
+        if batches is self.batches:
             return
-        self.counts, self.mine, self.steps = counts, counts[self._rank], self._steps_of(counts)
+        self.batches, self.mine, self.steps = batches, batches[self._rank], self._steps_of(batches)
         self._stretches = [
-            (end, sum(1 << rank for rank, count in enumerate(counts) if count >= end)) for end in sorted(set(counts))
+            (end, sum(1 << rank for rank, count in enumerate(batches) if count >= end)) for end in sorted(set(batches))
         ]
         self._stretches.append((sys.maxsize, 0))
 
-    def _steps_of(self, counts: list[int]) -> int:
-        return min(counts) if self._until_first else max(counts)
+    def _steps_of(self, batches: list[int]) -> int:
+        return min(batches) if self._until_first else max(batches)
 
     def begin_step(self) -> int:
         """A step begins; the ranks that have a batch in it, as a bit mask."""
@@ -115,19 +117,19 @@ class Windows:
 
     def call(self, answer: int) -> None:
         """Start a roll call."""
-        channel, call = self._channel, self._roll_call
-        begun = channel.begun
+        call, begun = self._roll_call, self._lockstep.progress.begun
         call.call(self.answers.packed(answer, begun - self._begun))
         self._begun, self.under_way = begun, call
-        channel.tally.count(call.nbytes)
+        self._tally.headers += 1
+        self._tally.nbytes += call.nbytes
 
     def begin_as_before(self) -> bool:
         """Begin the next window, if its roll call is there and says what the last one said; else, nothing was done."""
         # What was said last may have been asked for, and not begun yet.
-        if self._replies is not self.counts or not self._roll_call.repeats():
+        if self._replies is not self.batches or not self._roll_call.repeats():
             return False
         self.under_way = None
-        self.begin(self.counts)
+        self.begin(self.batches)
         return True
 
     def read(self, doing: str) -> list[int]:
@@ -144,21 +146,21 @@ class Windows:
             ProtocolError: if a rank has begun more bursts than this one.
         """
         assert self.under_way is not None
-        channel, started = self._channel, time.monotonic()
-        channel.wait(self.under_way, doing)
-        if channel.shadowing:
-            channel.tally.idle += time.monotonic() - started
+        started = time.monotonic()
+        self._guard.wait(self.under_way, doing)
+        if self._lockstep.shadowing:
+            self._tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
-        if replies is not self.counts and max(replies) == self.answers.failed:  # the very same have been looked at
+        if replies is not self.batches and max(replies) == self.answers.failed:  # the very same have been looked at
             others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
-            channel.close_with(channel.peers.failures(len(others)))
+            self._guard.close_with(self._guard.peers.failures(len(others)))
         return replies
 
     def is_last(self, doing: str) -> bool:
         """Whether the window is the last one; waits for the roll call under way, which is still to be read."""
         assert self.under_way is not None
-        self._channel.wait(self.under_way, doing)
+        self._guard.wait(self.under_way, doing)
         replies = self.replies
         return not self._steps_of(replies)  # a failure is told when it is read
 
@@ -178,11 +180,11 @@ class Windows:
             self._replies = replies
         most = max(bursts)
         if bursts[self._rank] < most:
-            last = self._channel.steps - self.at
+            last = self._lockstep.steps - self.at
             steps = range(last - self._steps_before + 1, last + 1)
-            self._channel.left_out("something", steps, bursts.index(most))
+            self._lockstep.progress.left_out("something", steps, bursts.index(most))
 
     def failed(self, error: BaseException) -> int:
         """Tell the others that this rank does not go on because of ``error``; the answer that says so."""
-        self._channel.peers.leave(error, parts=True)
+        self._guard.peers.leave(error, parts=True)
         return self.answers.failed

@@ -17,69 +17,45 @@ ranks. That matters: on gloo, the cost of a small all-reduce grows with its elem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
 
 
-@dataclass(frozen=True)
 class Header:
-    """One summed header, read by name. Headers repeat, so what is read of one is kept.
+    """One summed header, read by name.
 
-    Attributes:
+    Args:
         counts: the counters.
         offsets: where each burst's section starts.
+
+    Attributes:
+        active: how many ranks announced.
+        leader_alive: whether the leading rank announced.
+        failed: how many ranks left with an exception.
+        stopping: whether an exhausted rank ends the block for all.
+        fresh: how many ranks had just run out of inputs.
+        announcements: the bursts that were announced, by index, and by how many ranks each.
+        diverged: whether active ranks announced different bursts.
     """
 
-    counts: Sequence[int]
-    offsets: Sequence[int]
-
-    @cached_property
-    def active(self) -> int:
-        """How many ranks announced."""
-        return self.counts[ACTIVE]
-
-    @cached_property
-    def leader_alive(self) -> bool:
-        """Whether the leading rank announced."""
-        return self.counts[LEADER] > 0
-
-    @cached_property
-    def failed(self) -> int:
-        """How many ranks left with an exception."""
-        return self.counts[FAILED]
-
-    @cached_property
-    def stopping(self) -> bool:
-        """Whether an exhausted rank ends the block for all."""
-        return self.counts[STOPPING] > 0
-
-    @cached_property
-    def fresh(self) -> int:
-        """How many ranks had just run out of inputs."""
-        return self.counts[FRESH]
-
-    def flags(self, index: int) -> Sequence[int]:
-        """How many ranks set each flag of burst ``index``."""
-        ends = (*self.offsets[1:], len(self.counts))
-        return self.counts[self.offsets[index] + 1 : ends[index]]
-
-    @cached_property
-    def announcements(self) -> dict[int, int]:
-        """The bursts that were announced, by index, and by how many ranks each."""
-        return {index: self.counts[at] for index, at in enumerate(self.offsets) if self.counts[at]}
-
-    @cached_property
-    def diverged(self) -> bool:
-        """Whether active ranks announced different bursts."""
-        return any(count != self.active for count in self.announcements.values())
+    def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
+        self.counts, self._offsets = counts, offsets
+        self.active, leaders, self.failed, stopping, self.fresh = counts[:_FIXED]
+        self.leader_alive, self.stopping = leaders > 0, stopping > 0
+        self.announcements = {index: counts[at] for index, at in enumerate(offsets) if counts[at]}
+        self.diverged = not {self.active}.issuperset(self.announcements.values())
 
     @property
     def looping(self) -> int:
         """How many active ranks announced no burst, where others did: they begin a loop in lockstep."""
         return self.active - sum(self.announcements.values())
+
+    def flags(self, index: int) -> Sequence[int]:
+        """How many ranks set each flag of burst ``index``."""
+        ends = (*self._offsets[1:], len(self.counts))
+        return self.counts[self._offsets[index] + 1 : ends[index]]
 
 
 class HeaderCode:
@@ -100,7 +76,8 @@ class HeaderCode:
         self._size = world_size.bit_length()
         self.bits = fields * self._size
         """Size of a header in bits."""
-        self._unpacked: dict[int, Header] = {}
+        # Headers repeat, so what is made of them is kept.
+        self.unpack, self.assumed = cache(self._unpack), cache(self._assumed)
 
     def pack(self, fields: Sequence[int]) -> int:
         """This rank's contribution: the fields that it sets to 1."""
@@ -109,11 +86,21 @@ class HeaderCode:
             number |= 1 << self._size * field
         return number
 
-    def unpack(self, total: int) -> Header:
+    def _unpack(self, total: int) -> Header:
         """Read the sum of what all ranks contributed."""
-        header = self._unpacked.get(total)
-        if header is None:
-            mask = (1 << self._size) - 1
-            counts = [total >> self._size * field & mask for field in range(self.fields)]
-            header = self._unpacked[total] = Header(counts, self.offsets)
-        return header
+        mask = (1 << self._size) - 1
+        return Header([total >> self._size * field & mask for field in range(self.fields)], self.offsets)
+
+    def _assumed(self, index: int, active: int, flags: tuple[bool, ...], leader_alive: bool) -> Header:
+        """What a header would have said, where none is sent.
+
+        Args:
+            index: the burst that ``active`` ranks would have announced.
+            active: how many these are.
+            flags: what all of these would have said of it.
+            leader_alive: whether the leader is among them.
+        """
+        at, counts = self.offsets[index], [0] * self.fields
+        counts[ACTIVE], counts[LEADER] = active, int(leader_alive)
+        counts[at : at + 1 + len(flags)] = [active, *(active * told for told in flags)]
+        return Header(counts, self.offsets)

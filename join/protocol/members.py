@@ -1,4 +1,4 @@
-"""Who takes part in a block, and who announces: :class:`Member` and :class:`Scope`.
+"""Who takes part in a block, and who announces: :class:`Member`, :class:`Scope` and :class:`Roster`.
 
 Bursts announce. So does a plain joinable that has no announcing one before it in the list. Every other plain joinable
 follows the nearest announcing one before it: it acts once after each of its bursts.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from join.joinable import Burst, Joinable, JoinHook
+from join.protocol.header import Header, HeaderCode
 from join.report.step_times import StepTimes
 
 
@@ -25,6 +26,7 @@ class Member:
         times: how long those took that this rank announced, each from the one before.
         burst: the joinable, if it announces by nature and not only because it comes first.
         interjects: whether its bursts come between another one and its followers.
+        header: the last one that announced it.
     """
 
     joinable: Joinable
@@ -34,6 +36,7 @@ class Member:
     times: StepTimes = field(default_factory=StepTimes)
     burst: Burst | None = field(init=False)
     interjects: bool = field(init=False)
+    header: Header = field(init=False)
 
     def __post_init__(self) -> None:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
@@ -69,3 +72,44 @@ class Scope:
                 self.announcing.append(member)
             else:
                 self.announcing[-1].followers.append(member)
+
+
+class Roster:
+    """Who announces on a group. It does not change: another one takes its place when a block opens or closes.
+
+    Args:
+        scopes: the blocks that are open, the innermost last.
+        world_size: the number of ranks.
+
+    Attributes:
+        scopes: these blocks.
+        members: all that announce in them, in the order in which headers count them.
+        index: of each member, by the ``id`` of its joinable.
+        bursts: those that announce by nature, with their index.
+        may_owe: those that may be announced before they run.
+        code: packs the headers.
+        ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
+        early: that one, if it may announce long before it runs: not where another burst may come in between, and not
+            under ``timeout``, where an announcement means that the burst starts now, or a rank that sleeps between the
+            two would not be missed.
+        tracks_leader: whether any burst needs to know the lowest active rank.
+        throws: whether all ranks raise as soon as one has run out.
+        timeout: seconds after which a rank that does not come is an error, if any.
+        awaits_all: whether every header is awaited, so that no burst runs ahead of its own.
+    """
+
+    def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
+        self.scopes = scopes
+        self.members = [member for scope in scopes for member in scope.announcing]
+        self.index = {id(member.joinable): index for index, member in enumerate(self.members)}
+        self.bursts = [(index, member.burst) for index, member in enumerate(self.members) if member.burst is not None]
+        self.may_owe = [burst for _, burst in self.bursts if type(burst).fulfil is not Burst.fulfil]
+        flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self.members]
+        self.code = HeaderCode(flag_counts, world_size)
+        self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
+        self.awaits_all = self.throws or self.timeout is not None
+        self.tracks_leader = any(burst.tracks_leader for _, burst in self.bursts)
+        running_ahead = [self.members[index] for index, burst in self.bursts if burst.runs_ahead]
+        self.ahead = running_ahead[0] if len(running_ahead) == 1 else None
+        may_be_early = self.timeout is None and not any(burst.comes_between for _, burst in self.bursts)
+        self.early = self.ahead.burst if self.ahead is not None and may_be_early else None

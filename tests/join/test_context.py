@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import ThreadCollective, collective_of, run_threads
-from tests.join.counter import Counter, Leading
+from tests.join.counter import Counter, CounterHook, Leading
 from tests.pool import Pool
 
 
@@ -260,17 +260,19 @@ def test_report_needs_the_end_of_the_block() -> None:
     run_threads(2, rank_main)
 
 
+class RaisingHook(CounterHook):
+    def post_hook(self, is_last_joiner: bool) -> None:
+        raise KeyError("missing")
+
+
 def test_post_hook_that_raises_leaves_the_group_in_step() -> None:
     def rank_main(collective: ThreadCollective) -> None:
         counter, other = Counter(collective), Counter(collective)
-        join = Join([counter, other])
-        with pytest.raises(KeyError), join:
-            counter.join_hook = None  # type: ignore[assignment]
+        counter.join_hook = lambda **kwargs: RaisingHook(counter)  # type: ignore[method-assign]
+        with pytest.raises(KeyError), Join([counter, other]):
             if collective.rank == 0:
                 counter()
                 other()
-            for member in join._scope.members[:1]:
-                member.hook.post_hook = lambda last: {}["missing"]  # type: ignore[assignment]
         assert other.last_joiner is None  # nothing that communicates may follow on one rank alone
         assert other.reduce(1) == 2
 

@@ -1,0 +1,209 @@
+"""Waiting for other ranks, and leaving with the right error: :class:`Guard`.
+
+A rank that waits looks meanwhile whether another one has failed (``join.failure.peers``), and for no longer than
+``timeout`` allows. A rank that fails leaves a note, and if it can, comes to the next header with the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+from join.collectives import Collective, Work
+from join.collectives.board import Progress
+from join.collectives.broken import is_broken
+from join.collectives.timeouts import timeouts
+from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError
+from join.failure.peers import Peers
+
+_LEAST_SECONDS = 0.01  # backends take 0 for their own time limit
+
+
+class Guard:
+    """What keeps a rank from waiting for ever, and sees to it that all ranks learn why a block ends.
+
+    Args:
+        collective: the ranks.
+        progress: tells how far this rank is; called in another thread, too.
+        look: called now and then while this rank waits; raises what it finds wrong.
+    """
+
+    peers: Peers
+    """The other ranks, while a block is open."""
+
+    def __init__(self, collective: Collective, progress: Callable[[], Progress], look: Callable[[], None]) -> None:
+        self.closed = ""
+        """Why nothing can be announced any more, if so."""
+        self.group_is_usable = True
+        """Whether nothing is half done on the group, after an exception."""
+        self.leaving = False
+        """Whether this rank leaves with an exception; then nothing else is its business."""
+        self.timeout: float | None = None
+        """Seconds after which a rank that does not come is an error, if any."""
+        self.doing = ""
+        """What this rank waits for, where that is no header."""
+        self._collective, self._progress, self._look = collective, progress, look
+        self._came, self._away = time.monotonic(), 0.0
+        self._gives_up_at = 0.0  # when a rank that fails waits for the others no longer
+
+    def begin(self) -> None:
+        """The first block is open: the ranks can be told apart from those of an earlier one."""
+        self.peers = Peers(self._collective, self._collective.next_block(), self._progress)
+
+    def end(self) -> None:
+        """The last block is closed."""
+        self.peers.end()
+        if not self.group_is_usable:
+            self._collective.hold()
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def come(self) -> None:
+        """This rank comes to a place where others may have waited for it, as they do under ``timeout``."""
+        now = time.monotonic()
+        self._away, self._came = now - self._came, now
+
+    def wait(self, work: Work, doing: str = "") -> None:
+        """Wait for ``work`` of the control line, and look meanwhile whether others fail.
+
+        Args:
+            work: what to wait for.
+            doing: what this rank is doing, for the others to read; empty for the last header.
+
+        Raises:
+            PeerError: if another rank has failed, or is gone.
+            JoinTimeoutError: if a rank does not come within ``timeout``, or another one has waited for so long.
+        """
+        try:
+            if work.is_completed():
+                work.wait()
+            else:
+                self.doing = doing
+                self._wait_and_look(work)
+                self.doing = ""
+            if self.timeout is not None and self._away >= self.timeout / 2:  # the others may have given up this rank
+                self.peers.look_again()
+        except (PeerError, JoinTimeoutError) as error:
+            self.close_with(error)
+        except JoinError:
+            raise  # known to this rank alone
+        except RuntimeError as error:
+            cause = self.explain(error)
+            if cause is None:
+                raise
+            raise cause from error
+
+    def _wait_and_look(self, work: Work) -> None:
+        started = time.monotonic()
+        limit = float("inf") if self.timeout is None else self.timeout
+        while not _is_done_within(work, min(timeouts().look, limit)):
+            self.peers.look()
+            if not self.leaving:
+                self._look()
+            now = time.monotonic()
+            if now - started >= limit:
+                raise self.time_out()
+            if self.leaving and now >= self._gives_up_at:
+                raise TimeoutError("the others do not come to the next header")
+
+    def time_out(self, *, in_collective: bool = False) -> JoinTimeoutError:
+        """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
+        rank, mine, told = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
+        others = [other for other in range(self._collective.world_size) if other != rank]
+        missing = [other for other in others if other not in told or _is_behind(told[other], mine)]
+        here = [(other, progress) for other, progress in [*told.items(), (rank, mine)] if other not in missing]
+        doing = "; ".join(f"rank {other} {progress.doing}" for other, progress in sorted(here))
+        if missing:
+            text = (
+                f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
+                " a collective that this rank does not come to: in join.iterate, run the whole body on all ranks; else"
+                " list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop over"
+                " join.iterate"
+            )
+        elif in_collective:
+            text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing}"
+        else:
+            text = f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same"
+        error = JoinTimeoutError(f"{text}. The process group has a collective pending and cannot be used any more")
+        self.peers.leave(error)
+        return error
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def refuse(self) -> NoReturn:
+        """Raise a :class:`JoinError`, since nothing can be announced any more."""
+        raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
+
+    def close_with(self, error: JoinError) -> NoReturn:
+        """Raise ``error``, after which nothing can be announced any more."""
+        self.closed = f"{type(error).__name__}: {error}"
+        self.group_is_usable &= error.group_is_usable
+        raise error
+
+    def terminate_early(self, *, exhausted: bool) -> NoReturn:
+        """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""
+        mine = f"Rank {self._collective.rank} exhausted all inputs."
+        others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+        self.close_with(EarlyTerminationError(mine if exhausted else others))
+
+    def fail(self, error: BaseException, part: Callable[[], bool] | None) -> JoinError | None:
+        """Leave the block with ``error``, and see to it that the others learn why.
+
+        Args:
+            error: what this rank raises.
+            part: comes to the next header with the others, and says whether they have come; ``None`` where this rank is
+                in the middle of something, so that no header can tell them.
+
+        Returns:
+            What to raise instead, if ``error`` comes of another rank's failure.
+        """
+        cause = self.explain(error)
+        if cause is not None or self.closed:
+            return cause
+        self.closed = f"this rank raised {type(error).__name__}"
+        self.leaving = True
+        self.peers.leave(error, parts=part is not None)
+        self._gives_up_at = time.monotonic() + timeouts().part
+        if part is None or not part():
+            self.group_is_usable = False
+            if part is not None:
+                self.peers.leave(error)
+        if isinstance(error, JoinError):
+            error.group_is_usable = self.group_is_usable
+        return None
+
+    def explain(self, error: BaseException) -> JoinError | None:
+        """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
+        cause = self.peers.cause_of(error)
+        if cause is None and self.timeout is not None and is_broken(error, stores=False):
+            cause = self.time_out(in_collective=True)  # the others are there, but do not come to its end
+        if cause is not None:
+            self.closed = self.closed or f"{type(cause).__name__}: {cause}"
+            self.group_is_usable = False
+        return cause
+
+
+def _is_done_within(work: Work, seconds: float) -> bool:
+    """Wait for ``work`` for some time at most; whether it is done.
+
+    Raises:
+        RuntimeError: if the collective itself fails.
+    """
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        with suppress(RuntimeError):  # a timeout; or it has failed, and says so again below
+            work.wait(timedelta(seconds=max(left, _LEAST_SECONDS)))
+    work.wait()
+    return True
+
+
+def _is_behind(told: Progress, mine: Progress) -> bool:
+    """Whether a rank has not come to where this one waits."""
+    places = [(each.headers, each.loop, each.step, each.meetings) for each in (told, mine)]
+    return places[0] < places[1]

@@ -1,0 +1,174 @@
+"""One block on this rank, from entering it to leaving it: :class:`OpenBlock`.
+
+When all ranks have run out, the same stands on each of them::
+
+    even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
+    even: each joinable's ``synchronise_own``; uneven: each joinable's ``synchronise``, from the last joiner
+    each hook's ``post_hook``
+    one all-reduce for the report
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import cast
+
+import torch
+
+from join.collectives import Collective, Work
+from join.errors import JoinError, ProtocolError
+from join.joinable import Block, Joinable
+from join.protocol.announced import Announced
+from join.protocol.channel import Channel
+from join.protocol.declared import Declared
+from join.protocol.members import Scope
+from join.protocol.mode import Outcome
+from join.report import JoinReport, RankReport
+
+channels: dict[int, Channel] = {}
+"""Of the groups on which blocks are open, by the ``id`` of their collective."""
+
+
+class OpenBlock:
+    """A block that this rank has entered and not left.
+
+    Args:
+        collective: the group.
+        scope: the block's members and settings.
+        steps: how many steps this rank will make, if it has declared that.
+        weighted: whether ``join.weight`` is in use then.
+
+    Raises:
+        JoinError, ValueError: if it cannot be open now, or not with these members.
+    """
+
+    def __init__(self, collective: Collective, scope: Scope, steps: int | None, *, weighted: bool) -> None:
+        self._collective, self._scope = collective, scope
+        channel = channels.get(id(collective))
+        if channel is None:
+            mode = Announced if steps is None else partial(Declared, steps=steps, weighted=weighted)
+            channel = Channel(collective, mode)
+        elif steps is not None:
+            raise JoinError("steps= needs a block of its own, and another is open on this group")
+        channel.open(scope)
+        channels[id(collective)] = self.channel = channel
+        self._attached: list[Joinable] = []
+        self._limit_before: timedelta | None = None  # of the group's operations
+
+    # -- entering -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """All ranks have entered, and agree on what they list."""
+        self.channel.agree()
+        if self._scope.timeout is not None:  # no burst begins before all ranks have come to it
+            self._limit_before = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
+
+    def attach(self, join: Block) -> None:
+        """Attach the joinables."""
+        for member in self._scope.members:
+            member.joinable.attach(join)
+            self._attached.append(member.joinable)
+
+    def start(self) -> None:
+        """The user's code begins."""
+        self._tally = replace(self.channel.headers.tally)
+        self._started = time.monotonic()
+        for member in self._scope.members:
+            member.times.start(self._started)
+
+    def notify(self, joinable: Joinable) -> Work | None:
+        """This rank is about to run a burst of ``joinable``; the message that says so, if that one announces."""
+        if any(member.joinable is joinable for member in self._scope.announcing):
+            return self.channel.announce(joinable)
+        self.channel.follow(joinable)
+        return None
+
+    # -- leaving ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the block with ``error``; raises what it comes of, if that is another rank's failure."""
+        cause = self.channel.fail(error)
+        if cause is not None:
+            raise cause from error
+
+    def finish(self, outcome: Outcome, ran_out: float, steps_of_loops: tuple[int, int]) -> JoinReport:
+        """All ranks have run out: synchronise state, and gather the report.
+
+        Args:
+            outcome: how the block ended.
+            ran_out: when this rank ran out of inputs, on the monotonic clock.
+            steps_of_loops: how many steps of loops over ``Join.iterate`` it has begun with a batch, and with a dummy.
+        """
+        joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
+        if outcome.even:
+            outcome = self._compare_steps()
+        self._restore_limit()  # state may take its time
+        headers, mine = self.channel.headers, self._scope.members
+        if outcome.even:
+            for member in mine:
+                member.joinable.synchronise_own(headers.leader)
+        else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
+            for member in [member for scope in self.channel.roster.scopes for member in scope.members]:
+                member.joinable.synchronise(headers.leader)
+        for member in mine:
+            member.hook.post_hook(outcome.last)
+        spent, announcing = headers.tally.since(self._tally), self._scope.announcing
+        busiest = max(announcing, key=lambda member: member.steps)
+        steps, shadowed = busiest.steps, max(member.shadowed for member in announcing)
+        if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
+            steps, shadowed = steps_of_loops
+        row = RankReport(
+            rank=self._collective.rank,
+            steps=steps,
+            shadowed=shadowed,
+            joined_at=joined_at,
+            ended_at=ended_at,
+            idle=spent.idle,
+            headers=spent.headers,
+            header_bytes=spent.nbytes,
+            step_times=tuple(busiest.times.counts),
+        )
+        report = JoinReport.gather(self._collective, row, outcome.even)
+        if len({row.headers for row in report.ranks}) > 1:
+            raise ProtocolError(
+                "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
+                f" {[row.headers for row in report.ranks]} headers. Run them after the block, or make them a joinable"
+            )
+        return report
+
+    def _compare_steps(self) -> Outcome:
+        """Ranks that ran out together may have made different numbers of steps that nobody announces."""
+        mine = torch.tensor([member.joinable.own_steps for member in self._scope.members])
+        steps = [cast("list[int]", each.tolist()) for each in self._collective.all_gather(mine)]
+        if steps.count(steps[0]) == len(steps):
+            return Outcome(even=True, last=True)
+        most = max(steps, key=sum)
+        self.channel.headers.leader = steps.index(most)
+        return Outcome(even=False, last=steps[self._collective.rank] == most)
+
+    def leave(self, unconfigure: Callable[[], None]) -> None:
+        """Undo what entering has done, whatever happened in the block.
+
+        Args:
+            unconfigure: called when the joinables are detached.
+        """
+        with ExitStack() as calls:
+            calls.callback(self._close_channel)
+            calls.callback(self._restore_limit)
+            calls.callback(unconfigure)
+            for joinable in self._attached:  # the last attached is the first detached
+                calls.callback(joinable.detach)
+
+    def _restore_limit(self) -> None:
+        if self._limit_before is not None:
+            self._collective.limit(self._limit_before)
+            self._limit_before = None
+
+    def _close_channel(self) -> None:
+        if self.channel.close(self._scope):
+            del channels[id(self._collective)]

@@ -1,0 +1,352 @@
+"""What keeps the ranks of one group in step: :class:`Channel`.
+
+A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. Every burst of
+collectives is announced, and what was announced is run by everybody. How ranks learn of announcements is the mode's
+business (``join.protocol.mode``); here stands what is the same in all modes.
+
+*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``BurstState.OWED``); whoever is
+about to announce something else, to leave, or to fail runs it first with nothing to say: it is flushed.
+
+*Failing.* A rank that raises between two bursts of the announced mode flushes what is pending and says in one more
+header that it fails; all others raise when they have read it, and the group works afterwards. One that raises inside a
+burst of its own, whose collectives are half done, or in another mode, sends nothing more. All leave a note first
+(``join.failure.peers``)::
+
+    rank that fails between bursts                   every other rank
+    the burst that is pending                        the same, as announced
+    header: FAILED                                   header: what it announces, or has joined
+    main_hook of what was announced, if anything     the burst, or its main_hook
+    raises its own exception                         reads the header: PeerError
+
+Blocks that are open at the same time on one group share one channel: its bursts are those of all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+
+from join.batch import StepBatch
+from join.collectives import Collective, Work
+from join.collectives.board import Progress
+from join.errors import JoinError, ProtocolError
+from join.failure.guard import Guard
+from join.joinable import BurstState, Joinable
+from join.protocol.header import Header
+from join.protocol.headers import Headers
+from join.protocol.late_use import LateUse
+from join.protocol.members import Member, Roster, Scope
+from join.protocol.mode import Mode, Outcome
+
+
+def _asks(part: str) -> Any:
+    """What a part of the channel says, read by name, without a call of a function in Python."""
+    return property(attrgetter(part))
+
+
+class Channel:
+    """The protocol on one group, for all blocks that are open on it: a :class:`join.joinable.BlockChannel`.
+
+    Args:
+        collective: the group.
+        make_mode: makes the mode of its blocks; loops over ``Join.iterate`` put another one in its place.
+    """
+
+    # Asked by joinables at every step, in which each call of a function in Python would cost a microsecond.
+    leader: int = _asks("headers.leader")
+    closed: str = _asks("guard.closed")
+    leaving: bool = _asks("guard.leaving")
+    foresees_bursts: bool = _asks("mode.foresees_bursts")
+    is_in_loop_body: bool = _asks("mode.is_in_loop_body")
+    steps: int = _asks("mode.steps")
+    batch: StepBatch = _asks("mode.batch")
+    shadowing: bool = _asks("mode.shadowing")
+    ranks_with_data: int | None = _asks("mode.ranks_with_data")
+    all_have_data: bool = _asks("mode.all_have_data")
+    first_with_data: int = _asks("mode.first_with_data")
+
+    late_use: LateUse | None = None
+    """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
+
+    def __init__(self, collective: Collective, make_mode: Callable[[Channel], Mode]) -> None:
+        self.collective = collective
+        self.loop = 0
+        """The number of the loop over ``Join.iterate``; of the last one, outside."""
+        self.roster = Roster((), collective.world_size)
+        self.guard = Guard(collective, self.progress, lambda: self.mode.look())
+        self.headers = Headers(collective, self.guard, self.roster, self.shadow_member)
+        self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
+        self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
+        self._use(make_mode(self))
+        self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
+        self._place = Progress()  # where this rank was at the end of the last loop
+        self._last_with_data: int | None = None  # the ranks that had data last, if some ran out before others in a loop
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def open(self, scope: Scope) -> None:
+        """A block is entered: what is under way comes to an end, then its members can announce.
+
+        Raises:
+            JoinError, ValueError: if the mode does not allow it.
+        """
+        is_first = not self.roster.scopes
+        roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
+        self.mode.check(roster)
+        if is_first:
+            self.guard.begin()
+        self.prepare()
+        self._arrange(roster)
+
+    def agree(self) -> None:
+        """All ranks have entered: exchange what else is to be known on entering."""
+        self.headers.agree()
+        self.guard.peers.use(self.collective.board())
+        self.mode.agree()
+
+    def close(self, scope: Scope) -> bool:
+        """A block is left; whether it was the last one."""
+        left = tuple(each for each in self.roster.scopes if each is not scope)
+        self._arrange(Roster(left, self.collective.world_size))
+        if not left:
+            self.guard.end()
+        return not left
+
+    def _arrange(self, roster: Roster) -> None:
+        self.roster = self.headers.roster = roster
+        self.guard.timeout = roster.timeout
+        self._outstanding = []
+
+    def _use(self, mode: Mode) -> None:
+        self.mode = mode
+        self.announces_in_forward = mode.announces_in_forward
+        self.someone_may_contribute_unseen = mode.someone_may_contribute_unseen
+
+    def progress(self) -> Progress:
+        """How far this rank is, for others who wait for it; called in another thread."""
+        headers, place = self.headers.tally.headers, self.mode.place() or self._place
+        sender = self.headers.announced_by_me
+        doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
+        return place._replace(headers=headers, doing=self.guard.doing or f"{doing} (header {headers})")
+
+    # -- the active side ----------------------------------------------------------------------------------------------
+
+    def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
+        """Tell all ranks that this rank is about to run a burst of ``joinable``.
+
+        Args:
+            joinable: an announcing member.
+            confirm: whether to read the header at once where its verdict matters; a burst that does something between
+                its announcement and its collectives passes ``False`` and calls :meth:`confirm` itself.
+
+        Returns:
+            The header's sum over all ranks, under way.
+        """
+        if self.mode.leave_broken_loop is not None:
+            self.mode.leave_broken_loop()
+        index = self.roster.index[id(joinable)]
+        member, mode = self.roster.members[index], self.mode
+        self.prepare(joinable)
+        if not member.interjects:
+            if self._outstanding and mode.minds_followers:
+                missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
+                self._break_off(
+                    f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must"
+                    " notify once after each of its bursts; one that keeps its own time comes first in the list, or"
+                    " derives from join.Burst"
+                )
+            self._outstanding = list(member.followers)
+        if mode.shadowing:
+            member.shadowed += 1
+        else:
+            member.times.step(time.monotonic())
+        return mode.announce(index, confirm=confirm)
+
+    def follow(self, joinable: Joinable) -> None:
+        """Note that a follower is about to run its burst."""
+        self.end_broken_loop()
+        if self.guard.closed:
+            self.guard.refuse()
+        self.flush(complete=False)
+        for member in self._outstanding:
+            if member.joinable is joinable:
+                self._outstanding.remove(member)
+                return
+        if self.mode.minds_followers:
+            self._break_off(
+                f"{joinable.join_name} follows another joinable, but notified without an announcement of that one"
+                " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
+                " derive it from join.Burst"
+            )
+
+    def prepare(self, but: Joinable | None = None) -> None:
+        """What comes before anything else is announced: what is pending is flushed, the last header is settled."""
+        if self.guard.closed:
+            self.guard.refuse()
+        for burst in self.roster.may_owe:
+            if burst.state is BurstState.OWED and burst is not but:
+                self.flush(but)
+        if not self.headers.is_settled:
+            self.headers.settle(self.mode.elect)
+
+    def settle(self) -> None:
+        """Act on the last header, if it was not acted on before and there is something to do."""
+        if not self.headers.is_settled:
+            self.headers.settle(self.mode.elect)
+
+    def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
+        """Run what is announced and pending, and, if ``complete``, the followers that go with it."""
+        flushed = False
+        for burst in self.roster.may_owe:
+            if burst.state is BurstState.OWED and burst is not but:
+                burst.fulfil()
+                flushed = True
+        if flushed and complete:
+            self.complete_followers()
+
+    def complete_followers(self) -> None:
+        """Run the followers that have not acted since the last announcement."""
+        outstanding, self._outstanding = self._outstanding, []
+        for follower in outstanding:
+            follower.hook.main_hook()
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    def drain(self) -> Outcome:
+        """This rank has run out of inputs: take part in what the others do until all have.
+
+        Raises:
+            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
+            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
+        """
+        outcome, with_data = self.mode.drain(), self._last_with_data
+        if outcome.even and with_data:
+            # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
+            self.headers.leader = lowest(with_data)
+            return Outcome(even=False, last=bool(with_data >> self.collective.rank & 1))
+        return outcome
+
+    def shadow(self, header: Header) -> None:
+        """Run with nothing to say what ``header`` announces."""
+        if header.diverged:
+            self.headers.end_diverged(header)
+        for index in header.announcements:
+            self.roster.members[index].shadowed += 1
+            self.shadow_member(self.roster.members[index])
+
+    def shadow_member(self, member: Member) -> None:
+        """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
+        if member.burst is None:
+            member.hook.main_hook()
+        else:
+            member.burst.state = BurstState.RUNNING
+            member.hook.main_hook()
+            member.burst.state = BurstState.IDLE
+        self._outstanding += member.followers
+        if not self.holds_followers():
+            self.complete_followers()
+
+    def holds_followers(self) -> bool:
+        """Whether an interjecting burst is to come before the followers may act."""
+        return any(burst.holds_followers for _, burst in self.roster.bursts)
+
+    # -- loops over Join.iterate --------------------------------------------------------------------------------------
+
+    def enter_loop(self, mode: Mode) -> None:
+        """A loop begins, with its own mode."""
+        self.loop += 1
+        self.late_use = LateUse(self.collective.rank)
+        self._outstanding = []
+        self._use(mode)
+
+    def leave_loop(self, mode: Mode, *, has_announced: bool, last_with_data: int | None) -> None:
+        """The loop is over on all ranks.
+
+        Args:
+            mode: of the block around it.
+            has_announced: whether any burst was begun in the loop.
+            last_with_data: the ranks that had data last, as a bit mask, if some ran out before others.
+        """
+        loop = self.mode
+        self._place = loop.place() or self._place
+        self._use(mode)
+        if self.late_use is not None:
+            self.late_use.loop_ended()
+            if self.late_use.is_ruled_out or (loop.steps == 1 and has_announced):
+                self.late_use = None
+        if last_with_data:
+            self._last_with_data = last_with_data
+            for _, burst in self.roster.bursts:
+                burst.synchronise_own(lowest(last_with_data))
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> JoinError | None:
+        """Leave the block with ``error``, and see to it that the others learn why.
+
+        Returns:
+            What to raise instead, if ``error`` comes of another rank's failure.
+        """
+        return self.guard.fail(error, self.mode.parting())
+
+    def protest(self, why: str) -> None:
+        """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst, unless it leaves."""
+        if not self.guard.leaving:
+            self.break_off_with(ProtocolError(why))
+
+    def _break_off(self, why: str) -> NoReturn:
+        self.break_off_with(JoinError(why))
+
+    def break_off_with(self, error: JoinError) -> NoReturn:
+        """Raise ``error`` for a mistake that this rank alone may have made, after telling the others."""
+        self.fail(error)
+        error.group_is_usable = self.guard.group_is_usable
+        self.guard.close_with(error)
+
+    # -- what joinables ask -------------------------------------------------------------------------------------------
+
+    def lead(self) -> int:
+        """The rank that leads from the last header's burst on; called at the same place on all ranks."""
+        return self.headers.lead(self.mode.elect)
+
+    @property
+    def targets(self) -> Sequence[object]:
+        """The objects that are listed in the blocks of the group."""
+        return [member.joinable.join_target for scope in self.roster.scopes for member in scope.members]
+
+    def end_broken_loop(self) -> None:
+        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
+        if self.mode.leave_broken_loop is not None:
+            self.mode.leave_broken_loop()
+
+    @property
+    def watches_calls(self) -> bool:
+        """Whether what a module is called on is to be looked at: at the beginning of a loop, and where data ends."""
+        return self.mode.batch is not StepBatch.DATA or self.late_use is not None
+
+    def module_called(self) -> None:
+        """A module is called, and has sent nothing yet.
+
+        Raises:
+            ProtocolError: if batches are taken in another thread.
+        """
+        if self.late_use is not None:
+            self.late_use.called()
+
+    def module_runs_on(self, arguments: Any) -> None:
+        """A module runs on these arguments.
+
+        Raises:
+            ProtocolError: if they show that batches are read ahead of the loop's body.
+        """
+        if self.late_use is not None:
+            self.late_use.used(arguments)
+            if self.late_use.is_ruled_out:
+                self.late_use = None
+
+
+def lowest(ranks: int) -> int:
+    """The lowest of the ranks in a bit mask."""
+    return (ranks & -ranks).bit_length() - 1

@@ -1,0 +1,223 @@
+"""The headers of a group, one after the other: sending, reading, settling: :class:`Headers`.
+
+*Settling* means to act on a header that was sent earlier: it raises what the header reports (a failed peer, ranks that
+diverged), and finds a new leader if the old one has left and anyone needs a leader. All ranks settle header i after
+burst i and before header i+1, so what they raise they raise at the same place.
+
+*Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the group is of that kind
+(``Burst.runs_ahead``), it need not: whoever announced something else reads its header before its burst, finds the
+difference, and shadows the burst that ran ahead before it raises :class:`ProtocolError`. With several of them, each
+reads its header first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from join.collectives import Collective, Sum
+from join.errors import ProtocolError
+from join.failure.guard import Guard
+from join.joinable import Burst
+from join.protocol.header import ACTIVE, LEADER, Header
+from join.protocol.members import Member, Roster
+
+
+@dataclass
+class Tally:
+    """What a rank has sent and how long it has waited while joined."""
+
+    headers: int = 0
+    nbytes: int = 0
+    idle: float = 0.0
+
+    def since(self, earlier: Tally) -> Tally:
+        """What came on top of an earlier state."""
+        return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
+
+
+class Headers:
+    """The headers of one group, of which one at a time is under way.
+
+    Args:
+        collective: the ranks.
+        guard: waits for them.
+        roster: who announces.
+        shadow: runs a member's burst with nothing to say.
+    """
+
+    def __init__(self, collective: Collective, guard: Guard, roster: Roster, shadow: Callable[[Member], None]) -> None:
+        self.roster = roster
+        """Who announces; another one as blocks open and close."""
+        self.tally = Tally()
+        self.leader = 0
+        """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
+        self.announced_by_me: Member | None = None
+        """Whose burst this rank announced in the last header, if any."""
+        self.is_settled = True
+        """Whether the last header was acted on, or there is nothing to do."""
+        self._collective, self._guard, self._shadow = collective, guard, shadow
+        self._rank = collective.rank
+        self._work: Sum | None = None
+        self._last: Header | None = None  # the last header, once it was read
+        self._leads = True  # the leader is that of the last header
+
+    def agree(self) -> None:
+        """All ranks have entered a block: find out what carries headers."""
+        self._line = self._collective.line()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def exchange(self, fields: list[int], *, active: bool = False) -> Header:
+        """Send a header in which this rank announces no burst, and wait for it.
+
+        Args:
+            fields: what this rank sets to 1 in it.
+            active: whether it announces that it is active.
+        """
+        started = time.monotonic()
+        self.send(fields, active=active)
+        try:
+            return self.read()
+        finally:
+            self.tally.idle += time.monotonic() - started
+
+    def send(self, fields: list[int], index: int | None = None, *, active: bool = True) -> Sum:
+        """Start a header, in which this rank announces member ``index``, if any."""
+        roster = self.roster
+        if active:
+            fields += [ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE]
+        if index is not None:
+            fields.append(roster.code.offsets[index])
+        for each, burst in roster.bursts:
+            if burst.flag_count:
+                for place, flag in enumerate(burst.flags(each == index), roster.code.offsets[each] + 1):
+                    if flag:
+                        fields.append(place)
+        self.announced_by_me = None if index is None else roster.members[index]
+        self._last, self.is_settled, self._leads = None, False, False
+        if self._guard.timeout is not None:
+            self._guard.come()
+        work = self._work = self._line.sum(roster.code.pack(fields), roster.code.bits)
+        self.tally.headers += 1
+        self.tally.nbytes += work.nbytes
+        return work
+
+    def assume(
+        self, index: int, active: int, *, leader_alive: bool, mine: bool = True, weighted: bool = False
+    ) -> Header:
+        """Send nothing, and take for the last header the one by which ``active`` ranks announce member ``index``.
+
+        Args:
+            index: the member.
+            active: how many ranks announce it.
+            leader_alive: whether the leader is among them.
+            mine: whether this rank is.
+            weighted: whether ``join.weight`` is in use.
+        """
+        member = self.roster.members[index]
+        self.announced_by_me = member if mine else None
+        flags = () if member.burst is None else member.burst.declared_flags(weighted)
+        header = self.roster.code.assumed(index, active, tuple(flags), leader_alive)
+        self._last = member.header = header
+        self._leads = self.is_settled = leader_alive  # nothing to settle but a leader that is gone
+        return header
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self) -> Header:
+        """Wait for the last header, without passing judgement on it."""
+        if self._last is None:
+            assert self._work is not None
+            self._guard.wait(self._work)
+            self._last = self.roster.code.unpack(self._work.total())
+            for index in self._last.announcements:
+                self.roster.members[index].header = self._last
+        return self._last
+
+    def all_announced(self) -> bool:
+        """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
+        return self.read().active == self._collective.world_size
+
+    def announced(self, burst: Burst) -> int:
+        """How many ranks announced ``burst`` in the last header; waits for it."""
+        return self.read().announcements.get(self.roster.index[id(burst)], 0)
+
+    def flags(self, burst: Burst) -> Sequence[int]:
+        """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
+        self.read()
+        index = self.roster.index[id(burst)]
+        return self.roster.members[index].header.flags(index)
+
+    def confirm(self) -> Header:
+        """Wait for the last header and make sure that all active ranks announced the same.
+
+        Raises:
+            ProtocolError: if they did not.
+            EarlyTerminationError: if a rank is exhausted under ``throw_on_early_termination``.
+            PeerError: if a rank has failed in the same step.
+            JoinTimeoutError: if a rank does not announce within ``timeout``.
+        """
+        header = self.read()
+        if header.stopping:
+            self.stop(header, exhausted=False)
+        if header.diverged:
+            self.end_diverged(header)
+        return header
+
+    # -- acting on a header -------------------------------------------------------------------------------------------
+
+    def settle(self, elect: Callable[[bool], int]) -> None:
+        """Act on the last header, which was not acted on before.
+
+        Args:
+            elect: finds a new leader, among the ranks that are active.
+        """
+        header = self.read()
+        if header.diverged:
+            self.end_diverged(header)
+        self.is_settled = True
+        if header.failed:
+            self.end_failed(header)
+        if not (self._leads or header.leader_alive):
+            self.lead(elect)
+
+    def lead(self, elect: Callable[[bool], int]) -> int:
+        """The rank that leads from the last header's burst on: a new one, if the old one was not among its ranks.
+
+        Called at the same place on all ranks, if at all before the header is settled.
+        """
+        if not self._leads:
+            self._leads = True
+            if self.roster.tracks_leader and not self.read().leader_alive:
+                self.leader = elect(self.announced_by_me is not None)
+        return self.leader
+
+    def end_failed(self, header: Header) -> NoReturn:
+        """Ranks have said in ``header`` that they fail: raise the :class:`PeerError` that says why."""
+        self._guard.close_with(self._guard.peers.failures(header.failed))
+
+    def stop(self, header: Header, *, exhausted: bool) -> NoReturn:
+        """A rank is exhausted under ``throw_on_early_termination``: all raise that, unless there is worse to tell."""
+        if header.failed:
+            self.end_failed(header)
+        self._guard.terminate_early(exhausted=exhausted)
+
+    def end_diverged(self, header: Header) -> NoReturn:
+        """Active ranks announced different bursts: raise, after helping the one that could not wait."""
+        roster, mine = self.roster, self.announced_by_me
+        ahead = roster.ahead if len(roster.members) > 1 else roster.members[0]
+        others_ran_ahead = ahead is not None and ahead is not mine and not roster.awaits_all
+        if ahead is not None and others_ran_ahead and roster.members.index(ahead) in header.announcements:
+            self._shadow(ahead)
+        names = [f"{n} x {roster.members[index].joinable.join_name}" for index, n in header.announcements.items()]
+        names += [f"{header.looping} x join.iterate"] if header.looping else []
+        self._guard.close_with(
+            ProtocolError(
+                f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
+                f" {self._rank} announced {'none' if mine is None else mine.joinable.join_name}. All ranks"
+                " must call forward, backward and step in the same order"
+            )
+        )

@@ -1,0 +1,123 @@
+"""How far ranks are in a loop over ``join.iterate``, and who has left something out: :class:`LoopProgress`.
+
+A rank that leaves the loop alone, or leaves out of a step what others run in it, comes to a place where nobody else
+comes to: the next roll call, or the agreement of all that leave. While it waits there it asks the others how far they
+are. If one of them is in a burst, or a collective of the body's own, that this rank has left behind, it raises
+:class:`ProtocolError`, and the others learn of it as of any failure (``join.failure.peers``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NoReturn
+
+from join.collectives import Collective
+from join.collectives.board import Progress
+from join.collectives.timeouts import timeouts
+from join.errors import ProtocolError
+from join.protocol.members import Member
+
+_REMEMBERED = 256  # steps; ranks are never as far from each other, but with a lookahead beyond that
+
+
+class LoopProgress:
+    """How far this rank is in one loop.
+
+    Args:
+        collective: the ranks.
+        loop: the number of the loop.
+    """
+
+    def __init__(self, collective: Collective, loop: int) -> None:
+        self.steps = 0
+        """How many steps this rank has begun."""
+        self.begun = 0
+        """How many bursts it has begun, but for those that interject: they may come in any step."""
+        self.last: Member | None = None
+        """Whose burst the last of these is."""
+        self.meetings = 0
+        """How many meetings it has come to."""
+        self.has_left = False
+        """Whether it has left the loop before its end."""
+        self._collective, self._loop, self._rank = collective, loop, collective.rank
+        self._issued_before = collective.issued()
+        self._ended = 0  # how many steps have ended
+        self._at_ends = deque([0], maxlen=_REMEMBERED)  # how many bursts had begun then, the last at the end
+        self._others: dict[int, Progress] = {}  # how far they were,
+        self._still_since = 0.0  # and since when
+
+    def told(self) -> Progress:
+        """The same, for the others to read."""
+        return Progress(
+            loop=self._loop,
+            step=self.steps,
+            bursts=self.begun,
+            burst="" if self.last is None else self.last.joinable.join_name,
+            meetings=self.meetings,
+            issued=self._collective.issued() - self._issued_before,
+            left=self.has_left,
+        )
+
+    def end_step(self) -> None:
+        """The step that was begun last, if any, is over."""
+        if self._ended < self.steps:
+            self._ended = self.steps
+            self._at_ends.append(self.begun)
+
+    def all_have_left_here(self, told: dict[int, Progress]) -> bool:
+        """Whether all others have left the loop where this rank has."""
+        return len(told) == self._collective.world_size - 1 and all(map(self._has_left_here, told.values()))
+
+    def _has_left_here(self, other: Progress) -> bool:
+        if other.loop > self._loop:
+            return True  # it has agreed to leave, with this rank, and gone on
+        return other.left and (other.loop, other.step, other.bursts) == (self._loop, self.steps, self.begun)
+
+    def look_for_left_out(self, told: dict[int, Progress]) -> None:
+        """This rank waits behind a step: another may be in something that this one has left out of it.
+
+        Args:
+            told: how far the others are.
+
+        Raises:
+            ProtocolError: which is known to this rank alone.
+        """
+        here = {rank: other for rank, other in told.items() if other.loop == self._loop}
+        for rank, other in here.items():
+            is_behind = other.step <= self._ended  # in a step that this rank has ended
+            before = self._begun_by_the_end_of(other.step) if is_behind else self.begun
+            is_elsewhere = other.bursts > before or other.meetings > self.meetings
+            if self.has_left and (is_elsewhere or other.step > self.steps):
+                raise ProtocolError(
+                    f"rank {self._rank} left the loop over join.iterate in step {self.steps}, and rank {rank} went on."
+                    " End it on all ranks at the same place of the same step, by something that all ranks know"
+                )
+            if is_behind and is_elsewhere:
+                what = other.burst if other.bursts == before + 1 else "something"
+                self.left_out(what, range(other.step, other.step + 1), rank)
+        now, mine = time.monotonic(), self.told().issued
+        others = {rank: other._replace(beat=0, heard=0) for rank, other in told.items()}
+        if others != self._others:
+            self._others, self._still_since = others, now
+        is_still = now - self._still_since > timeouts().still
+        for rank, other in here.items():
+            if is_still and other.step <= self._ended and 0 < mine < other.issued:
+                self.left_out("a collective of the body's own", range(other.step, other.step + 1), rank)
+
+    def _begun_by_the_end_of(self, step: int) -> int:
+        """How many bursts this rank had begun then; or somewhat later, if that was long ago."""
+        return self._at_ends[max(step - self._ended - 1, -len(self._at_ends))]
+
+    def left_out(self, what: str, steps: range, rank: int) -> NoReturn:
+        """This rank has left something out of one of these steps, which another rank has run: raise.
+
+        Raises:
+            ProtocolError: which is known to this rank alone.
+        """
+        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        raise ProtocolError(
+            f"rank {self._rank} left {what} out of {where} of join.iterate, and rank {rank} did not. All ranks must"
+            " run the same body at every step, also on a dummy, or they wait for each other for ever; to leave a batch"
+            " out, use join.weight, with 0 for it"
+        )

@@ -162,11 +162,7 @@ _INSTEAD = {
 
 
 def check_step(module: object, name: str) -> None:
-    """Refuse a step that does not take a batch and its index.
-
-    Raises:
-        TypeError: that says what to write.
-    """
+    """Refuse a step that does not take a batch and its index."""
     try:
         signature = inspect.signature(getattr(module, name))
     except ValueError:  # a builtin may have none
@@ -181,11 +177,7 @@ def check_step(module: object, name: str) -> None:
 
 
 def check_hooks(module: object) -> None:
-    """Refuse a module with hooks of Lightning that the trainer does not call.
-
-    Raises:
-        TypeError: that names them.
-    """
+    """Refuse a module with hooks of Lightning that the trainer does not call."""
     kind = type(module)
     found = [f"{name} ({instead})" for name, instead in _INSTEAD.items() if callable(getattr(kind, name, None))]
     if found:
@@ -196,11 +188,7 @@ def check_hooks(module: object) -> None:
 
 
 def check_callback_hooks(callback: Callback) -> None:
-    """Refuse a callback with hooks of Lightning that the trainer does not call.
-
-    Raises:
-        TypeError: that names them.
-    """
+    """Refuse a callback with hooks of Lightning that the trainer does not call."""
     kind = type(callback)
     names = {"setup", "teardown", *(name for name in (*_INSTEAD, *vars(ModuleHooks)) if name.startswith("on_"))}
     found = [name for name in sorted(names - vars(Callback).keys()) if callable(getattr(kind, name, None))]

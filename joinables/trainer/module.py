@@ -49,7 +49,7 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no test_step; test needs one")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the outputs for one batch: by default, the module on it, or on its first element if it is a tuple."""
+        """Return the outputs for one batch; by default, the module's output for it, or for a tuple's first element."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_optimizers(self) -> Any:

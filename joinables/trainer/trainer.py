@@ -22,7 +22,6 @@ from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
 from joinables.trainer.keywords import checks_keywords
-from joinables.trainer.last_fit import LastFit
 from joinables.trainer.launch.folders import temporary_folder
 from joinables.trainer.launch.launched import detect_environment
 from joinables.trainer.loops import rng
@@ -30,7 +29,7 @@ from joinables.trainer.loops.data import Plan
 from joinables.trainer.loops.precision import Precision
 from joinables.trainer.loops.run import FitRun, Run, Task
 from joinables.trainer.module import TrainModule
-from joinables.trainer.result import Result
+from joinables.trainer.result import LastFit, Result
 from joinables.trainer.strategy import Strategy
 from joinables.trainer.work import receive_callbacks, receive_home, send_callback, work
 

@@ -95,11 +95,7 @@ def _without_numpy(value: Any) -> Any:
 
 
 def check_readable(state: Mapping[str, Any]) -> None:
-    """Refuse a state that could be written, but not read again: reading runs no code.
-
-    Raises:
-        TypeError: if it holds more than plain data and tensors.
-    """
+    """Refuse a state that holds more than plain data and tensors: it could be written, but not read again."""
     for key, value in state.items():
         file = io.BytesIO()
         torch.save(pytree.tree_map_only(torch.Tensor, lambda _: None, value), file)
@@ -113,11 +109,7 @@ def check_readable(state: Mapping[str, Any]) -> None:
 
 
 def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN - {"module"})) -> None:
-    """Refuse what was read from the file ``path`` if it is no checkpoint.
-
-    Raises:
-        ValueError: if it lacks one of ``needed``; by default, what a fit needs.
-    """
+    """Refuse what was read from the file ``path`` if it lacks one of ``needed``; by default, what a fit needs."""
     missing = sorted(needed - state.keys())
     if missing:
         raise ValueError(

@@ -171,11 +171,7 @@ def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call
 
 
 def _check_main() -> None:
-    """Make sure that workers find the main script, which each of them imports.
-
-    Raises:
-        LaunchError: if it has a name, but no file, as what comes from standard input.
-    """
+    """Refuse a main script that workers cannot import, such as one that comes from standard input."""
     path = spawn.get_preparation_data("worker").get("init_main_from_path")
     if path is not None and not os.path.exists(path):
         raise LaunchError(
@@ -263,11 +259,7 @@ def _kill_group(worker: BaseProcess) -> None:
 
 
 def checked_start_method(start_method: Any) -> StartMethod:
-    """Return ``start_method`` if it is one.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Return ``start_method``, or raise a ``ValueError`` if it is none."""
     known: tuple[str, ...] = get_args(StartMethod)
     if start_method not in known:
         raise ValueError(f"start_method={start_method!r} is unknown; use one of {', '.join(known)}")

@@ -23,11 +23,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
 def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
-    """Return the metric that a callback or a scheduler monitors.
-
-    Raises:
-        ValueError: if it was not logged.
-    """
+    """Return the metric that a callback or a scheduler monitors; one that was not logged is a ``ValueError``."""
     if monitor is None or monitor not in metrics:
         raise ValueError(f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'}")
     return metrics[monitor]

@@ -28,15 +28,11 @@ class Scheduler:
     monitor: str | None = None
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Step the scheduler, where it needs one on its metric.
-
-        Raises:
-            ValueError: if its metric was not logged.
-        """
-        if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        """Step the scheduler; ``ReduceLROnPlateau`` needs its metric to have been logged."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(monitored(metrics, self.monitor))
+        else:
             self.scheduler.step()
-            return
-        self.scheduler.step(monitored(metrics, self.monitor))
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
@@ -78,11 +74,7 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
 
 
 def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int) -> None:
-    """Refuse optimizers whose ``step`` needs a closure that evaluates the loss, where it cannot have one.
-
-    Raises:
-        ValueError: under automatic optimization, whose steps have no closure; for LBFGS on several ranks.
-    """
+    """Refuse optimizers whose ``step`` needs a closure: automatic optimization has none, and LBFGS is for one rank."""
     name = type(optimizer).__name__
     several = any(group.get("max_iter", 1) > 1 for group in optimizer.param_groups)
     if ranks > 1 and several and isinstance(optimizer, torch.optim.LBFGS):
@@ -99,11 +91,7 @@ def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse a saved state whose parameter groups are not those of the optimizer.
-
-    Raises:
-        ValueError: if it has others.
-    """
+    """Refuse a saved state whose parameter groups are not those of the optimizer."""
     if "param_groups" not in saved:
         return
     mine, theirs = (

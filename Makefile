@@ -2,30 +2,38 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak test-horovod check bench docs clean
+.PHONY: help demo test test-all soak test-horovod check bench docs clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    run the demo'
-	@echo 'make test    run the tests'
+	@echo 'make test    run the tests, JOBS=3 at once; of cross products, each pair'
+	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
 	@echo 'make soak    SOAK=500 random models and loops (make test: a dozen)'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
-	@echo 'The first five create .venv when it is missing; PYTHON=... picks the interpreter.'
+	@echo 'The first six create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
 	$(BIN)/python -m demo
 
+# Half of what tests do is to wait, so there are more of them at once than processors.
+JOBS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
 test: .venv/.test-installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-all: .venv/.test-installed
+	TESTS=all $(PYTEST)
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py tests/failures
+	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

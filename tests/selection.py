@@ -15,16 +15,15 @@ T = TypeVar("T")
 Parts = Mapping[str, Hashable]
 
 
-def all_or_pairwise(rows: Iterable[T], parts_of: Callable[[T], Parts], *, all_of_them: bool = ALL) -> list[T]:
+def all_or_pairwise(rows: Iterable[T], parts_of: Callable[[T], Parts]) -> list[T]:
     """All rows, or so few of them that each pair of parts which occurs in a row still occurs in one.
 
     Args:
         rows: what there is.
         parts_of: what a row is made of, by name.
-        all_of_them: whether to take all.
     """
     every = list(rows)
-    if all_of_them:
+    if ALL:
         return every
     pairs = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), 2)) for row in every]
     missing = set[tuple[tuple[str, Hashable], ...]]().union(*pairs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,9 +10,8 @@ import pytest
 
 from tests.ending import End, Ending, Running
 from tests.failures.cells import AT, FAILS, HOWS, MODES, OWN, Cell, exists, fit, goes_on, main
-from tests.selection import ALL, all_or_pairwise
+from tests.selection import all_or_pairwise
 
-SOAK = "SOAK" in os.environ
 SECONDS = 10.0  # that the others may take
 AT_ONCE = 4
 
@@ -37,7 +35,7 @@ def start(ending: Ending, cell: Cell) -> Running:
 
 
 @pytest.mark.xdist_group("ends")
-@pytest.mark.parametrize("cell", all_or_pairwise(CELLS, Cell._asdict, all_of_them=ALL or SOAK), ids=str)
+@pytest.mark.parametrize("cell", all_or_pairwise(CELLS, Cell._asdict), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
     coming: list[Cell] = [

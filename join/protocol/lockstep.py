@@ -25,7 +25,7 @@ from join.collectives import Line, Work
 from join.collectives.board import Progress
 from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
-from join.errors import JoinError, ProtocolError
+from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst
 from join.protocol.channel import Channel, lowest
 from join.protocol.loop_progress import LoopProgress
@@ -153,8 +153,14 @@ class Lockstep(Mode):
             PeerError: if another one has, or has failed, or is gone.
             JoinTimeoutError: if another one does not come within ``timeout``.
         """
-        peers, timeout = self._guard.peers, self._guard.timeout
         self.progress.has_left = True
+        try:
+            self._wait_until_all_have_left()
+        except (PeerError, JoinTimeoutError) as error:
+            self._guard.close_with(error)  # the others know of it, or this rank has told them
+
+    def _wait_until_all_have_left(self) -> None:
+        peers, timeout = self._guard.peers, self._guard.timeout
         pause, started = 1e-3, time.monotonic()
         while True:
             told = peers.ask()

@@ -8,7 +8,6 @@ an exception could leave half done. How it is found out elsewhere is told in ``j
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from join import JoinError
 from join.batch import StepBatch, map_tensors, tensors_in
+from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
 from joinables._torch.reducer import call_uncompiled, compiler_under_way, not_compiled
 from joinables.tensors import hides_tensors
@@ -120,43 +120,63 @@ class _Emptied(torch.autograd.Function):
 
 
 class InnerForward:
-    """Stands in a module's ``forward`` until it is called once, or removed.
+    """Looks at one call of the module inside a DDP module, and runs it on something else if it cannot take its batch.
 
-    A copy of the module, or one that was pickled, has its own forward again.
+    It stands in that module's ``forward`` from ``put`` on until it is called once, or removed. A copy of the module, or
+    one that was pickled, has its own forward again.
 
     Args:
-        module: whose ``forward`` it is.
-        stands_in: called with the arguments: whether ``run`` is to be called instead of the forward.
-        run: called with the forward and its arguments; ``torch.compile`` leaves it alone.
+        module: the module inside.
+        channel: that of the block.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        stands_in: Callable[[tuple[Any, ...], dict[str, Any]], bool],
-        run: Callable[..., Any],
-    ) -> None:
-        self._attributes, self._stands_in, self._run = vars(module), stands_in, run
-        self._own: Callable[..., Any] | None = self._attributes.get("forward")  # the user's, of the module itself
-        self._forward = module.forward
-        self._attributes["forward"] = self
+    def __init__(self, module: torch.nn.Module, channel: BlockChannel) -> None:
+        self._module, self._channel, self._dummy_forward = module, channel, DummyForward(channel)
+        self._refuses_empty = False  # the module cannot take an empty batch
+        self._is_attribute = False  # the forward is one of the module itself: the user's
 
-    @not_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, once."""
-        self.remove()
-        compiled = compiler_under_way() is not None
-        if call_uncompiled(self._stands_in, args, kwargs) if compiled else self._stands_in(args, kwargs):
-            return call_uncompiled(self._run, self._forward, args, kwargs)
-        return self._forward(*args, **kwargs)
+    def put(self) -> None:
+        """A forward comes, at the beginning of a loop over ``Join.iterate`` or where this rank's data ends."""
+        self.remove()  # the forward that it was for has raised
+        attributes = vars(self._module)
+        self._is_attribute, self._forward = "forward" in attributes, self._module.forward
+        attributes["forward"] = self
 
     def remove(self) -> None:
         """Give the module its own forward back."""
-        if self._attributes.get("forward") is self:
-            if self._own is None:
-                del self._attributes["forward"]
-            else:
-                self._attributes["forward"] = self._own
+        attributes = vars(self._module)
+        if attributes.get("forward") is not self:
+            return
+        if self._is_attribute:
+            attributes["forward"] = self._forward
+        else:
+            del attributes["forward"]
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, or its stand-in."""
+        self.remove()
+        compiled = compiler_under_way() is not None
+        if call_uncompiled(self._look, args, kwargs) if compiled else self._look(args, kwargs):
+            return call_uncompiled(self._run_on_dummy, args, kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        channel = self._channel
+        channel.module_runs_on((args, kwargs))
+        self._dummy_forward.called(args, kwargs)
+        return channel.batch is StepBatch.EMPTY and is_empty_call((args, kwargs))
+
+    def _run_on_dummy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._refuses_empty:
+            try:
+                return self._forward(*args, **kwargs)
+            except Exception as error:
+                if is_broken(error):
+                    raise  # another rank is gone
+                self._refuses_empty = True
+        instead, by_name = self._dummy_forward.arguments(args, kwargs)
+        return emptied_output(self._forward(*instead, **by_name), (args, kwargs))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return own_forward, (self._forward,)

@@ -10,16 +10,15 @@ joined rank never comes. One training step::
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
     backward  number of contributors (see Scaling)     number of contributors
-              which gradients are kept, if any are     which gradients are kept
               the first static one: arrivals (max)     arrivals (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map
               the first: header, bucket rebuild        header, bucket rebuild
 
 The header is sent in the forward and hides behind it. Not so with several DDP modules in the blocks of a group, where
-forward order is not backward order, when the parameters may still hold the last result in the forward, and where the
-number of contributors is wanted and there are no buffers: then the header is sent when the backward begins, and
-buffers, if any, have one of their own in the forward.
+forward order is not backward order, when gradients are still there in the forward under the mean over all ranks, and
+where the number of contributors is wanted and there are no buffers: then the header is sent when the backward begins,
+and buffers, if any, have one of their own in the forward.
 
 ``no_sync`` forwards and forwards without grad communicate nothing. A forward that finds a header open (the backward was
 skipped, or two forwards go before one backward) communicates nothing either.
@@ -29,12 +28,16 @@ gradients are multiplied by ``world_size / n`` at the end of the backward: for e
 alike, and not at all while n is the world size. The header counts the contributors if it is sent when the backward
 begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
 next to the buckets. Neither is awaited before the end of the backward, but for the sum of weights where there is a comm
-hook (``joinables.weights``). In a loop over ``Join.iterate`` all ranks know who had data; only where a rank brought
-gradients of a time before the loop, which it alone can see zeroed, the number is summed there, too.
+hook (``joinables.weights``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all ranks
+know who had data; only where a rank brought gradients of a time before the loop, which it alone can see zeroed, the
+number is summed there, too.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
-had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows. If active ranks keep their
-gradients over several backwards, the joined rank contributes what it received, as it would have kept it.
+had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; nothing else that it has does.
+
+*Kept gradients.* DDP reduces what is in ``grad``, and without ``zero_grad`` that has the last result. Contributors give
+it as often as makes the mean have it once (``joinables.ddp.last_result``); under the mean over all ranks that is
+``world_size / n`` times, so there the backward begins by waiting for its header, which was sent just then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which parameters batches used, where dummies run through the module too: :class:`Usage`.
+"""Which parameters batches used, where dummies run through the module too: :class:`UsedParameters`.
 
 With ``find_unused_parameters`` a parameter that nobody used keeps its ``grad`` as it was: mostly ``None``, and the
-optimizer passes it by. In a loop in lockstep the ranks without data run the module on dummies, and the reducer counts
-that as use. So what batches used is counted here, and the rest is put back. In a synchronised backward::
+optimizer passes it by. In a loop over ``Join.iterate`` the ranks without data run the module on dummies, and the
+reducer counts that as use. So what batches used is counted here, and the rest is put back. In a synchronised backward::
 
     rank with data                                 rank without data
     the reducer's all-reduces                      the same
@@ -16,26 +16,31 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from join.joinable import Block
 
 
-class Usage:
-    """The use of one module's parameters since the last reduction.
+class UsedParameters:
+    """Counts which of one module's parameters batches used since the last reduction.
 
     Args:
-        parameters: the module's parameters.
+        ddp: the module.
+        parameters: its parameters in the reducer's order.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._ddp, self._parameters = ddp, parameters
         self._handles: list[Any] = []
+        self.counts = False
+        """Whether there is anything to count: not without ``find_unused_parameters``."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64)
         self._absent: list[bool] = []
 
     def attach(self, join: Block) -> None:
         """A block is entered."""
         self._join = join
+        self.counts = self._ddp.find_unused_parameters and not self._ddp.static_graph
 
     def detach(self) -> None:
         """The block is left."""
@@ -45,8 +50,8 @@ class Usage:
         del self._join
 
     def watch(self) -> None:
-        """A forward comes, in a loop in lockstep."""
-        if not self._handles:
+        """A forward comes, in a loop over ``Join.iterate``."""
+        if self.counts and not self._handles:
             self._handles = [
                 parameter.register_hook(partial(self._see, index)) for index, parameter in enumerate(self._parameters)
             ]
@@ -56,33 +61,19 @@ class Usage:
             self._used[index] = 1
 
     def begin_window(self, *, brought: bool) -> None:
-        """The first backward since the last reduction, or since ``zero_grad``, begins.
+        """The first backward since the last reduction, or since ``zero_grad``, begins in such a loop.
 
         Args:
             brought: whether gradients are there that were accumulated before the loop: those were used.
         """
-        self._absent = [parameter.grad is None for parameter in self._parameters]
-        self._used = torch.tensor([brought and not absent for absent in self._absent], dtype=torch.int64)
+        if self.counts:
+            self._absent = [parameter.grad is None for parameter in self._parameters]
+            self._used = torch.tensor([brought and not absent for absent in self._absent], dtype=torch.int64)
 
-    @property
-    def window(self) -> tuple[torch.Tensor, list[bool]]:
-        """What is known of it, to be kept over a backward that all ranks skip."""
-        return self._used.clone(), self._absent
-
-    @window.setter
-    def window(self, window: tuple[torch.Tensor, list[bool]]) -> None:
-        self._used, self._absent = window
-
-    def end_reduction(self, *, with_dummies: bool) -> None:
-        """A reduction is over.
-
-        Args:
-            with_dummies: whether dummies took part in it, so that what only they used must be put back.
-        """
-        if with_dummies:
-            self._join.collective.all_reduce(self._used, "max").wait()
-            used = cast("list[int]", self._used.tolist())
-            for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
-                if absent and not is_used:
-                    parameter.grad = None
-        self._used.zero_()
+    def end_reduction(self) -> None:
+        """A reduction is over in which there were dummies: drop the gradients of what only they used."""
+        self._join.collective.all_reduce(self._used, "max").wait()
+        used = cast("list[int]", self._used.tolist())
+        for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
+            if absent and not is_used:
+                parameter.grad = None

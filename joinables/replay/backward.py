@@ -16,15 +16,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from join import JoinError, JoinHook
-from join.collectives import Work
 from join.joinable import Block, BurstState
 from joinables._torch import reducer
 from joinables._torch.hooks import ModuleHook
+from joinables.mean import Mean
 from joinables.replay.forward import ReplayedForward
 from joinables.replay.module import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
 from joinables.sharding import is_dtensor
 from joinables.tensors import adopt_gradients, hides_tensors, tensors_with_grad
 from joinables.weights import Weights, weighs_on_some
+from joinables.window import Window
 
 # Over blocks: what a rank has not yet reduced.
 _unsynced: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -42,25 +43,21 @@ class ReplayedBackward(ReplayedBurst):
     def __init__(self, module: ReplayedModule, forward: ReplayedForward) -> None:
         super().__init__(module)
         self._forward = forward
-        self._divide_by_initial_world_size = True
-        self._weights = Weights(self._reduction.seen)
+        self._weights, self._mean, self._window = Weights(self._reduction.seen), Mean(), Window()
         self._current: Graph | None = None  # of the forward that is under way
         self._in_backward = self._has_replayed = False
         self._backwards = 0  # how many this rank has made itself, in this block
         self._entered: Graph | None = None  # the forward that the backward which is under way has come to
         self._through: list[Pass] = []  # the forwards that the backward goes through
         self._several = False
-        self._weighted = self._complete = False
-        self._unsynced = False  # something is accumulated since the last complete reduction
-        self._had_data = 0  # in lockstep: the ranks that had data since then, as a bit mask
-        self._total: tuple[torch.Tensor, Work] | None = None  # of the weights, under way
+        self._complete = False  # the backward under way completes a reduction over all ranks
         self._contributors = 0.0
         # How often gradients were written to, in place, when the last reduction ended.
         self._written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
-        self._divide_by_initial_world_size = divide_by_initial_world_size
+        self._mean.over_all_ranks = divide_by_initial_world_size
         return self
 
     @override
@@ -69,7 +66,7 @@ class ReplayedBackward(ReplayedBurst):
         self._join = join
         self._weights.attach(join)
         # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
-        self._unsynced = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
+        self._window.own = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
         self._in_backward, self._backwards, self.state = False, 0, BurstState.IDLE
         self._note_writes()
         module, entrances = self._of.module, self._reduction.entrances
@@ -84,7 +81,7 @@ class ReplayedBackward(ReplayedBurst):
     def detach(self) -> None:
         super().detach()
         self._weights.detach()
-        _unsynced[self._of.module] = self._unsynced
+        _unsynced[self._of.module] = self._window.own
         if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
             self._reduction.reset()
         self._in_backward, self._entered, self._current = False, None, None
@@ -100,7 +97,7 @@ class ReplayedBackward(ReplayedBurst):
         """Gradients, too, are as on the last joiner: a loop may clear them after its last step."""
         replicated = [parameter for parameter in self._reduction.parameters if not is_dtensor(parameter)]
         cleared, zeroed = adopt_gradients(
-            self._collective, replicated, source, accumulated=self._unsynced, also=self._emptiness()
+            self._collective, replicated, source, accumulated=self._window.own, also=self._emptiness()
         )
         if self._collective.rank != source:
             self._clear(cleared, zeroed)
@@ -110,8 +107,8 @@ class ReplayedBackward(ReplayedBurst):
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         if not active:
-            return (False, False, self._unsynced, False, False, False, False)
-        return (*self._emptiness(), True, self._weighted, *self._reduction.reduces, self._several)
+            return (False, False, self._window.own, False, False, False, False)
+        return (*self._emptiness(), True, self._mean.weighted, *self._reduction.reduces, self._several)
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
@@ -139,7 +136,7 @@ class ReplayedBackward(ReplayedBurst):
 
     def _clear(self, cleared: bool, zeroed: bool) -> None:
         """Clear gradients as the active ranks have, but for what is not reduced yet."""
-        if self._unsynced and self._reduction.accumulates_in_grad:
+        if self._window.own and self._reduction.accumulates_in_grad:
             return
         for parameter in self._reduction.parameters:
             if cleared:
@@ -208,11 +205,11 @@ class ReplayedBackward(ReplayedBurst):
         before = passes[: passes.index(entered)]
         self._through = [*[each for each in before if each.is_pending], entered]
         self._several = self._through != passes[-1:]
-        self._weighted = self._weights.in_use
+        self._mean.weighted = self._weights.in_use
         self._channel.announce(self)
         self._channel.read()
         if self._join.weight is not None:
-            self._weights.begin_backward(holds_result=False)
+            self._window.weight += self._weights.begin_backward()
         self._begin(complete=self._reduction.reduces[1])
         reducer.after_reduction(self._end_backward)
 
@@ -243,38 +240,32 @@ class ReplayedBackward(ReplayedBurst):
                 " others: set_requires_gradient_sync and its like must be set alike on all; over join.iterate,"
                 " join.is_last_step tells all where to step a window that is not full"
             )
-        self._complete, self._total = complete, None
+        self._complete, mean, window = complete, self._mean, self._window
         with_data = self._channel.ranks_with_data
         if with_data is not None:
-            self._weighted, accumulated = self._weights.agree(self._unsynced)
+            mean.weighted, accumulated = self._weights.agree(window.own)
             if self._weights.refused is not None:
                 raise self._weights.refused  # on all ranks, before the module's own collectives
-            self._had_data |= with_data | accumulated
-            self._contributors = float(self._had_data.bit_count())
+            window.with_data |= with_data | accumulated
+            contributors = window.with_data.bit_count()
         elif 0 < weighted < announced:
             raise weighs_on_some(weighted, announced - weighted)
         else:
-            self._weighted, self._contributors = weighted > 0, float(contributors)
-        if self._weighted and not self._reduction.weighs:
+            mean.weighted = weighted > 0
+        self._contributors = float(contributors)
+        if mean.weighted and not self._reduction.weighs:
             raise ValueError(
                 f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
                 " backward ranks compute together; leave it None and multiply the loss by what it should weigh"
             )
         self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
-        if self._complete and self._weighted:
-            total = torch.tensor(self._weights.window, dtype=torch.float64)
-            self._total = total, self._collective.all_reduce(total)
-        if self._complete and self._scales:
-            self._reduction.set_aside()
+        if complete:
+            mean.begin(self._collective, window.weight if mean.weighted else None)
+            is_uneven = contributors not in (0, self._collective.world_size)
+            if self._reduction.scales and (mean.weighted or (mean.scales and is_uneven)):
+                self._reduction.set_aside()
         if several:
             self._agree_on_forwards()
-
-    @property
-    def _scales(self) -> bool:
-        if not self._reduction.scales:
-            return False
-        uneven = self._contributors not in (0.0, float(self._collective.world_size))
-        return self._weighted or (uneven and not self._divide_by_initial_world_size)
 
     def _agree_on_forwards(self) -> None:
         """Let ranks without data know through which forwards the backward goes."""
@@ -288,25 +279,14 @@ class ReplayedBackward(ReplayedBurst):
 
     def _end(self) -> None:
         """What comes after the module's own collectives."""
-        has_data = not (self._of.replaying or self._join.shadowing)
-        self._unsynced = not self._complete and (self._unsynced or has_data)
         if not self._complete:
+            self._window.own |= not (self._of.replaying or self._join.shadowing)
             return
-        self._had_data = 0
-        self._weights.forget()
-        self._reduction.scale(self._factor() if self._scales else 1.0)
+        self._window, factor = Window(), 1.0
+        if self._reduction.scales and self._mean.scales:
+            factor = self._mean.factor(self._collective.world_size, lambda: self._contributors)
+        self._reduction.scale(factor)
         self._note_writes()
-
-    def _factor(self) -> float:
-        """What makes the mean that was asked for of the mean over all ranks."""
-        parts = self._contributors
-        if self._total is not None:
-            total, work = self._total
-            work.wait()
-            parts = total.item()
-            if parts == 0:
-                raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
-        return self._collective.world_size / parts
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,208 @@
+"""What each rank gives to a reduction of a DDP module's gradients, and the mean of it: :class:`Contributions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join.joinable import Block, Burst
+from joinables._torch import reducer
+from joinables.ddp.last_result import LastResult
+from joinables.ddp.unused_parameters import UsedParameters
+from joinables.mean import Mean
+from joinables.weights import Weights
+from joinables.window import Window
+
+WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
+"""The flags in the header of a reduction: it covers the buffers too, this rank contributes, weights are summed."""
+
+
+class Contributions:
+    """What was accumulated since the last reduction, and how the next one makes a mean of it.
+
+    Args:
+        ddp: the module.
+        parameters: its parameters in the reducer's order.
+        burst: the reduction, as it is announced.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], burst: Burst) -> None:
+        self._ddp, self._parameters, self._burst = ddp, parameters, burst
+        self.window = Window()
+        self.last_result = LastResult(ddp, parameters)
+        self.weights = Weights(parameters)
+        self.used = UsedParameters(ddp, parameters)
+        self.mean = Mean()
+        self.with_buffers = False
+        """Whether the header covers the buffers too: sent in the forward, it cannot tell who will run a backward."""
+
+    def attach(self, join: Block) -> None:
+        """A block is entered."""
+        self._channel, self._collective = join.channel, join.collective
+        self._has_comm_hook = reducer.has_comm_hook(self._ddp)
+        self.weights.attach(join)
+        self.used.attach(join)
+        self.last_result.attach()
+
+    def detach(self) -> None:
+        """The block is left."""
+        self.weights.detach()
+        self.used.detach()
+        self.last_result.detach()
+
+    # -- what was accumulated, and by whom ----------------------------------------------------------------------------
+
+    def note_data(self, with_data: int) -> None:
+        """A backward begins in a loop over ``Join.iterate``: note which ranks have data in it (a bit mask)."""
+        window = self.window
+        if not window.with_data:
+            self.used.begin_window(brought=window.own)
+        window.with_data |= with_data
+        window.with_dummies |= not self._channel.all_have_data
+
+    def forget_zeroed(self) -> None:
+        """What was accumulated is gone if ``zero_grad`` was called since: then it must not count.
+
+        Gradients that are 0 tell nothing: those of a batch may be.
+        """
+        if self.last_result.has_no_gradient:
+            self.window = Window()
+            self.last_result.aside.clear()
+
+    def drop(self) -> None:
+        """Give nothing."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        reducer.forget_use(self._ddp)
+
+    def add_last_result(self) -> None:
+        """A reduction begins, and gradients still hold the last one's result: see to it that the mean has it once.
+
+        Raises:
+            ValueError: where numbers of steps are declared, if the number of contributors cannot be known.
+        """
+        mean, window, result = self.mean, self.window, self.last_result
+        if mean.weighted:
+            times = window.weight
+        elif not mean.over_all_ranks:
+            times = self.own
+        elif self._channel.ranks_with_data is not None:
+            times = 1.0
+        elif not self._channel.foresees_bursts:
+            times = self._collective.world_size / self._contributors()
+        elif result.is_zero:
+            return
+        else:
+            raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
+        if times != 1 and not (window.own or result.aside):
+            result.set_aside()
+        result.add(times)
+
+    def has_result(self) -> bool:
+        """Whether a reduction to which this rank gave nothing shows that others gave something."""
+        may_be_older = self.last_result.kept and self.mean.over_all_ranks
+        # A rank that has joined may have given what it had accumulated.
+        may_be_joined = self._channel.flags(self._burst)[CONTRIBUTES] > self._channel.announced(self._burst)
+        if may_be_older or may_be_joined or reducer.hooks_remember(self._ddp):
+            return False
+        return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
+
+    # -- whether weights are summed -----------------------------------------------------------------------------------
+
+    def check_weights(self) -> None:
+        """In a plain block: make sure that all active ranks sum weights in this reduction, or none.
+
+        Where something is wrong, the reduction still is as on the others, and what is wrong is raised after it.
+        """
+        mean, weights = self.mean, self.weights
+        if mean.weighted != weights.in_use:
+            weights.refused = ValueError(
+                "join.weight was set or unset between forward and backward; set it before the forward"
+            )
+        if mean.weighted != weights.in_headers:
+            weights.refused = self.weigh_as_all() or weights.refused
+
+    def weigh_as_all(self) -> ValueError | None:
+        """Sum weights in this reduction, or not, as all active ranks do; what is wrong if they do not do the same."""
+        wrong = self.weights.agree_in_header(self._burst)
+        self.mean.weighted = self.weights.in_headers
+        return wrong
+
+    def agree_on_weights(self) -> None:
+        """In a loop over ``Join.iterate``: sum weights in this reduction, if ranks with data do."""
+        if not self.window.with_data:
+            self.used.begin_window(brought=self.window.own)
+        self.mean.weighted, accumulated = self.weights.agree(self.window.own)
+        self.window.with_data |= accumulated
+
+    # -- the mean -----------------------------------------------------------------------------------------------------
+
+    @property
+    def own(self) -> float:
+        """1 if this rank contributes to its own backward, and 0 if it had nothing but dummies."""
+        return float(self._channel.ranks_with_data is None or self.window.with_data >> self._collective.rank & 1)
+
+    def _contributors(self) -> float:
+        """How many ranks contribute, where all know it."""
+        if self._channel.ranks_with_data is not None:
+            return float(self.window.with_data.bit_count())
+        return float(self._channel.flags(self._burst)[CONTRIBUTES])
+
+    @property
+    def _all_know_contributors(self) -> bool:
+        channel = self._channel
+        if channel.ranks_with_data is not None:
+            return not self.weights.brought
+        in_time = channel.foresees_bursts or not self.with_buffers
+        return in_time and not channel.someone_may_contribute_unseen()
+
+    def begin(self, mine: float) -> None:
+        """A reduction begins: sum the contributors, or their weights, if they are wanted and not all ranks know them.
+
+        Args:
+            mine: the sum of this rank's weights, or 1 if it contributes.
+        """
+        mean = self.mean
+        sums = mean.weighted or not (mean.over_all_ranks or self._all_know_contributors)
+        mean.begin(self._collective, mine if sums else None)
+        if self._normalises and (total := mean.parts(self._contributors)):
+            self.weights.normalise(self._collective.world_size / total)
+
+    @property
+    def _normalises(self) -> bool:
+        """Whether gradients are parts of the mean before they are reduced, since a comm hook is given them."""
+        return self.mean.weighted and self._has_comm_hook
+
+    def end(self) -> None:
+        """A reduction is over: turn the sum over ranks, divided by the world size, into the mean that was asked for.
+
+        Raises:
+            ValueError: on all ranks, if their weights are all 0.
+        """
+        try:
+            self.last_result.end_reduction(self._used_anywhere)
+            self._scale()
+        finally:  # whatever that raises, maybe on this rank alone: the collectives must stay in step
+            self.end_without_result()
+
+    def end_without_result(self) -> None:
+        """A reduction is over, of which this rank takes nothing."""
+        counts = self.used.counts and self._channel.ranks_with_data is not None
+        if counts and (self.window.with_dummies or self.weights.brought):
+            self.used.end_reduction()
+
+    def _scale(self) -> None:
+        if not self.mean.scales:
+            return
+        factor = self.mean.factor(self._collective.world_size, self._contributors)
+        if factor == 1 or self._normalises:
+            return
+        with torch.no_grad():
+            for parameter, used in zip(self._parameters, self._used_anywhere(), strict=True):
+                if used and parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _used_anywhere(self) -> Sequence[int]:
+        return reducer.used_anywhere(self._ddp, len(self._parameters))

@@ -1,0 +1,133 @@
+"""What happens around the forwards of a DDP module in a block: :class:`Forwards`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join import JoinError
+from join.joinable import BlockChannel
+from joinables._torch import reducer
+from joinables.ddp.buffers import BufferSync
+from joinables.dummy_forward import InnerForward
+from joinables.tensors import tensors_with_grad
+from joinables.wrapped_forward import around_forward
+
+IN_TORCH_JOIN = (
+    "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
+    " build the DistributedDataParallel anew"
+)
+
+
+class Forwards:
+    """Watches the forwards of a DDP module, and tells when a gradient enters the outputs of one.
+
+    Buffers are synchronised by ``buffers`` instead of by DDP, and left as they were by the forward of a dummy.
+
+    Args:
+        ddp: the module.
+        parameters: its parameters in the reducer's order.
+        buffers: its buffer synchronisation; ``None`` if it has none.
+        begins: called before each forward with grad.
+        enters: called with whether the forward synchronises, and with a gradient that enters the forward's outputs.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Sequence[torch.nn.Parameter],
+        buffers: BufferSync | None,
+        begins: Callable[[], None],
+        enters: Callable[[bool, torch.Tensor], None],
+    ) -> None:
+        self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
+        self._begins, self._enters = begins, enters
+        self.armed = False
+        """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
+        self._expects_backward_inside = True  # until a forward returns something that a backward can begin at
+        self._written: list[tuple[int, int]] = []  # before the forward
+
+    def attach(self, channel: BlockChannel) -> list[Any]:
+        """A block is entered.
+
+        Returns:
+            The handles of hooks, to be removed when it is left; later ones are added to the list.
+        """
+        self._channel, self._expects_backward_inside = channel, True
+        self._param_sync = self._ddp.require_forward_param_sync
+        self._inner = InnerForward(cast("torch.nn.Module", self._ddp.module), channel)
+        self._handles = around_forward(self._ddp, self._before, self._after)
+        return self._handles
+
+    def detach(self) -> None:
+        """The block is left, and the handles are removed."""
+        self._inner.remove()
+        del self._inner  # which may hold a batch
+        self._ddp.require_forward_param_sync = self._param_sync
+        self.armed = False
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the last synchronised forward returned and is still alive, under ``find_unused_parameters``."""
+        return [tensor for ref in self._outputs if (tensor := ref()) is not None]
+
+    def _before(self) -> None:
+        if reducer.is_in_torch_join(self._ddp):
+            raise JoinError(IN_TORCH_JOIN)
+        channel = self._channel
+        channel.module_called()
+        if self._buffers is not None:
+            reducer.suppress_buffer_sync(self._ddp)
+        if torch.is_grad_enabled():
+            self._begins()
+        if self._expects_backward_inside:
+            self._written = self._gradient_writes()
+        if channel.shadowing:
+            self._buffers_before = reducer.copied_buffers(self._ddp)
+        if channel.watches_calls:
+            self._inner.put()
+
+    def _after(self, output: Any) -> None:
+        if self._channel.shadowing:
+            reducer.restore_buffers(self._ddp, self._buffers_before)
+            self._buffers_before = []
+        if not torch.is_grad_enabled():
+            return
+        if self._buffers is not None:
+            self._buffers.forward_ended()
+        outputs = tensors_with_grad(output)
+        if self._expects_backward_inside:
+            self._refuse_backward_inside()
+            self._expects_backward_inside = not outputs
+        synchronises = bool(self._ddp.require_backward_grad_sync)
+        self.armed |= synchronises
+        if synchronises and self._ddp.find_unused_parameters:
+            self._outputs = [weakref.ref(tensor) for tensor in outputs]
+        hook = partial(self._enters, synchronises)
+        for tensor in outputs:
+            handle = reducer.on_gradient(tensor, hook)
+            if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
+                self._handles.append(handle)
+        if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
+            watch = torch.autograd.graph.register_multi_grad_hook
+            self._handles.append(watch(self._parameters, cast("Any", hook), mode="any"))
+
+    def _gradient_writes(self) -> list[tuple[int, int]]:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [(id(gradient), reducer.writes(gradient)) for gradient in gradients]
+
+    def _refuse_backward_inside(self) -> None:
+        if self._gradient_writes() != self._written:
+            name = type(cast("object", self._ddp.module)).__name__
+            raise JoinError(
+                f"a backward ran inside the forward of DistributedDataParallel({name}), where it can be neither"
+                " announced nor, on other ranks, shadowed. Return the loss from the forward, and call backward() after"
+                " it"
+            )

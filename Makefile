@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak test-horovod check bench docs clean
+.PHONY: help demo test test-all soak test-horovod check bench pictures docs clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -14,6 +14,7 @@ help:
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
+	@echo 'make pictures draws what docs/architecture.md shows, from runs'
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
 	@echo 'The first six create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
@@ -48,6 +49,9 @@ bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/trainer.py
+
+pictures: .venv/.demo-installed
+	$(BIN)/python -m docs.draw
 
 docs: .venv/.docs-installed
 	$(BIN)/pdoc --docformat google -o docs-out join join.collectives joinables joinables.trainer joinables.zero

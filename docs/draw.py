@@ -91,6 +91,7 @@ def place_of(frame: FrameType) -> Place | None:
 
 def draw(calls: list[Call], title: str, path: Path) -> None:
     """Draw a call sequence."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     rooms = list(dict.fromkeys([YOURS.room, *(place.room for call in calls for place in call)]))
@@ -108,7 +109,8 @@ def draw(calls: list[Call], title: str, path: Path) -> None:
             axes.annotate("", (end, row + 0.6), (begin, row + 0.6), arrowprops={"arrowstyle": "->", "linewidth": 0.7})
         box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.7", "linewidth": 0.5}
         axes.text(end, row + 0.6, callee.label, ha="center", va="center", fontsize=6.5, bbox=box)
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "joinables"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 class Training:

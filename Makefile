@@ -43,6 +43,7 @@ check: .venv/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright -p tests
 
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -38,8 +39,8 @@ def start(ending: Ending, cell: Cell) -> Running:
 @pytest.mark.parametrize("cell", all_or_pairwise(CELLS, Cell._asdict), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
-    coming: list[Cell] = [
-        item.callspec.params["cell"]
+    coming = [
+        cast("Cell", item.callspec.params["cell"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == request.node.originalname
     ]

@@ -23,7 +23,7 @@ demo: .venv/.demo-installed
 
 # Half of what tests do is to wait, so there are more of them at once than processors.
 JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 test: .venv/.test-installed
 	$(PYTEST)

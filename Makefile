@@ -24,7 +24,7 @@ demo: .venv/.demo-installed
 
 # Half of what tests do is to wait, so there are more of them at once than processors.
 JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 test: .venv/.test-installed
 	$(PYTEST)
@@ -44,6 +44,7 @@ check: .venv/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright -p tests
 
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py

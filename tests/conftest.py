@@ -8,8 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.ending import Ending
 from tests.pool import Pool
@@ -19,6 +22,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Whoever connects to one of torch's stores asks for the name of its address. Where nobody answers, that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+TOGETHER = ("tests/two_hosts/", "tests/failures/test_ends.py", "tests/joinables/test_transformers.py")
+"""Tests that need the same costly thing, or run several at once, by how their names begin."""
+
+
+class Scheduling(LoadScopeScheduling):
+    """Gives each test to whichever worker is free, and those of each of :data:`TOGETHER` to one; these come first."""
+
+    @override
+    def _split_scope(self, nodeid: str) -> str:
+        # Not xdist's marker for it: from pytest 9.2 on it changes a name that nobody reads, and so nothing.
+        return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none where xdist is switched off
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ program like any script; it is judged from outside.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import select
@@ -230,7 +231,7 @@ def _serve() -> tuple[_Call, int] | None:
 def main() -> None:
     import torch
 
-    import tests.preloaded  # noqa: F401
+    importlib.import_module("tests.preloaded")
 
     torch.set_num_threads(1)
     served = _serve()

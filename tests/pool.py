@@ -7,6 +7,7 @@ call that does not end in time is a hang: its ranks print their stacks, die, and
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -70,7 +71,8 @@ class Pool:
             deadline = time.monotonic() + timeout
             pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
             while pending and time.monotonic() < deadline:
-                for pipe in multiprocessing.connection.wait(list(pending), timeout=0.5):
+                ready: list[Any] = multiprocessing.connection.wait(list(pending), timeout=0.5)
+                for pipe in ready:
                     rank = pending.pop(pipe)
                     try:
                         results[rank] = pipe.recv()
@@ -120,7 +122,7 @@ def _serve(pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    import tests.preloaded  # noqa: F401
+    importlib.import_module("tests.preloaded")
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import gc
 import warnings
+from importlib import import_module
 
-import pytest
-import torch.distributed.fsdp
-
-import joinables.trainer
-
-__all__ = ["joinables", "pytest", "torch"]
-
+for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer"):
+    import_module(name)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, used by torch.distributed.optim itself
-    import torch.distributed.optim
-
+    import_module("torch.distributed.optim")
 gc.freeze()  # or each fork looks through all of this when it ends, for a second

@@ -84,7 +84,7 @@ def test_names_of_a_block_are_not_those_of_the_package(name: str) -> None:
         setattr(join, name, 3)
     assert hasattr(join.Join, name)
     with pytest.raises(AttributeError, match="module 'join' has no attribute 'anything'"):
-        join.anything  # noqa: B018
+        join.anything  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_errors_form_one_family() -> None:

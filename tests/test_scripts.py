@@ -50,7 +50,8 @@ class Forking(Launcher):
     """A launcher that forks its workers."""
 
     def __init__(self, world_size: int, **options: Any) -> None:
-        super().__init__(world_size, **{**options, "start_method": "fork"})
+        options["start_method"] = "fork"
+        super().__init__(world_size, **options)
 
 
 def as_script(rank: int, script: str, *arguments: str) -> None:

@@ -26,40 +26,57 @@ TOLERANCE_OF_GPUS = 1e-5
 
 
 @dataclass(frozen=True)
-class Case:
-    """One way to train; counts[epoch][rank] is the number of batches."""
+class Setup:
+    """What is trained: the model, what wraps it, its optimizer, and where they are."""
 
     model: str | Recipe = "mlp"
     optimizer: str = "adam"
+    rate: float | None = None
     zero: bool = False
     zero_views: bool = False
-    initial: bool = False
-    clip: bool = False
-    accumulate: int = 1
-    compiled: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict[str, Any])
     hook: str = ""
-    ddp: dict[str, Any] = field(default_factory=dict)
-    counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
-    to_none: bool = True
-    zero_every: int = 1  # optimizer steps; in between, gradients pile up
-    rate: float | None = None
-    weighted: bool = False
-    declared: bool = False
+    compiled: bool = False
     replay: bool = False  # the module is listed to be replayed
     synchronised: bool = False  # its batch norms are
     device: str = "cpu"  # or "cuda": with NCCL a device for each rank, with gloo one for all
+
+
+@dataclass(frozen=True)
+class Data:
+    """What ranks have; counts[epoch][rank] is the number of batches."""
+
+    counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
+    weighted: bool = False  # batches are of several sizes, and count by them
+
+    @property
+    def ranks(self) -> int:
+        return len(self.counts[0])
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What an epoch is like: the block, how it goes over the data, and what a step does."""
+
+    initial: bool = False
+    declared: bool = False
     iterate: str = ""  # over join.iterate, with these dummies: "empty", "last" or "a function"
     lookahead: int = 1
     until: str = "all"
     stop: int | None = None  # all ranks break out of join.iterate after as many steps
     one_block: bool = False  # for all epochs
     plain_last: bool = False  # the last epoch is not over join.iterate
+    accumulate: int = 1
+    to_none: bool = True
+    zero_every: int = 1  # optimizer steps; in between, gradients pile up
+    clip: bool = False
     forwards: int = 1  # before each backward
     evaluates: bool = False  # at some steps
 
-    @property
-    def ranks(self) -> int:
-        return len(self.counts[0])
+
+@dataclass(frozen=True)
+class Case(Loop, Data, Setup):
+    """One way to train."""
 
     def in_lockstep(self, epoch: int) -> bool:
         return bool(self.iterate) and not (self.plain_last and epoch == len(self.counts) - 1)
@@ -83,12 +100,12 @@ class Sharded(Case):
     syncs: str = "reduces when it steps"
 
 
-def weight_of(case: Case, rank: int, epoch: int, step: int) -> int:
+def weight_of(case: Data, rank: int, epoch: int, step: int) -> int:
     """The number of samples in a batch; all the same, and no reason to weigh, unless the case has weights."""
     return 2 + (rank + epoch + 2 * step) % 4 if case.weighted else BATCH
 
 
-def device_of(case: Case) -> torch.device:
+def device_of(case: Setup) -> torch.device:
     """Where this rank trains; it is the current device then, which FSDP takes."""
     if case.device == "cpu":
         return torch.device("cpu")
@@ -97,7 +114,7 @@ def device_of(case: Case) -> torch.device:
     return device
 
 
-def data_of(case: Case, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def data_of(case: Data, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = batch(rank, epoch, step)
     return x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
 
@@ -121,12 +138,12 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
     return join.iterate(loader, until, dummy=dummy, lookahead=case.lookahead)
 
 
-def build(case: Case) -> nn.Module:
+def build(case: Setup) -> nn.Module:
     torch.manual_seed(0)
     return models.build(case.model) if isinstance(case.model, str) else case.model.build()
 
 
-def placed(case: Case) -> nn.Module:
+def placed(case: Setup) -> nn.Module:
     """The model of a case, where this rank trains; its batch norms are over all ranks, if the case has it so."""
     model = build(case).to(device_of(case))
     if not case.synchronised:
@@ -136,6 +153,12 @@ def placed(case: Case) -> nn.Module:
         if isinstance(part, nn.SyncBatchNorm):
             part.__class__ = CPUSyncBatchNorm
     return model
+
+
+def optimizer_of(case: Setup) -> tuple[Any, dict[str, Any]]:
+    """The class of the optimizer, and what it is given."""
+    cls, options = OPTIMIZERS[case.optimizer]
+    return cls, options if case.rate is None else {**options, "lr": case.rate}
 
 
 def branch_of(rank: int, step: int) -> int:
@@ -194,7 +217,7 @@ def whole(tree: Any) -> Any:
     return pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), tree)
 
 
-def wrapped(case: Case) -> Any:
+def wrapped(case: Setup) -> Any:
     """The model of a case, sharded or in DDP."""
     if isinstance(case, Sharded):
         return shard(case)
@@ -227,8 +250,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     is_sharded = isinstance(case, Sharded)
     replays = is_sharded or case.replay
     model = torch.compile(trained, backend="eager") if case.compiled else trained
-    cls, options = OPTIMIZERS[case.optimizer]
-    options = options if case.rate is None else {**options, "lr": case.rate}
+    cls, options = optimizer_of(case)
     if case.zero:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -284,8 +306,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 def reference(case: Case) -> dict[str, torch.Tensor]:
     """One process: the gradients of all ranks that have data, averaged; buffers of the lowest of them."""
     model = build(case)
-    cls, options = OPTIMIZERS[case.optimizer]
-    options = options if case.rate is None else {**options, "lr": case.rate}
+    cls, options = optimizer_of(case)
     optimizer = cls(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     k = case.accumulate

@@ -337,7 +337,7 @@ def freed(rank: int) -> None:
     collective_of(group).line()
     dist.barrier()
     (new,) = memory_files().keys() - named_before
-    dist.destroy_process_group(group)
+    dist.destroy_process_group(group)  # pyright: ignore[reportArgumentType]
     del group
     gc.collect()
     deadline = time.monotonic() + 10  # gloo closes its connections in a thread

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -34,12 +35,11 @@ def start(ending: Ending, cell: Cell) -> Running:
     return ending.start(main, cell, over_group=over_group)
 
 
-@pytest.mark.xdist_group("ends")
 @pytest.mark.parametrize("cell", all_or_pairwise(CELLS, Cell._asdict), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
-    coming: list[Cell] = [
-        item.callspec.params["cell"]
+    coming = [
+        cast("Cell", item.callspec.params["cell"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == request.node.originalname
     ]
@@ -50,7 +50,6 @@ def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell,
     check_fit(cell, *ends) if cell.mode == "fit" else check(cell, ends)
 
 
-@pytest.mark.xdist_group("ends")
 def test_no_file_is_left_in_memory() -> None:
     """Whatever became of the ranks of the tests above."""
     assert not [each.name for each in Path("/dev/shm").iterdir() if "join" in each.name]

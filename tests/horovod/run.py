@@ -6,7 +6,7 @@ import faulthandler
 import os
 import time
 
-import horovod.torch as hvd
+import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
 import torch
 
 from join.collectives.horovod import HorovodCollective

@@ -267,12 +267,12 @@ def test_ranks_with_different_arguments() -> None:
 )
 def test_ranks_that_list_the_same_otherwise(listed: list[str], told: str) -> None:
     class Named(Counter):
-        join_name = ""
+        join_name = ""  # pyright: ignore[reportAssignmentType]
 
     def enter(collective: ThreadCollective) -> None:
         counters = [Named(collective) for _ in listed[collective.rank]]
         for counter, name in zip(counters, listed[collective.rank], strict=True):
-            counter.join_name = name.upper()
+            counter.join_name = name.upper()  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(ProtocolError, match=re.escape(f"They differ in this: {told}")):
             Join(counters).__enter__()
 
@@ -311,5 +311,5 @@ def test_a_typo_of_weight() -> None:
         with Join([Counter(collective)]) as join:
             with pytest.raises(AttributeError, match="no attribute 'weigth' to set; did you mean weight"):
                 join.weigth = 3  # type: ignore[attr-defined]
-            join.weight = torch.tensor(3)
+            join.weight = torch.tensor(3)  # pyright: ignore[reportAttributeAccessIssue]
             assert join.weight == 3.0

@@ -192,7 +192,7 @@ def hooked(rank: int) -> float:
     """A hook of the user's changes a buffer, also on dummies, which leave no trace."""
     ddp = DistributedDataParallel(build("norm"), forward_sync_buffers=False)
     ddp.module.register_buffer("calls", torch.zeros(()))
-    ddp.register_forward_hook(lambda ddp, *_: ddp.module.calls.add_(1) and None)
+    ddp.register_forward_hook(lambda ddp, *_: ddp.module.calls.add_(1) and None)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     with Join([ddp]) as join:
         for step in join.iterate(range([2, 4][rank]), dummy="last"):
             ddp(batch(rank, 0, step)[0]).sum().backward()
@@ -208,7 +208,7 @@ def called_directly(rank: int) -> None:
     ddp = DistributedDataParallel(build("mlp"))
     with Join([ddp]):
         for step in range(2 * rank):
-            ddp.forward(batch(rank, 0, step)[0]).sum().backward()
+            ddp.forward(batch(rank, 0, step)[0]).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
         parameters = list(inspect.signature(ddp.forward).parameters)
     assert parameters == list(inspect.signature(ddp.forward).parameters)
     assert all(parameter.grad is not None for parameter in ddp.parameters())  # shadowed on the joined rank
@@ -304,7 +304,7 @@ def refused(rank: int) -> None:
     with pytest.raises(ValueError, match="overlap_with_ddp=False"):
         ZeroStep(sharded)
     with pytest.raises(TypeError, match="optimizer is a SGD; ZeroStep is for ZeroRedundancyOptimizer"):
-        ZeroStep(torch.optim.SGD(ddp.parameters(), lr=0.1))
+        ZeroStep(torch.optim.SGD(ddp.parameters(), lr=0.1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="the class SGD cannot join"):
         Join([ddp, torch.optim.SGD])
     static = DistributedDataParallel(build("mlp"), static_graph=True)

@@ -256,7 +256,7 @@ def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[st
     ddp = DistributedDataParallel(build("norm" if "norm" in setup else "mlp"))
     recorder = Recorder(ddp.process_group)  # held, or the library would make one of its own
     recorder.log = []
-    collectives._of_group[ddp.process_group] = recorder
+    collectives._of_group[ddp.process_group] = recorder  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     marks: list[str] = []
@@ -321,7 +321,7 @@ def shadow_memory(rank: int, model_size: int) -> tuple[int, int]:
     held = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
+            held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
             peak = max(peak, held)
     return peak, buckets
 

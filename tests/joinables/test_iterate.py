@@ -438,11 +438,11 @@ def accumulated_before(rank: int, who: list[int], kind: str, skipped: int = 0) -
         model.zero_grad()
         if rank in who:
             if kind == "fully_shard":
-                model.set_requires_gradient_sync(False)
+                model.set_requires_gradient_sync(False)  # pyright: ignore[reportCallIssue]
             with nullcontext() if kind == "fully_shard" else model.no_sync():
                 model(x).sum().backward()
             if kind == "fully_shard":
-                model.set_requires_gradient_sync(True)
+                model.set_requires_gradient_sync(True)  # pyright: ignore[reportCallIssue]
         for step, each in enumerate(join.iterate([x] * (skipped + 1) if rank == 0 else [])):
             total = model(each).sum()
             if step == skipped:
@@ -556,7 +556,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 @contextmanager
 def workers_allowed() -> Iterator[None]:
     """Ranks of the pool end with the tests, and such processes may start none of their own."""
-    config = multiprocessing.current_process()._config
+    config = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setitem(config, "daemon", False)
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork where there are threads

@@ -272,11 +272,11 @@ def limits(rank: int) -> None:
     ddp = DistributedDataParallel(build("mlp"))
     for _ in range(2):
         with Join([ddp], timeout=30):
-            assert timeout_of(ddp.process_group).total_seconds() == 60
+            assert timeout_of(ddp.process_group).total_seconds() == 60  # pyright: ignore[reportArgumentType]
             with Join([torch.optim.SGD(ddp.parameters(), lr=0.1), SharedCall(dist.barrier)], timeout=3):
-                assert timeout_of(ddp.process_group).total_seconds() == 6
-            assert timeout_of(ddp.process_group).total_seconds() == 60
-        assert timeout_of(ddp.process_group) == before
+                assert timeout_of(ddp.process_group).total_seconds() == 6  # pyright: ignore[reportArgumentType]
+            assert timeout_of(ddp.process_group).total_seconds() == 60  # pyright: ignore[reportArgumentType]
+        assert timeout_of(ddp.process_group) == before  # pyright: ignore[reportArgumentType]
 
 
 def test_the_time_limit_of_the_group(pool: Pool) -> None:

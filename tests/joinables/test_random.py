@@ -87,7 +87,7 @@ def sharded(draw: st.DrawFn) -> Sharded:
     return legal_sharded(case)
 
 
-LOOPS = st.fixed_dictionaries(
+LOOPS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "optimizer": st.sampled_from(["sgd", "adam", "adamw"]),
         "rate": st.just(0.01),

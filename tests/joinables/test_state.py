@@ -247,7 +247,7 @@ class SummerHook(TorchJoinHook):
         self.summer.total += self.summer.reduce(0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.summer.last = is_last_joiner
+        self.summer.last = is_last_joiner  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def third_party(rank: int, first: bool) -> tuple[Any, ...]:

@@ -15,9 +15,6 @@ from tests.models import assert_same, flat_state
 from tests.pool import Pool
 from tests.training import mesh_of, whole
 
-# Importing transformers takes long: the ranks of one worker of pytest-xdist do it.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 COUNTS = 1, 3, 0
 TEXT: dict[str, Any] = {"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import importlib
 import os
 import pickle
 import signal
@@ -190,7 +191,7 @@ def _load() -> None:
     """Import all that a rank may need."""
     import torch
 
-    import tests.preloaded  # noqa: F401
+    importlib.import_module("tests.preloaded")
 
     torch.set_num_threads(1)
 

@@ -10,9 +10,6 @@ from tests.two_hosts.fleet import MEMORY, RANKS, Fleet
 from tests.two_hosts.ranks import Call
 from tests.two_hosts.training import CASES, Trained, fit, fit_alone, train_all
 
-# One worker of pytest-xdist has the hosts.
-pytestmark = pytest.mark.xdist_group("two hosts")
-
 
 @pytest.fixture(scope="module", params=MEMORY)
 def fleet(request: pytest.FixtureRequest, fleets: dict[str, Fleet]) -> Fleet:

@@ -9,9 +9,6 @@ from tests.two_hosts.cuts import TRAINING, Loop, train_until_cut
 from tests.two_hosts.fleet import Fleet, text_of
 from tests.two_hosts.ranks import Call
 
-# One worker of pytest-xdist has the hosts.
-pytestmark = pytest.mark.xdist_group("two hosts")
-
 TIMED = [Loop(iterate, timeout=5.0) for iterate in (False, True)]
 LOOPS = {
     "one memory": TIMED,  # there, headers come through, and bursts do not

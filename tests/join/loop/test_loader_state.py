@@ -40,7 +40,7 @@ class Positioned:
 def stateful_data_loader(size: int, workers: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(list(range(size)), batch_size=1, num_workers=workers)
+    return StatefulDataLoader(list(range(size)), batch_size=1, num_workers=workers)  # pyright: ignore[reportArgumentType]
 
 
 def loader_of(kind: str, size: int) -> Any:

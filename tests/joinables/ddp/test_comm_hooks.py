@@ -35,7 +35,10 @@ def register(ddp: DistributedDataParallel, hook: str) -> None:
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     elif hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(
-            group, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5
+            group,
+            matrix_approximation_rank=1,
+            start_powerSGD_iter=3,
+            min_compression_rate=0.5,  # pyright: ignore[reportArgumentType]
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 

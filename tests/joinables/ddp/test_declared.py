@@ -92,8 +92,8 @@ def test_a_rank_that_raises_with_weights(ending: Ending, model: str, steps: list
 class Fails(Joinable):
     """A joinable with one all-reduce, whose hook raises behind it."""
 
-    join_device = torch.device("cpu")
-    join_process_group = None
+    join_device = torch.device("cpu")  # pyright: ignore[reportAssignmentType]
+    join_process_group = None  # pyright: ignore[reportAssignmentType]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         join_self = self

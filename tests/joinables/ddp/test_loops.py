@@ -291,10 +291,11 @@ class Row(NamedTuple):
     weighted: bool
 
 
-ROWS = [Row(name, "block", weighted) for name in PROGRAMS for weighted in (False, True)]
-ROWS += [Row(name, "declared", False) for name in DECLARED]
-ROWS += [Row(name, "last", weighted) for name in PROGRAMS for weighted in (False, True)]
-ROWS += [Row(name, "empty", weighted) for name in EMPTY for weighted in (False, True)]
+ROWS = [
+    *(Row(name, way, weighted) for way in ("block", "last") for name in PROGRAMS for weighted in (False, True)),
+    *(Row(name, "declared", False) for name in DECLARED),
+    *(Row(name, "empty", weighted) for name in EMPTY for weighted in (False, True)),
+]
 
 
 @pytest.mark.parametrize(("name", "way", "weighted"), all_or_pairwise(ROWS, Row._asdict))

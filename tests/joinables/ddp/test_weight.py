@@ -244,7 +244,7 @@ def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:
             join.weight = 1 + rank + step
             with nullcontext() if (step + 1) % accumulate == 0 else ddp.no_sync():
                 ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
-    return [parameter.grad for parameter in ddp.parameters()]
+    return [parameter.grad for parameter in ddp.parameters()]  # pyright: ignore[reportReturnType]
 
 
 COUNTS = (3, 1, 0)

@@ -158,17 +158,17 @@ class Every(Metric):
         self.mean = (self.mean * (self.update_count - 1) + x.mean()) / self.update_count
         self.max = torch.maximum(self.max, x.max())
         self.min = torch.fmin(self.min, x.min())
-        self.cat.append(x)
+        self.cat.append(x)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         self.rows = torch.cat([self.rows, x[:1].expand(1, 2)])
-        self.listed.append(x[:1])
+        self.listed.append(x[:1])  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         self.stacked += len(x)
         self.product = self.product * x.prod()
 
     def compute(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name).tolist() for name in ("sum", "mean", "max", "min", "rows", "stacked")},
-            "cat": torch.cat(list(self.cat)).tolist(),
-            "listed": [each.item() for each in self.listed],
+            "cat": torch.cat(list(self.cat)).tolist(),  # pyright: ignore[reportArgumentType]
+            "listed": [each.item() for each in self.listed],  # pyright: ignore[reportGeneralTypeIssues]
             "product": self.product.item(),
             "updates": self.update_count,
         }
@@ -182,7 +182,7 @@ def test_states_of_every_kind() -> None:
         with Join([counter, metric]):
             for x in seen[collective.rank]:
                 metric.update(torch.tensor(x))
-        return metric.compute(), metric.update_count, metric.sum.tolist(), metric.mean.item()
+        return metric.compute(), metric.update_count, metric.sum.tolist(), metric.mean.item()  # pyright: ignore[reportAttributeAccessIssue]
 
     own = {0: (1, [3.0, 3.0], 1.5), 1: (0, [0.0, 0.0], 0.0), 2: (3, [25.0, 25.0], pytest.approx(13 / 3))}
     for rank, (value, *left) in enumerate(on_threads(3, body)):

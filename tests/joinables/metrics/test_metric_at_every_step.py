@@ -376,7 +376,7 @@ def declared(rank: int, name: str, between: bool, metric_first: bool) -> tuple[s
                     found.append(metric(float(rank)).item())
                 with torch.no_grad():
                     for parameter in ddp.parameters():
-                        parameter -= 0.01 * parameter.grad
+                        parameter -= 0.01 * parameter.grad  # pyright: ignore[reportOperatorIssue]
     except JoinError as error:
         told = str(error)
     return told, found, flat_state(ddp.state_dict())

@@ -136,21 +136,21 @@ def in_half(rank: int, replicas: int, how: str) -> dict[str, torch.Tensor]:
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     model, mesh = build("mlp"), mesh_of(replicas=replicas)
-    for layer in model:
+    for layer in model:  # pyright: ignore[reportGeneralTypeIssues]
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     model = fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # pyright: ignore[reportAttributeAccessIssue]
     for epoch, counts in enumerate(IN_HALF):
         mine = [batch(rank, epoch, step) for step in range(max(counts) if how == "by hand" else counts[rank])]
         steps = counts[rank] if how == "declared" else None
         with Join([model, optimizer], enable=how != "by hand", steps=steps) as join:
             for step, (x, y) in enumerate(join.iterate(mine) if how == "lockstep" else mine):
                 optimizer.zero_grad()
-                loss = ((model(x) - y) ** 2).mean()
+                loss = ((model(x) - y) ** 2).mean()  # pyright: ignore[reportCallIssue]
                 (loss if step < counts[rank] or how == "lockstep" else 0 * loss).backward()
                 optimizer.step()
-    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))
+    return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -519,7 +519,7 @@ def outcome(rank: int, fault: str) -> str:
     from torch.distributed.fsdp import fully_shard
 
     kind = {"refuses": Refuses, "example": Refuses, "hides": Hides}.get(fault, torch.nn.Sequential)
-    model: Any = kind(*build("mlp"))
+    model: Any = kind(*build("mlp"))  # pyright: ignore[reportGeneralTypeIssues]
     mesh = mesh_of()
     fully_shard(model[0], mesh=mesh)
     fully_shard(model[4], mesh=mesh)
@@ -629,7 +629,7 @@ def locked(rank: int) -> str:
     """In lockstep nothing is replayed: the module may refuse empty batches. One rank raises between two bursts."""
     from torch.distributed.fsdp import fully_shard
 
-    model: Any = fully_shard(Refuses(*build("mlp")), mesh=mesh_of())
+    model: Any = fully_shard(Refuses(*build("mlp")), mesh=mesh_of())  # pyright: ignore[reportGeneralTypeIssues]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with Join([model, optimizer]) as join:

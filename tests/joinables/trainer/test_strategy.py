@@ -74,7 +74,7 @@ def leaves_nothing(rank: int) -> None:
     module.big = nn.Linear(1000, 1000)  # 4 MB, and as much of buckets
 
     def step(batch: Any, batch_idx: int) -> torch.Tensor:
-        return Classifier.training_step(module, batch, batch_idx) + module.big.weight.sum() + module.big.bias.sum()
+        return Classifier.training_step(module, batch, batch_idx) + module.big.weight.sum() + module.big.bias.sum()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
 
     module.training_step = step
     data = loader(50, 4), loader(20, 4)
@@ -149,7 +149,7 @@ def test_a_strategy_that_is_given_stays_as_it_is(monkeypatch: pytest.MonkeyPatch
     given = DDPStrategy()
     run = Trainer(strategy=given, devices=2, accelerator="cuda", sync_batchnorm=True)
     assert not given.sync_batchnorm
-    assert run.strategy.sync_batchnorm
+    assert run.strategy.sync_batchnorm  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_sync_batchnorm_and_back() -> None:

@@ -122,7 +122,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
     assert trainer.metrics["test_loss"] == tested["test_loss"]
     predictions = trainer.predict(module, data[1])
-    assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)
+    assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)  # pyright: ignore[reportAttributeAccessIssue]
     module.train()
     assert module.steps is steps
 
@@ -130,7 +130,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     result = trainer.fit(module, *data)
     assert (result.epochs, result.global_step, steps.item()) == (3, 12, 12)
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
-    assert trainer.callbacks[0].seen == ["epoch 0", "epoch 1", "epoch 2"]
+    assert trainer.callbacks[0].seen == ["epoch 0", "epoch 1", "epoch 2"]  # pyright: ignore[reportAttributeAccessIssue]
     assert len(list((tmp_path / "parts").glob("*.ckpt"))) == 2
 
     whole = Counting()
@@ -406,7 +406,7 @@ def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=6, callbacks=[stopping, keeper, Metrics()])
     for _ in range(2):
         result = trainer.fit(Classifier(), loader(12), loader(12))
-        assert (result.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])
+        assert (result.epochs, trainer.callbacks[1].seen) == (2, ["epoch 0", "epoch 1"])  # pyright: ignore[reportAttributeAccessIssue]
         assert len(keeper.state_dict()["kept"]) == 1
 
 
@@ -564,7 +564,7 @@ def test_bad_keywords_of_runs(run: str, keyword: str, text: str) -> None:
 
 def test_bad_runs(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"derive it from joinables\.trainer\.TrainModule"):
-        Trainer().fit(torch.nn.Linear(1, 1), loader())
+        Trainer().fit(torch.nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "none.ckpt")
     (tmp_path / "bad.ckpt").write_text("text")
@@ -737,9 +737,9 @@ def test_every_module_is_a_new_one() -> None:
     trainer = Trainer(max_epochs=1)
     for _ in range(20):
         module = Classifier()
-        before = module.body[0].weight.clone()
+        before = module.body[0].weight.clone()  # pyright: ignore[reportCallIssue]
         assert trainer.fit(module, loader(12)).epochs == 1
-        assert not torch.equal(before, module.body[0].weight)
+        assert not torch.equal(before, module.body[0].weight)  # pyright: ignore[reportArgumentType]
         del module
 
 
@@ -796,9 +796,9 @@ class Pathed(Classifier):
 def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
     module, trainer = Pathed(tmp_path), Trainer(devices=2, accelerator="cpu")
     for trainer.max_epochs in (1, 2):
-        before = module.body[0].weight.clone()
+        before = module.body[0].weight.clone()  # pyright: ignore[reportCallIssue]
         trainer.fit(module, loader(12))
-        assert not torch.equal(before, module.body[0].weight)
+        assert not torch.equal(before, module.body[0].weight)  # pyright: ignore[reportArgumentType]
     assert module.path.name == "again"
 
 

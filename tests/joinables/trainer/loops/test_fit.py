@@ -152,7 +152,7 @@ def test_workers_that_persist_draw_the_same_over_two_fits() -> None:
         run, module = trainer(seed=3), Classifier(dropout=0.3)
         for run.max_epochs in epochs:
             data = [loader(20, 4, shuffle=shuffle, num_workers=1, persistent_workers=True) for shuffle in (True, False)]
-            run.fit(module, *data)
+            run.fit(module, *data)  # pyright: ignore[reportArgumentType]
         return flat_state(module.state_dict())
 
     assert_same(state(1, 2), state(2))
@@ -595,7 +595,7 @@ def modes(rank: int, frozen: str) -> Any:
     run = trainer(max_epochs=1)
     for run.max_epochs in (1, 2):
         run.fit(module, loader(50), loader(12))
-    return module.seen, int(module.body[1].num_batches_tracked), [part.training for part in module.modules()]
+    return module.seen, int(module.body[1].num_batches_tracked), [part.training for part in module.modules()]  # pyright: ignore[reportArgumentType]
 
 
 def test_frozen_parts_stay_frozen(pool: Pool) -> None:
@@ -605,7 +605,7 @@ def test_frozen_parts_stay_frozen(pool: Pool) -> None:
     for module, count in ((Modes(""), 9), (Modes("").eval(), 9)):
         before = [part.training for part in module.modules()]
         trainer().fit(module, loader(50), loader(12))
-        assert (module.seen, int(module.body[1].num_batches_tracked)) == ({""}, count)
+        assert (module.seen, int(module.body[1].num_batches_tracked)) == ({""}, count)  # pyright: ignore[reportArgumentType]
         assert [part.training for part in module.modules()] == before
     module = Modes("body")  # as a pretrained model comes
     with pytest.warns(UserWarning, match=r"Modes has parts in eval mode .* stay in it: body\.0, body\.3\."):
@@ -623,7 +623,7 @@ class FreezesInTrain(Modes):
 def test_what_train_itself_freezes_stays_frozen() -> None:
     module = FreezesInTrain("body.2")
     trainer().fit(module, loader(50), loader(12))
-    assert (module.seen, int(module.body[1].num_batches_tracked)) == ({"body.1 body.2"}, 0)
+    assert (module.seen, int(module.body[1].num_batches_tracked)) == ({"body.1 body.2"}, 0)  # pyright: ignore[reportArgumentType]
 
 
 class Unfreezes(Classifier):

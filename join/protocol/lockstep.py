@@ -58,7 +58,7 @@ def begin_loop(channel: Channel) -> Lockstep:
     if header.announcements:
         headers.confirm()
     if header.active < world_size:
-        channel.break_off_with(
+        channel.break_off(
             ProtocolError(
                 f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left the"
                 " block. Also a rank without batches loops over join.iterate"

@@ -162,6 +162,7 @@ class Lockstep(Mode):
             if self.progress.all_have_left_here(told):
                 return
             peers.look()
+            self.look()
             peers.look_for_silent(told)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise self._guard.time_out()

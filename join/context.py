@@ -13,7 +13,6 @@ The order of collectives inside the block is the business of ``join.protocol``; 
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -334,12 +333,8 @@ class Join:
                 settings |= {"steps": self._steps}
             check_agreement(self._collective, self._joinables, settings, block.channel.guard.wait)
             block.begin()
-            try:
-                self._configure()
-                block.attach(self)
-            except BaseException as error:
-                block.fail(error)
-                raise
+            self._configure()
+            block.attach(self)
         except BaseException:
             self._leave()
             raise
@@ -354,37 +349,11 @@ class Join:
             return
         assert self._block is not None
         try:
-            self._leave_block(self._block, error)
+            self._report = self._block.end(error, self._iteration, self._steps_of_loops)
+            if error is None:
+                self._warn_of_no_loop()
         finally:
             self._leave()
-
-    def _leave_block(self, block: OpenBlock, error: BaseException | None) -> None:
-        iteration = None if self._iteration is None or not self._iteration.running else self._iteration
-        if error is not None:
-            if iteration is not None:
-                iteration.fail(error)
-            block.fail(error)
-            return
-        try:
-            if iteration is not None:
-                iteration.leave()
-            ran_out = time.monotonic()
-            outcome = block.channel.drain()
-        except BaseException as failure:
-            block.fail(failure)
-            raise
-        try:
-            if self._iteration is not None and self._iteration.joined_at is not None:
-                ran_out = self._iteration.joined_at
-            self._report = block.finish(outcome, ran_out, self._steps_of_loops)
-            self._warn_of_no_loop()
-        except BaseException as failure:
-            guard = block.channel.guard
-            cause = guard.explain(failure)
-            if cause is not None:
-                raise cause from failure
-            guard.peers.leave(failure)  # others may wait for this rank
-            raise
 
     def _warn_of_no_loop(self) -> None:
         if self._steps == "loader" and self._iteration is None:

@@ -23,6 +23,7 @@ import torch
 from join.collectives import Collective, Work
 from join.errors import JoinError, ProtocolError
 from join.joinable import Block, Joinable
+from join.loop.iterate import Iteration
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
 from join.protocol.declared import Declared
@@ -31,7 +32,7 @@ from join.protocol.mode import Outcome
 from join.report import JoinReport, RankReport
 
 channels: dict[int, Channel] = {}
-"""Of the groups on which blocks are open, by the ``id`` of their collective."""
+"""One channel for each group on which blocks are open, by the ``id`` of its collective."""
 
 
 class OpenBlock:
@@ -70,9 +71,13 @@ class OpenBlock:
 
     def attach(self, join: Block) -> None:
         """Attach the joinables."""
-        for member in self._scope.members:
-            member.joinable.attach(join)
-            self._attached.append(member.joinable)
+        try:
+            for member in self._scope.members:
+                member.joinable.attach(join)
+                self._attached.append(member.joinable)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def start(self) -> None:
         """The user's code begins."""
@@ -90,20 +95,52 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
+    def end(
+        self, error: BaseException | None, loop: Iteration | None, steps_of_loops: tuple[int, int]
+    ) -> JoinReport | None:
+        """The user's code has come to its end: take part in what others still do.
+
+        Args:
+            error: what the code has raised, if anything; it goes up after this.
+            loop: the last one over ``Join.iterate``, if any.
+            steps_of_loops: how many steps of such loops this rank has begun with a batch, and with a dummy.
+
+        Returns:
+            What has happened on all ranks, if there was no error.
+        """
+        if error is not None:
+            if loop is not None and loop.running:
+                loop.fail(error)
+            self._fail(error)
+            return None
+        try:
+            if loop is not None and loop.running:
+                loop.leave()
+            ran_out = time.monotonic()
+            outcome = self.channel.drain()
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+        if loop is not None and loop.joined_at is not None:
+            ran_out = loop.joined_at
+        try:
+            return self._finish(outcome, ran_out, steps_of_loops)
+        except BaseException as failure:
+            guard = self.channel.guard
+            cause = guard.explain(failure)
+            if cause is not None:
+                raise cause from failure
+            guard.peers.leave(failure)  # others may wait for this rank
+            raise
+
+    def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raises what it comes of, if that is another rank's failure."""
         cause = self.channel.fail(error)
         if cause is not None:
             raise cause from error
 
-    def finish(self, outcome: Outcome, ran_out: float, steps_of_loops: tuple[int, int]) -> JoinReport:
-        """All ranks have run out: synchronise state, and gather the report.
-
-        Args:
-            outcome: how the block ended.
-            ran_out: when this rank ran out of inputs, on the monotonic clock.
-            steps_of_loops: how many steps of loops over ``Join.iterate`` it has begun with a batch, and with a dummy.
-        """
+    def _finish(self, outcome: Outcome, ran_out: float, steps_of_loops: tuple[int, int]) -> JoinReport:
+        """All ranks have run out: synchronise state, and gather the report."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
         if outcome.even:
             outcome = self._compare_steps()

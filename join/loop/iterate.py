@@ -77,7 +77,7 @@ class Iteration:
         throw: bool,
     ) -> None:
         check_arguments(loader, until, dummy, lookahead)
-        self._channel, self._guard, self._collective = channel, channel.guard, channel.collective
+        self._channel, self._guard = channel, channel.guard
         self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
         self._length = _length_of(loader) if declared else None
         self._ahead = ReadAhead(loader)
@@ -187,7 +187,7 @@ class Iteration:
             if not self._ahead.batches:
                 self._wrong = self._wrong or self._too_few(self._step - 1)
                 if self._template is None:
-                    raise ProtocolError(f"rank {self._collective.rank} {self._wrong}")
+                    raise ProtocolError(f"rank {self._channel.collective.rank} {self._wrong}")
                 return self._make_dummy()
         batch = self._ahead.take()
         if self._length is None:
@@ -222,7 +222,7 @@ class Iteration:
         self.running = True
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
-        check_same(self._collective, "join.iterate", mine, self._guard.wait)
+        check_same(self._channel.collective, "join.iterate", mine, self._guard.wait)
         if self._length is None:
             self._tell_next_window(counts)
         else:
@@ -255,9 +255,9 @@ class Iteration:
     def _share_template(self, counts: StepCounts) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
         source = next(rank for rank, count in enumerate(counts.batches) if count)
-        mine = self._own_template(source) if self._collective.rank == source else None
+        mine = self._own_template(source) if self._channel.collective.rank == source else None
         try:
-            template, problem = broadcast_tree(self._collective, mine, source)
+            template, problem = broadcast_tree(self._channel.collective, mine, source)
         except TypeError as error:
             raise JoinError(
                 f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"
@@ -293,7 +293,7 @@ class Iteration:
         """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
             self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
-        wrong = ProtocolError(f"rank {self._collective.rank} {self._wrong}") if self._wrong else None
+        wrong = ProtocolError(f"rank {self._channel.collective.rank} {self._wrong}") if self._wrong else None
         counts.call(0 if wrong is None else self._fails(counts, wrong))
         counts.read("came to the end of join.iterate")
         self._lockstep.end()

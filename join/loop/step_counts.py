@@ -93,8 +93,7 @@ class StepCounts:
 
     def begin(self, batches: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
-        self.at = self._stretch = 0
-        self._steps_before = self.steps
+        self._steps_before, self.at, self._stretch = self.steps, 0, 0
         if batches is self.batches:
             return
         self.batches, self.mine, self.steps = batches, batches[self._rank], self._steps_of(batches)
@@ -129,7 +128,7 @@ class StepCounts:
         if self._replies is not self.batches or not self._roll_call.repeats():
             return False
         self.under_way = None
-        self.begin(self.batches)
+        self._steps_before, self.at, self._stretch = self.steps, 0, 0
         return True
 
     def read(self, doing: str) -> list[int]:

@@ -152,11 +152,12 @@ class Channel:
         if not member.interjects:
             if self._outstanding and mode.minds_followers:
                 missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
-                self._break_off(
+                why = (
                     f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must"
                     " notify once after each of its bursts; one that keeps its own time comes first in the list, or"
                     " derives from join.Burst"
                 )
+                self.break_off(JoinError(why))
             self._outstanding = list(member.followers)
         if mode.shadowing:
             member.shadowed += 1
@@ -175,11 +176,12 @@ class Channel:
                 self._outstanding.remove(member)
                 return
         if self.mode.minds_followers:
-            self._break_off(
+            why = (
                 f"{joinable.join_name} follows another joinable, but notified without an announcement of that one"
                 " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
                 " derive it from join.Burst"
             )
+            self.break_off(JoinError(why))
 
     def prepare(self, but: Joinable | None = None) -> None:
         """What comes before anything else is announced: what is pending is flushed, the last header is settled."""
@@ -294,12 +296,9 @@ class Channel:
     def protest(self, why: str) -> None:
         """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst, unless it leaves."""
         if not self.guard.leaving:
-            self.break_off_with(ProtocolError(why))
+            self.break_off(ProtocolError(why))
 
-    def _break_off(self, why: str) -> NoReturn:
-        self.break_off_with(JoinError(why))
-
-    def break_off_with(self, error: JoinError) -> NoReturn:
+    def break_off(self, error: JoinError) -> NoReturn:
         """Raise ``error`` for a mistake that this rank alone may have made, after telling the others."""
         self.fail(error)
         error.group_is_usable = self.guard.group_is_usable

@@ -58,7 +58,7 @@ def begin_loop(channel: Channel) -> Lockstep:
     if header.announcements:
         headers.confirm()
     if header.active < world_size:
-        channel.break_off_with(
+        channel.break_off(
             ProtocolError(
                 f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left the"
                 " block. Also a rank without batches loops over join.iterate"
@@ -168,6 +168,7 @@ class Lockstep(Mode):
             if self.progress.all_have_left_here(told):
                 return
             peers.look()
+            self.look()
             peers.look_for_silent(told)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise self._guard.time_out()

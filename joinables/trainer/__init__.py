@@ -1,6 +1,14 @@
-"""Trainer: uneven-data training in one call, on one process or many.
+"""Training on uneven data in one call, on one process or many: :class:`Trainer`.
 
-``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` that says what a step is.
+``Trainer(devices=4).fit(module, loader)``, with a :class:`TrainModule` whose methods say what a step is.
+
+    trainer, arguments          what users call, and the checks of what they give
+    work, result                one rank's part of a run, and what it comes back with
+    strategy, ddp_strategy      how a module is wrapped, and how its gradients are made
+    module, hooks               what is trained
+    launch                      one function on all ranks, in processes started here or by others
+    loops                       fit, evaluation and prediction on one rank
+    callbacks, checkpoints      what is called during a run; what a fit resumes from
 """
 
 from joinables.trainer.callbacks.base import Callback

@@ -31,7 +31,7 @@ from joinables.trainer.loops.run import FitRun, Run, Task
 from joinables.trainer.module import TrainModule
 from joinables.trainer.result import LastFit, Result
 from joinables.trainer.strategy import Strategy
-from joinables.trainer.work import receive_callbacks, receive_home, send_callback, work
+from joinables.trainer.work import put_buffers, receive_callbacks, receive_home, send_callback, work
 
 Uneven = Literal["join", "stop", "error"]
 
@@ -221,26 +221,28 @@ class Trainer:
             except BaseException:
                 receive_callbacks(folder, self.callbacks)
                 raise
-            home = receive_home(folder, module)
+            home = receive_home(folder)
             if home is not None:
                 result = replace(result, state=home["state"])
-                self._take_over(result, module)
-                if stage != "fit" and path is not None:
+                self._take_over(result)
+                Precision(self.precision, "cpu").convert_module(module)
+                if result.state is not None:
+                    module.load_state_dict(result.state["module"])
+                elif path is not None:
                     module.load_state_dict(read_checkpoint(path)["module"])
+                put_buffers(module, home["buffers"])
+                rng.restore(home["random"])
             if stage == "fit":
                 self._last.end(result)
         return result
 
-    def _take_over(self, result: Result, module: TrainModule) -> None:
-        """Bring this trainer and ``module`` to the state of those of rank 0, which is another process."""
+    def _take_over(self, result: Result) -> None:
+        """Bring this trainer and its callbacks to the state of rank 0's, in another process."""
         self.metrics = dict(result.callback_metrics)
         self.should_stop, self.join_report = result.stopped, result.join_report
         for callback in self.callbacks:
             if callback.state_key in result.callbacks:
                 callback.load_state_dict(result.callbacks[callback.state_key])
-        Precision(self.precision, "cpu").convert_module(module)
-        if result.state is not None:
-            module.load_state_dict(result.state["module"])
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
 

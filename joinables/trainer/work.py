@@ -129,26 +129,21 @@ def _send_home(task: Task, module: TrainModule, state: Mapping[str, Any] | None)
     write_checkpoint(home, task.folder / "home", durable=False)
 
 
-def receive_home(folder: Path, module: TrainModule) -> dict[str, Any] | None:
-    """Take over the random state and the buffers of ``module`` from rank 0, if it was another process.
+def receive_home(folder: Path) -> dict[str, Any] | None:
+    """What rank 0 has sent, if it was another process; the tensors lie in the file, which goes with the folder."""
+    return read_checkpoint(folder / "home", trusted=True) if (folder / "home").exists() else None
 
-    Returns:
-        All that rank 0 has sent; ``None`` if the work was done in this process. Its tensors lie in the file, which is
-        removed with the folder.
-    """
-    if not (folder / "home").exists():
-        return None
-    home = read_checkpoint(folder / "home", trusted=True)
-    rng.restore(home["random"])
+
+def put_buffers(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Give ``module`` these buffers: in place, or as new ones where it has none of that shape and type."""
     own = dict(module.named_buffers())
-    for name, buffer in home["buffers"].items():
+    for name, buffer in buffers.items():
         if name in own and (own[name].shape, own[name].dtype) == (buffer.shape, buffer.dtype):
             with torch.no_grad():
                 own[name].copy_(buffer)
-        else:  # the run has made it, or changed its shape
+        else:
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, buffer.clone())
-    return home
 
 
 def send_callback(task: Task, index: int, callback: Callback) -> None:

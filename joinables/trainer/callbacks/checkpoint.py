@@ -43,7 +43,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: after how many optimizer steps, instead of after epochs.
 
     Raises:
-        ValueError: if an argument is out of range, or several are kept with nothing to compare.
+        ValueError: if an argument is out of range.
     """
 
     @checks_keywords

@@ -27,17 +27,14 @@ import copy
 import io
 import sys
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from join.collectives._torch_private import pytree
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.optimizers import check_groups, optimizer_state
-
-if TYPE_CHECKING:
-    from joinables.trainer.loops.run import FitRun
-
+from joinables.trainer.loops.run import FitRun
 
 _OWN = {"epochs", "global_step", "module", "optimizers", "schedulers", "scaler", "callbacks", "metrics", "ranks"}
 

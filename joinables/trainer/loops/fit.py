@@ -54,6 +54,7 @@ class FitLoop:
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
         self._hooks: list[Any] = []
+        run.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
         self._has_another = False
         self._all_have_another = Meeting(
             run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)

@@ -36,8 +36,8 @@ def glance() -> dict[str, Any]:
 def _glance_at_numpy(module: Any) -> Any:
     """Return ``numpy.random.get_state()``, the last one again if nothing was drawn since.
 
-    It goes through the 624 words of the state one by one: 45 us, which are 16 % of a small training step (280 us).
-    Comparing them takes 2 us.
+    It goes through the 624 words of the state one by one, which takes 45 us; a small training step takes 300, and
+    comparing the words 2.
     """
     bits: Any = module.get_bit_generator() if hasattr(module, "get_bit_generator") else None
     if type(bits) is not module.MT19937:  # numpy before 1.24, or numpy.random.set_bit_generator was called

@@ -17,7 +17,6 @@ import torch
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.transfer import broadcast_tree
-from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.loops.collective_calls import Counters, Meeting, Ticker
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import Scheduler
@@ -97,7 +96,7 @@ class Run:
 
     @contextmanager
     def fresh_metrics(self) -> Generator[MetricStore]:
-        """Record metrics in a store of their own, and afterwards in the present one again."""
+        """A context in which metrics are recorded in a store of their own."""
         outer, self.store = self.store, MetricStore()
         try:
             yield self.store
@@ -109,11 +108,13 @@ class Run:
 class FitRun(Run):
     """A run that trains: optimizers, counters, and where in its epoch it is. The fit loop fills it."""
 
+    take_snapshot: Meeting[dict[str, Any] | None]
+    """Takes a snapshot of the fit, see ``joinables.trainer.checkpoints.snapshot``; all ranks call it."""
+
     def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
         super().__init__(trainer, module, task)
         self.counters = Counters()
         self.ticker = Ticker(self.collective, lambda: self.call("on_shadowed_step"))
-        self.take_snapshot = Meeting(self.collective, lambda active: snapshot.take(self, active))
         self.is_weighted = False
         """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
         self.epoch = 0
@@ -130,13 +131,13 @@ class FitRun(Run):
         self.random_before_read: dict[str, Any] | None = None
         """The random state before the batch that comes next was read."""
         self.random_to_resume: dict[str, Any] | None = None
-        """The random state where a fit that is resumed from now goes on; ``None`` if it is the present one.
+        """The random state for a snapshot taken now; ``None`` if it is the present one.
 
-        It is an older one where the resumed fit does something again: in the hooks before an epoch's batches, in a
-        step, before which the next batch was read, and in a validation.
+        It is an older one where a fit that resumes from there does something again: in the hooks before an epoch's
+        batches, in a step, before which the next batch was read, and in a validation.
         """
         self.resume_from: dict[str, Any] | None = None
-        """This rank's part of the state that the fit goes on from, until the first epoch's batches are read."""
+        """This rank's part of the snapshot that the fit resumes from, until the first epoch's batches are read."""
 
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
@@ -145,12 +146,12 @@ class FitRun(Run):
             self.ticker()
 
     def advance(self) -> None:
-        """Count a batch as trained on; a resumed fit would begin with the next."""
+        """Count a batch as trained on: a fit that resumes from here begins with the next."""
         self.batches_read += 1
         self.random_before_read, self.random_to_resume = self.random_to_resume, None
 
     def end_epoch(self) -> None:
-        """Count the epoch as completed, with its validation: a resumed fit would begin with the next."""
+        """Count the epoch as completed, with its validation: a fit that resumes from here begins with the next."""
         self.counters.epochs += 1
         self.batches_read = 0
         self.random_at_start = self.random_before_read = self.random_to_resume = None

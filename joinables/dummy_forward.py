@@ -8,6 +8,7 @@ an exception could leave half done. How it is found out elsewhere is told in ``j
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,6 @@ from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
 from joinables._torch.reducer import call_uncompiled, compiler_under_way, not_compiled
 from joinables.tensors import hides_tensors
-from joinables.wrapped_forward import own_forward
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -179,4 +179,9 @@ class InnerForward:
         return emptied_output(self._forward(*instead, **by_name), (args, kwargs))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return own_forward, (self._forward,)
+        return _own_forward, (self._forward,)
+
+
+def _own_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a copy has: a copy of the forward, which is a method of the copied module if it was one of the module."""
+    return forward

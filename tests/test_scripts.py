@@ -19,7 +19,7 @@ import pytest
 import torch.multiprocessing
 
 import joinables.trainer
-from joinables.trainer import Launcher, strategy
+from joinables.trainer import Launcher, ddp_strategy
 from tests.ending import Ending
 from tests.selection import ALL
 
@@ -61,7 +61,7 @@ def as_script(rank: int, script: str, *arguments: str) -> None:
     warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning)
     fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.multiprocessing.spawn = fork  # type: ignore[assignment]
-    joinables.trainer.Launcher = strategy.Launcher = Forking
+    joinables.trainer.Launcher = ddp_strategy.Launcher = Forking
     sys.argv = [script, *arguments]
     if script.endswith(".py"):
         sys.path.insert(0, str(Path(script).parent))

@@ -47,6 +47,7 @@ _NEEDED: dict[Any, tuple[str, ...]] = {
     DistributedDataParallel: (
         "_assign_modules_buffers",
         "_check_sync_bufs_post_fwd",
+        "_get_active_ddp_module",
         "_get_ddp_logging_data",
         "_sync_module_buffers",
     ),
@@ -82,14 +83,6 @@ def _run(call: Callable[..., Any], *args: Any) -> Any:
 
 call_uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
 """Calls a function and leaves it uncompiled, with all that it calls. Costly, also where nothing is compiled."""
-
-
-# -- modules --------------------------------------------------------------------------------------------------------
-
-
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether forward hooks of any kind are registered at the module itself. Stands in for asking for them."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 # -- autograd -------------------------------------------------------------------------------------------------------
@@ -134,6 +127,14 @@ def in_backward() -> bool:
 def writes(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to in place. Stands in for asking whether it was zeroed since."""
     return tensor._version
+
+
+# -- DistributedDataParallel: forward -------------------------------------------------------------------------------
+
+
+def is_in_forward(ddp: DistributedDataParallel) -> bool:
+    """Whether the module inside is called by ``ddp``'s forward. Stands in for ``ddp`` telling its caller."""
+    return DistributedDataParallel._get_active_ddp_module() is ddp
 
 
 # -- DistributedDataParallel: buffers -------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from join import JoinError
 from join.joinable import BlockChannel
 from joinables._torch import reducer
+from joinables._torch.hooks import ModuleHook
 from joinables.ddp.buffers import BufferSync
 from joinables.dummy_forward import InnerForward
 from joinables.tensors import tensors_with_grad
-from joinables.wrapped_forward import around_forward
 
 IN_TORCH_JOIN = (
     "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
@@ -60,11 +60,17 @@ class Forwards:
         Returns:
             The handles of hooks, to be removed when it is left; later ones are added to the list.
         """
+        ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
         self._channel, self._expects_backward_inside = channel, True
-        self._param_sync = self._ddp.require_forward_param_sync
-        self._inner = InnerForward(cast("torch.nn.Module", self._ddp.module), channel)
-        self._handles = around_forward(self._ddp, self._before, self._after)
-        return self._handles
+        self._param_sync = ddp.require_forward_param_sync
+        reducer.suppress_buffer_sync(ddp)
+        self._inner = InnerForward(inner, channel)
+        before, after = cast("Any", ModuleHook(self._before)), cast("Any", ModuleHook(self._after))
+        self._unseen = inner.register_forward_pre_hook(cast("Any", ModuleHook(self._before_inner)))
+        # The hooks of the user are between these.
+        handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after), self._unseen]
+        self._handles: list[Any] = handles
+        return handles
 
     def detach(self) -> None:
         """The block is left, and the handles are removed."""
@@ -78,7 +84,17 @@ class Forwards:
         """What the last synchronised forward returned and is still alive, under ``find_unused_parameters``."""
         return [tensor for ref in self._outputs if (tensor := ref()) is not None]
 
-    def _before(self) -> None:
+    def _before_inner(self, *_: Any) -> None:
+        if reducer.is_in_forward(self._ddp):
+            raise JoinError(
+                "DistributedDataParallel.forward was called directly, where Join cannot see it; call the module itself:"
+                " ddp(...)"
+            )
+
+    def _before(self, *_: Any) -> None:
+        if self._unseen is not None:
+            self._unseen.remove()  # who calls the module itself goes on to
+            self._unseen = None
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
@@ -94,7 +110,7 @@ class Forwards:
         if channel.watches_calls:
             self._inner.put()
 
-    def _after(self, output: Any) -> None:
+    def _after(self, module: Any, args: Any, output: Any) -> None:
         if self._channel.shadowing:
             reducer.restore_buffers(self._ddp, self._buffers_before)
             self._buffers_before = []

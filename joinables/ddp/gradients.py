@@ -95,7 +95,7 @@ class GradientSync(DDPBurst):
     def synchronise(self, source: int) -> None:
         """Parameters come from the last joiner; so do gradients, but for what is still to be reduced.
 
-        Which parameters have a gradient is the same on all ranks afterwards: ``_announce_forward`` depends on it.
+        Which parameters have a gradient is the same on all ranks afterwards: ``_begin_forward`` depends on it.
         """
         broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
         own, kept = self._given.window.own, self._last_result.kept
@@ -126,23 +126,15 @@ class GradientSync(DDPBurst):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
+        """A forward with grad begins: announce the backward, if that is to be done here, and synchronise buffers."""
         if self._ddp.find_unused_parameters:
             self._watch_use()
-        weighted = self._join.weight is not None
+        weighted, channel, buffers = self._join.weight is not None, self._channel, self._buffers
         if weighted:
             self._weights.watch()
-        if self._ddp.require_backward_grad_sync and self.state is not BurstState.OWED:
-            self._mean.weighted = weighted and not self._channel.shadowing
-            self._announce_forward()
-
-    def _watch_use(self) -> None:
-        if self._last_result.has_no_gradient and not self._forwards.armed:
-            reducer.forget_use(self._ddp)
-        if self._channel.ranks_with_data is not None:
-            self._given.used.watch()
-
-    def _announce_forward(self) -> None:
-        channel, buffers = self._channel, self._buffers
+        if not self._ddp.require_backward_grad_sync or self.state is BurstState.OWED:
+            return
+        self._mean.weighted = weighted and not channel.shadowing
         channel.end_broken_loop()
         if self._last_result.kept and channel.ranks_with_data is None:
             self._last_result.look()
@@ -160,6 +152,12 @@ class GradientSync(DDPBurst):
             channel.announce(buffers)
         if buffers is not None:
             buffers.announced()
+
+    def _watch_use(self) -> None:
+        if self._last_result.has_no_gradient and not self._forwards.armed:
+            reducer.forget_use(self._ddp)
+        if self._channel.ranks_with_data is not None:
+            self._given.used.watch()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +220,8 @@ class GradientSync(DDPBurst):
         if not (self._forwards.armed and self.state is BurstState.OWED):
             self._announce_backward(weighted)
         if with_data is None:
-            self._given.check_weights()
+            if not weighted == mean.weighted == weights.in_headers:
+                self._given.check_weights()
         else:
             if weights.agreed_in != self._channel.loop or weights.agreed != weighted:
                 self._given.agree_on_weights()

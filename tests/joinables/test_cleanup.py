@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import io
 import pickle
 import warnings
@@ -204,18 +203,23 @@ def test_what_hooks_of_the_users_do_to_buffers(pool: Pool) -> None:
     assert pool.run(hooked, ranks=2) == [2, 4]
 
 
-def called_directly(rank: int) -> None:
-    ddp = DistributedDataParallel(build("mlp"))
-    with Join([ddp]):
-        for step in range(2 * rank):
-            ddp.forward(batch(rank, 0, step)[0]).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
-        parameters = list(inspect.signature(ddp.forward).parameters)
-    assert parameters == list(inspect.signature(ddp.forward).parameters)
-    assert all(parameter.grad is not None for parameter in ddp.parameters())  # shadowed on the joined rank
+def called_directly(rank: int, kind: str) -> str:
+    ddp = DistributedDataParallel(build(kind))
+    try:
+        with Join([ddp]):
+            ddp.module(batch(rank, 0, 0)[0])
+            for step in range(2 * rank):
+                ddp.forward(batch(rank, 0, step)[0]).sum().backward()  # pyright: ignore[reportAttributeAccessIssue]
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def test_a_forward_that_is_called_directly(pool: Pool) -> None:
-    pool.run(called_directly, ranks=2)
+@pytest.mark.parametrize("kind", ["mlp", "norm"])
+def test_a_forward_that_is_called_directly(pool: Pool, kind: str) -> None:
+    first, second = pool.run(called_directly, kind, ranks=2)
+    assert second.startswith("JoinError: DistributedDataParallel.forward was called directly")
+    assert first == f"PeerError: rank 1 failed: {second}"
 
 
 def leaf_output(rank: int) -> None:

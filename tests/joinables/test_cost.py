@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanMetric
 
-import join
 from join import Join
 from join.collectives import TorchCollective
 from joinables import Metric
@@ -186,38 +182,6 @@ def test_declared_steps_are_gathered_once(pool: Pool, kind: str) -> None:
     for counts in pool.run(profile_entering, kind, ranks=2, over_group=True):
         # The all-reduce finds out, in every block, whether all ranks list the same.
         assert counts == {"gloo:all_reduce": 1, "gloo:all_gather": 1}
-
-
-PACKAGES = tuple(f"{Path(join.__file__).parent.with_name(name)}{os.sep}" for name in ("join", "joinables"))
-
-
-def calls_in_a_step(rank: int, setup: str) -> int:
-    """How many Python functions of ours a step runs, once everything is warm."""
-    ddp = DistributedDataParallel(build("mlp"))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    x, y = batch(rank, 0, 0)
-    calls = 0
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGES)
-
-    with Join([ddp, optimizer], steps=TOTAL if setup == "declared" else None) as join:
-        numbers = iter(join.iterate(range(TOTAL)) if setup == "lockstep" else range(TOTAL))
-        for number in range(TOTAL):
-            sys.setprofile(count if number == 4 else None)
-            next(numbers)
-            optimizer.zero_grad()
-            ((ddp(x) - y) ** 2).mean().backward()
-            optimizer.step()
-        assert next(numbers, None) is None
-    return calls
-
-
-@pytest.mark.parametrize(("setup", "most"), [("plain", 45), ("declared", 34), ("lockstep", 38)])
-def test_few_calls_in_a_step(pool: Pool, setup: str, most: int) -> None:
-    """Each comes from a cold cache and costs microseconds, which is all that an even step costs."""
-    assert max(pool.run(calls_in_a_step, setup, ranks=2)) <= most
 
 
 class Recorder(TorchCollective):

@@ -25,11 +25,10 @@ class Contributions:
     Args:
         ddp: the module.
         parameters: its parameters in the reducer's order.
-        burst: the reduction, as it is announced.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], burst: Burst) -> None:
-        self._ddp, self._parameters, self._burst = ddp, parameters, burst
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._ddp, self._parameters = ddp, parameters
         self.window = Window()
         self.last_result = LastResult(ddp, parameters)
         self.weights = Weights(parameters)
@@ -38,9 +37,9 @@ class Contributions:
         self.with_buffers = False
         """Whether the header covers the buffers too: sent in the forward, it cannot tell who will run a backward."""
 
-    def attach(self, join: Block) -> None:
-        """A block is entered."""
-        self._channel, self._collective = join.channel, join.collective
+    def attach(self, join: Block, burst: Burst) -> None:
+        """A block is entered, where the reduction is announced as ``burst``."""
+        self._channel, self._collective, self._burst = join.channel, join.collective, burst
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
         self.weights.attach(join)
         self.used.attach(join)
@@ -51,6 +50,7 @@ class Contributions:
         self.weights.detach()
         self.used.detach()
         self.last_result.detach()
+        del self._channel, self._burst  # which hold the module
 
     # -- what was accumulated, and by whom ----------------------------------------------------------------------------
 

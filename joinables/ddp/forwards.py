@@ -33,20 +33,12 @@ class Forwards:
         ddp: the module.
         parameters: its parameters in the reducer's order.
         buffers: its buffer synchronisation; ``None`` if it has none.
-        begins: called before each forward with grad.
-        enters: called with whether the forward synchronises, and with a gradient that enters the forward's outputs.
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        parameters: Sequence[torch.nn.Parameter],
-        buffers: BufferSync | None,
-        begins: Callable[[], None],
-        enters: Callable[[bool, torch.Tensor], None],
+        self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], buffers: BufferSync | None
     ) -> None:
         self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
-        self._begins, self._enters = begins, enters
         self.armed = False
         """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -54,14 +46,22 @@ class Forwards:
         self._expects_backward_inside = True  # until a forward returns something that a backward can begin at
         self._written: list[tuple[int, int]] = []  # before the forward
 
-    def attach(self, channel: BlockChannel) -> list[Any]:
+    def attach(
+        self, channel: BlockChannel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
+    ) -> list[Any]:
         """A block is entered.
+
+        Args:
+            channel: that of the block.
+            begins: called before each forward with grad.
+            enters: called with whether the forward synchronises, and with a gradient that enters the forward's outputs.
 
         Returns:
             The handles of hooks, to be removed when it is left; later ones are added to the list.
         """
         ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
-        self._channel, self._expects_backward_inside = channel, True
+        self._channel, self._begins, self._enters = channel, begins, enters
+        self._expects_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
         self._inner = InnerForward(inner, channel)
@@ -75,7 +75,7 @@ class Forwards:
     def detach(self) -> None:
         """The block is left, and the handles are removed."""
         self._inner.remove()
-        del self._inner  # which may hold a batch
+        del self._inner, self._channel, self._begins, self._enters  # a batch, and what holds the module
         self._ddp.require_forward_param_sync = self._param_sync
         self.armed = False
 

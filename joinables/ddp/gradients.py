@@ -44,8 +44,8 @@ class GradientSync(DDPBurst):
         self._buffers, self._rebuild = buffers, rebuild
         self._parameters = reducer.reduced_parameters(ddp)
         self._static_graph = StaticGraph(ddp, self._parameters)
-        self._forwards = Forwards(ddp, self._parameters, buffers, self._begin_forward, self._gradient_enters)
-        self._given = given = Contributions(ddp, self._parameters, self)
+        self._forwards = Forwards(ddp, self._parameters, buffers)
+        self._given = given = Contributions(ddp, self._parameters)
         self._mean, self._weights, self._last_result = given.mean, given.weights, given.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
         self._backwards = 0  # how many were made in this block
@@ -75,9 +75,9 @@ class GradientSync(DDPBurst):
         super().attach(join)
         self._join = join
         self._static_graph.check()
-        self._given.attach(join)
+        self._given.attach(join, self)
         self._backwards, self._plain_in = 0, -1
-        self._handles = self._forwards.attach(join.channel)
+        self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
 
     @override
     def detach(self) -> None:

@@ -10,7 +10,7 @@ help:
 	@echo 'make demo    run the demo'
 	@echo 'make test    run the tests, JOBS=3 at once; of cross products, each pair'
 	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
-	@echo 'make soak    SOAK=500 random models and loops (make test: a dozen)'
+	@echo 'make soak    SOAK=500 random models and loops (make test: a dozen), and all ways to fail'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
@@ -34,7 +34,7 @@ test-all: .venv/.test-installed
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	SOAK=$(SOAK) $(BIN)/python -m pytest tests/joinables/test_random.py
+	TESTS=all SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py tests/failures
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

@@ -15,7 +15,7 @@ block and reset on leaving it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -190,6 +190,10 @@ class BlockChannel(Protocol):
 
     def flags(self, burst: Burst) -> Sequence[int]:
         """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
+        ...
+
+    def sum(self, number: float) -> Callable[[], float]:
+        """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it."""
         ...
 
     def lead(self) -> int:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from join.collectives import Collective, Work
-
 
 class Mean:
     """Turns what DDP and FSDP reduce, the sum over ranks divided by their number, into the mean that was asked for.
@@ -24,25 +20,22 @@ class Mean:
         self.over_all_ranks = over_all_ranks
         self.weighted = False
         """Whether the reduction under way, or to come, makes the weighted mean."""
-        self._sum: tuple[torch.Tensor, Work] | None = None
+        self._awaits: Callable[[], float] | None = None
+        self._sum: float | None = None
 
     @property
     def scales(self) -> bool:
         """Whether the mean may be another one than that over all ranks."""
         return self.weighted or not self.over_all_ranks
 
-    def begin(self, collective: Collective, mine: float | None) -> None:
+    def begin(self, parts: Callable[[], float] | None) -> None:
         """A reduction begins.
 
         Args:
-            collective: the group.
-            mine: the sum of this rank's weights, or 1 if it contributes, to be summed over the ranks (one all-reduce,
-                awaited by :meth:`parts`); ``None`` where all ranks know the number of contributors.
+            parts: waits for the sum of all ranks' weights, or of those that contribute, which is under way; ``None``
+                where all ranks know the number of contributors.
         """
-        self._sum = None
-        if mine is not None:
-            total = torch.tensor(mine, dtype=torch.float64)
-            self._sum = total, collective.all_reduce(total)
+        self._awaits, self._sum = parts, None
 
     def parts(self, contributors: Callable[[], float]) -> float:
         """The sum of weights, or the number of contributors; awaited.
@@ -50,11 +43,9 @@ class Mean:
         Args:
             contributors: how many ranks contribute; called where :meth:`begin` did not sum them.
         """
-        if self._sum is None:
-            return contributors()
-        total, work = self._sum
-        work.wait()
-        return total.item()
+        if self._awaits is not None:
+            self._sum, self._awaits = self._awaits(), None
+        return contributors() if self._sum is None else self._sum
 
     def factor(self, world_size: int, contributors: Callable[[], float]) -> float:
         """What to multiply the reduction's result by; 1 if nobody contributed.

@@ -129,6 +129,13 @@ class Collective(ABC):
         """
         return GroupLine(self.companion())
 
+    def sums(self) -> Line:
+        """A line for sums that belong to operations of the group, with which they come, on all ranks, in one order.
+
+        After all ranks have called :meth:`line`.
+        """
+        return GroupLine(self)
+
     @abstractmethod
     def board(self) -> Board:
         """What ranks leave for each other to find; after all ranks have called :meth:`line`."""

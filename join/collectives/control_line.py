@@ -1,4 +1,4 @@
-"""Control lines, which sum small whole numbers (headers) over all ranks: :class:`Line`, and :class:`GroupLine`."""
+"""Control lines, which sum headers, that are whole numbers, and other numbers over all ranks: :class:`Line`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ class Sum(Work, Protocol):
         ...
 
 
+class FloatSum(Work, Protocol):
+    """A sum of floating-point numbers under way."""
+
+    def total(self) -> float:
+        """The sum, once it is there; the same on all ranks, to the bit."""
+        ...
+
+
 class Line(ABC):
-    """Sums whole numbers over the ranks of a group, one at a time: each sum is done before the next is started."""
+    """Sums numbers over the ranks of a group, one at a time: each sum is done before the next is started."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum:
@@ -40,6 +48,10 @@ class Line(ABC):
             number: this rank's; neither it nor the sum is negative.
             bits: how many the number has at most, and the sum, too; the same on all ranks.
         """
+
+    @abstractmethod
+    def sum_float(self, number: float) -> FloatSum:
+        """Start summing a floating-point number of 64 bits over all ranks."""
 
     @abstractmethod
     def roll_call(self, largest: int) -> RollCall:
@@ -67,20 +79,43 @@ class GroupLine(Line):
         return _GroupSum(self._collective.all_reduce(words), words, size)
 
     @override
+    def sum_float(self, number: float) -> FloatSum:
+        total = torch.tensor(number, dtype=torch.float64)
+        return _GroupFloatSum(self._collective.all_reduce(total), total)
+
+    @override
     def roll_call(self, largest: int) -> RollCall:
         return SummedRollCall(self, self._collective.rank, self._collective.world_size, largest)
 
 
-class _GroupSum:
-    """An all-reduce of words of some bits each."""
+class _GroupWork:
+    """An all-reduce."""
 
-    def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
-        self._work, self._words, self._size = work, words, size
-        self.is_completed = work.is_completed
-        self.nbytes = words.nbytes
+    def __init__(self, work: Work) -> None:
+        self._work, self.is_completed = work, work.is_completed
 
     def wait(self, *timeout: timedelta) -> bool:
         return self._work.wait(*timeout)
 
+
+class _GroupSum(_GroupWork):
+    """An all-reduce of words of some bits each."""
+
+    def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
+        super().__init__(work)
+        self._words, self._size = words, size
+        self.nbytes = words.nbytes
+
     def total(self) -> int:
         return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._words.tolist())))
+
+
+class _GroupFloatSum(_GroupWork):
+    """An all-reduce of one number."""
+
+    def __init__(self, work: Work, number: torch.Tensor) -> None:
+        super().__init__(work)
+        self._number = number
+
+    def total(self) -> float:
+        return self._number.item()

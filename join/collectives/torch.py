@@ -6,7 +6,7 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -33,7 +33,7 @@ from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.board import Board
 from join.collectives.control_line import Line
 from join.collectives.shared_memory.line import SharedMemoryLine
-from join.collectives.shared_memory.segment import Lane, Segment, SharedBoard, connect
+from join.collectives.shared_memory.segment import LANES, Lane, Segment, SharedBoard, connect
 from join.collectives.store import StoreCollective
 from join.collectives.work import Work
 
@@ -193,9 +193,17 @@ class TorchCollective(StoreCollective):
 
     @override
     def line(self, number: int = 0) -> Line:
-        shared, over_group = self._shared, partial(super().line, number)
+        shared = self._shared
         if not shared.has_tried:
             shared.has_tried, shared.segment = True, connect(self)
+        return self._on_lane(number, partial(super().line, number))
+
+    @override
+    def sums(self) -> Line:
+        return self._on_lane(LANES - 1, super().sums)
+
+    def _on_lane(self, number: int, over_group: Callable[[], Line]) -> Line:
+        shared = self._shared
         if shared.segment is None:
             return over_group()
         if number not in shared.lanes:

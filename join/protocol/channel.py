@@ -103,6 +103,7 @@ class Channel:
     def agree(self) -> None:
         """All ranks have entered: exchange what else is to be known on entering."""
         self.headers.agree()
+        self._sums = self.collective.sums()
         self.guard.peers.use(self.collective.board())
         self.mode.agree()
 
@@ -304,7 +305,20 @@ class Channel:
         error.group_is_usable = self.guard.group_is_usable
         self.guard.close_with(error)
 
-    # -- what joinables ask -------------------------------------------------------------------------------------------
+    # -- what joinables ask for ---------------------------------------------------------------------------------------
+
+    def sum(self, number: float) -> Callable[[], float]:
+        """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it.
+
+        Beside the collectives of the group where ranks share memory, else among them.
+        """
+        work = self._sums.sum_float(number)
+
+        def total() -> float:
+            self.guard.wait(work, "sums weights or contributors")
+            return work.total()
+
+        return total
 
     def lead(self) -> int:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""

@@ -166,7 +166,7 @@ class Contributions:
         """
         mean = self.mean
         sums = mean.weighted or not (mean.over_all_ranks or self._all_know_contributors)
-        mean.begin(self._collective, mine if sums else None)
+        mean.begin(self._channel.sum(mine) if sums else None)
         if self._normalises and (total := mean.parts(self._contributors)):
             self.weights.normalise(self._collective.world_size / total)
 

@@ -260,7 +260,7 @@ class ReplayedBackward(ReplayedBurst):
             )
         self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
         if complete:
-            mean.begin(self._collective, window.weight if mean.weighted else None)
+            mean.begin(self._channel.sum(window.weight) if mean.weighted else None)
             is_uneven = contributors not in (0, self._collective.world_size)
             if self._reduction.scales and (mean.weighted or (mean.scales and is_uneven)):
                 self._reduction.set_aside()

@@ -72,6 +72,19 @@ def starts_without_waiting(collective: Collective, line: Line) -> None:
     assert work.is_completed() and work.total() == size
 
 
+def sums_of_floats(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    for number in (0.0, 1.0, -0.1, 1e300, 5e-324, float("inf")):
+        work = line.sum_float(number * (rank + 1))
+        work.wait()
+        mine = work.total()
+        assert mine == pytest.approx(number * size * (size + 1) / 2)
+        assert set(collective.all_gather_object(mine)) == {mine}  # to the bit
+        whole = line.sum(1, 9)
+        whole.wait()
+        assert whole.total() == size
+
+
 def lines_can_be_used_at_the_same_time(collective: Collective, line: Line) -> None:
     other = collective.line(2)
     for step in range(9):
@@ -148,6 +161,7 @@ def repeats_are_known_after_a_sum(collective: Collective, line: Line) -> None:
 
 CHECKS: list[Callable[[Collective, Line], None]] = [
     sums_in_order,
+    sums_of_floats,
     sums_of_any_length,
     sums_of_large_numbers,
     lines_can_be_used_at_the_same_time,

@@ -122,7 +122,7 @@ COSTS: dict[str, dict[str, float]] = {
     "norm, zero, lockstep": {"gloo:all_reduce": 1},
     "mlp, mean over contributors, lockstep, lookahead": {"gloo:all_reduce": 1 / STEPS},
     "norm, zero, lockstep, known lengths": {},
-    # One more with weights: their sum.
+    # One more with weights, or contributors where a header covers buffers too: their sum.
     "mlp, weights": {"gloo:all_reduce": 2},
     "norm, zero, weights": {"gloo:all_reduce": 3},
     "mlp, sharded, weights": {"gloo:all_reduce": 4},
@@ -133,12 +133,10 @@ COSTS: dict[str, dict[str, float]] = {
 }
 
 
-# What is no header.
+# What is not beside the group, where ranks share memory.
 REST: dict[str, dict[str, float]] = {
-    "norm, mean over contributors": {"gloo:all_reduce": 1},  # how many contribute
     "mlp, metric": {"gloo:all_gather": 5},
     "norm, metric": {"gloo:all_gather": 5},
-    **{setup: {"gloo:all_reduce": 1} for setup in COSTS if "weights" in setup},
 }
 
 

@@ -10,6 +10,7 @@ No sum relies on the order in which others see memory change (``join.collectives
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +19,7 @@ from typing import final
 from typing_extensions import override
 
 from join.collectives.broken import BrokenCollective
-from join.collectives.control_line import Line, Sum
+from join.collectives.control_line import FloatSum, Line, Sum
 from join.collectives.roll_call import RollCall, SummedRollCall
 from join.collectives.shared_memory.segment import BITS, CELLS, LOW, PLACES, Lane
 from join.collectives.timeouts import timeouts
@@ -42,6 +43,10 @@ class SharedMemoryLine(Line):
     def sum(self, number: int, bits: int) -> Sum:
         width = -(-bits // BITS)
         return _Sum(self._lane, number, width) if width <= CELLS else self._otherwise().sum(number, bits)
+
+    @override
+    def sum_float(self, number: float) -> FloatSum:
+        return _FloatSum(self._lane, number)
 
     @override
     def roll_call(self, largest: int) -> RollCall:
@@ -151,6 +156,21 @@ class _Sum(_Arrivals):
     def total(self) -> int:
         """The sum."""
         return sum(self._numbers)
+
+
+@final
+class _FloatSum(_Arrivals):
+    """One sum of floating-point numbers, of which each rank adds up the same bits in the same order."""
+
+    def __init__(self, lane: Lane, number: float) -> None:
+        super().__init__(lane, 2)
+        (bits,) = struct.unpack("Q", struct.pack("d", number))
+        self._numbers[lane.rank] = bits
+        self._begin(lane.give_long(bits, 2))
+
+    def total(self) -> float:
+        """The sum."""
+        return sum(struct.unpack(f"{len(self._numbers)}d", struct.pack(f"{len(self._numbers)}Q", *self._numbers)))
 
 
 @final

@@ -31,7 +31,8 @@ from join.collectives.board import Board, Kind
 SWITCH = "JOIN_SHARED_MEMORY"
 """The environment variable that is 0 where headers are to go over the process group."""
 
-LANES = 3
+LANES = 4
+"""One for each line, and one for sums."""
 PLACES = 4
 """How many numbers of a rank a lane holds: each is written to the place of the oldest."""
 CELLS = 64

@@ -16,7 +16,7 @@ help:
 	@echo 'make docs    write the API reference to docs-out'
 	@echo 'make pictures draws what docs/architecture.md shows, from runs'
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
-	@echo 'The first six create .venv when it is missing; PYTHON=... picks the interpreter.'
+	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
@@ -34,7 +34,8 @@ test-all: .venv/.test-installed
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	TESTS=all SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py tests/failures
+	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py
+	TESTS=all $(BIN)/python -m pytest tests/failures
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

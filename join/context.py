@@ -154,7 +154,7 @@ class Join:
     @staticmethod
     def is_open_on(group: Any) -> bool:
         """Whether a block is open on a process group (``None``: the default one)."""
-        return any(channel.collective is collective_of(group) for channel in channels.values())
+        return bool(channels) and id(collective_of(group)) in channels
 
     @property
     def weight(self) -> float | None:

@@ -362,10 +362,5 @@ class Burst(Joinable):
         """On a joined rank: whether an interjecting burst is to come before the followers may act."""
         return False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether something was accumulated that a burst to come will reduce."""
-        return False
-
     def fulfil(self) -> None:
         """Run the burst that is owed with nothing to say, leaving the object as it is; its state is ``IDLE`` then."""

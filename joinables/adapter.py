@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from join import Burst, Joinable, JoinHook
-from join.joinable import Block
+from join.joinable import Block, BurstState
 
 
 class StandIn(Joinable):
@@ -60,12 +60,14 @@ class Announcing(StandIn, Burst, JoinHook):
     @override
     def attach(self, join: Block) -> None:
         self._channel, self._collective = join.channel, join.collective
+        self.state = BurstState.IDLE
 
     @override
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        del self._channel, self._collective  # which hold the object
 
 
 class Silent(StandIn):

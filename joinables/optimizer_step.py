@@ -60,7 +60,6 @@ class OptimizerStep(Announcing):
         super().attach(join)
         self._hyperparameters = Hyperparameters(self._optimizer, join)
         self._shadowing = False
-        self.state = BurstState.IDLE
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._local_optimizer.register_step_post_hook(self._after_local_step),

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 from typing_extensions import final, override
 
 Kind: TypeAlias = Literal["note", "told"]
 """Of a message: a note, or how far a rank is."""
-_MOST_CHARACTERS = {"text": 3500, "doing": 450}  # of a message, which must have room in memory of a fixed size
+# Of a part of a message, which must have room in memory of a fixed size.
+_MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100}
 
 
 class Note(NamedTuple):
@@ -95,7 +96,7 @@ class Board(ABC):
     @final
     def leave(self, note: Note) -> None:
         """Leave a note, in the place of this rank's last one, and ring the bell."""
-        self._put("note", json.dumps(note._replace(text=_shortened(note.text, "text")), ensure_ascii=False))
+        self._put("note", json.dumps(_shortened(note), ensure_ascii=False))
         self.ring()
 
     @final
@@ -106,8 +107,7 @@ class Board(ABC):
     @final
     def tell(self, progress: Progress) -> None:
         """Tell how far this rank is."""
-        progress = progress._replace(doing=_shortened(progress.doing, "doing"))
-        self._put("told", json.dumps((self.rank, progress), ensure_ascii=False))
+        self._put("told", json.dumps((self.rank, _shortened(progress)), ensure_ascii=False))
 
     @final
     def told(self) -> dict[int, Progress]:
@@ -136,11 +136,23 @@ class Board(ABC):
         """The messages of a kind that are there, of all ranks."""
 
 
-def _shortened(text: str, part: str) -> str:
-    most = _MOST_CHARACTERS[part]
+M = TypeVar("M", Note, Progress)
+
+
+def _shortened(message: M) -> M:
+    """The message, with texts that have room."""
+    texts = {part: _printable(getattr(message, part)) for part in _MOST_CHARACTERS if part in message._fields}
+    return message._replace(
+        **{
+            part: text if len(text) <= (most := _MOST_CHARACTERS[part]) else f"{text[: most - 4]} ..."
+            for part, text in texts.items()
+        }
+    )
+
+
+def _printable(text: str) -> str:
     # An exception's text may have anything in it.
-    text = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
 
 
 @final

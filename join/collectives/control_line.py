@@ -1,4 +1,4 @@
-"""Control lines, which sum headers, that are whole numbers, and other numbers over all ranks: :class:`Line`."""
+"""Lines that sum one number of each rank, a whole one of any size or a float: :class:`Line`, :class:`GroupLine`."""
 
 from __future__ import annotations
 

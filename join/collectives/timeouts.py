@@ -1,4 +1,4 @@
-"""Every time that decides something when ranks fail: :class:`Timeouts`.
+"""Every time that decides something when ranks of a block fail: :class:`Timeouts`.
 
 No time decides anything while all goes well. ``Join(..., timeout=)``, what a user gives the ranks, is not among these.
 """

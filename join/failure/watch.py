@@ -7,6 +7,7 @@ watch, and waits for it for a limited time. And the watch answers for its rank w
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing_extensions import override
 from join.collectives.board import Board, Note, Progress
 from join.collectives.timeouts import timeouts
 
+_logger = logging.getLogger("join")
 _RANKS_AT_ONCE = 64  # the more ranks there are beyond these, the less often each of them asks and tells
 
 
@@ -47,8 +49,8 @@ class Watch(threading.Thread):
         super().__init__(name=f"join watch of rank {board.rank}", daemon=True)
         self.news = News()
         """What it has found last."""
-        self.failed = ""
-        """Why it cannot reach the board, if so."""
+        self.failed = False
+        """Whether it cannot reach the board any more."""
         self._board, self._progress = board, progress
         self._changed = threading.Condition()
         self._wanted = self._looked = 0  # how many looks were asked for, and how many of these were made
@@ -111,8 +113,9 @@ class Watch(threading.Thread):
                     self.news = self._look()
                     self._board.tell(self._progress()._replace(heard=len(self.news.notes), beat=beat))
             except Exception as error:  # the store is gone
+                _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
                 with self._changed:
-                    self.failed = f"{type(error).__name__}: {error}"
+                    self.failed = True
                     self._changed.notify_all()
                 return
             with self._changed:

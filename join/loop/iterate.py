@@ -222,7 +222,10 @@ class Iteration:
         self.running = True
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
-        check_same(self._channel.collective, "join.iterate", mine, self._guard.wait)
+        try:
+            check_same(self._channel.collective, "join.iterate", mine, self._guard.wait)
+        except ProtocolError as error:
+            self._guard.close_with(error)  # on all ranks
         if self._length is None:
             self._tell_next_window(counts)
         else:

@@ -81,7 +81,7 @@ class Announced(Mode):
         return not any(burst.state is BurstState.RUNNING for _, burst in self._channel.roster.bursts)
 
     def _part(self) -> bool:
-        channel, headers = self._channel, self._headers
+        channel, headers, has_told = self._channel, self._headers, False
         try:
             if any(burst.state is BurstState.OWED for burst in channel.roster.may_owe):
                 headers.read()  # the others have come to it, too, or are given up
@@ -89,6 +89,7 @@ class Announced(Mode):
             channel.complete_followers()
             channel.settle()
             header = headers.exchange([FAILED])
+            has_told = True
             if header.active and not header.stopping:
                 channel.shadow(header)
         except JoinError as told:  # the block is over for everybody: nobody listens
@@ -96,5 +97,5 @@ class Announced(Mode):
         except Exception as secondary:
             # The user's exception is under way and must not be replaced by ours.
             logger.info("could not tell the peers about the exception: %s", secondary)
-            return self._is_between_bursts()  # it may have come after the collectives
+            return has_told and self._is_between_bursts()  # it may have come after the collectives
         return True

@@ -112,6 +112,7 @@ class Channel:
         left = tuple(each for each in self.roster.scopes if each is not scope)
         self._arrange(Roster(left, self.collective.world_size))
         if not left:
+            self.headers.announced_by_me = None
             self.guard.end()
         return not left
 

@@ -47,7 +47,7 @@ class Declared(Mode):
         self._steps = self._sorted = [steps]  # by rank, and in their order, once agreed
         self._events = 0  # bursts run so far, by this rank and then by others, but for those that interject
         self._step_of_header = 0
-        self._early: Burst | None = None
+        self._covers = False  # whether a burst's announcement covers another, which comes first: it is announced there
         self._cycle: list[int] = []  # the members of which each step runs one burst, in this order
 
     @override
@@ -57,10 +57,7 @@ class Declared(Mode):
         ahead = [member.joinable.join_name for member in roster.members if member.burst and member.burst.runs_ahead]
         if len(ahead) > 1:
             raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out")
-        if roster.ahead is not None and any(burst.is_covered for _, burst in roster.bursts):
-            self._early = roster.ahead.burst  # what covers another burst is announced where that one comes
-        else:
-            self._early = roster.early
+        self._covers = any(burst.is_covered for _, burst in roster.bursts)
         self._cycle = [
             index
             for index, member in enumerate(roster.members)
@@ -76,7 +73,9 @@ class Declared(Mode):
 
     @override
     def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
-        return self._early is burst and (saves_header or has_buffers)
+        roster = self._channel.roster
+        early = roster.ahead.burst if self._covers and roster.ahead is not None else roster.early
+        return early is burst and (saves_header or has_buffers)
 
     @override
     def someone_may_contribute_unseen(self) -> bool:

@@ -86,7 +86,7 @@ class Headers:
 
     def send(self, fields: list[int], index: int | None = None, *, active: bool = True) -> Sum:
         """Start a header, in which this rank announces member ``index``, if any."""
-        roster = self.roster
+        roster, fields = self.roster, list(fields)
         if active:
             fields += [ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE]
         if index is not None:

@@ -53,7 +53,6 @@ class BufferSync(DDPBurst):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        self.state = BurstState.IDLE
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
 

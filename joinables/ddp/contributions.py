@@ -50,7 +50,7 @@ class Contributions:
         self.weights.detach()
         self.used.detach()
         self.last_result.detach()
-        del self._channel, self._burst  # which hold the module
+        del self._channel, self._collective, self._burst  # which hold the module
 
     # -- what was accumulated, and by whom ----------------------------------------------------------------------------
 

@@ -118,11 +118,6 @@ class GradientSync(DDPBurst):
         covers = self._channel.announces_in_forward(self, saves_header=False, has_buffers=True)
         return (self._buffers is not None and covers, True, weighted)
 
-    @property
-    @override
-    def is_due(self) -> bool:
-        return self._given.window.own
-
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:

@@ -67,7 +67,7 @@ class ReplayedBackward(ReplayedBurst):
         self._weights.attach(join)
         # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
         self._window.own = _unsynced.get(self._of.module, False) and not self._reduction.accumulates_in_grad
-        self._in_backward, self._backwards, self.state = False, 0, BurstState.IDLE
+        self._in_backward, self._backwards = False, 0
         self._note_writes()
         module, entrances = self._of.module, self._reduction.entrances
         before, after = cast("Any", ModuleHook(self._before_forward)), cast("Any", ModuleHook(self._after_forward))
@@ -79,11 +79,12 @@ class ReplayedBackward(ReplayedBurst):
 
     @override
     def detach(self) -> None:
-        super().detach()
         self._weights.detach()
         _unsynced[self._of.module] = self._window.own
         if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
             self._reduction.reset()
+        super().detach()
+        del self._join
         self._in_backward, self._entered, self._current = False, None, None
         self._through = []
 

@@ -64,7 +64,6 @@ class ReplayedForward(ReplayedBurst):
         # Before everybody else's hooks, which may communicate.
         self._handles = [self._of.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)]
         self._handles.append(self._of.module.register_forward_hook(cast("Any", ModuleHook(self._after))))
-        self.state = BurstState.IDLE
 
     @override
     def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,9 @@ from tests.failures.cells import AT, FAILS, HOWS, MODES, OWN, Cell, exists, fit,
 from tests.selection import all_or_pairwise
 
 SECONDS = 10.0  # that the others may take
-AT_ONCE = 4
+if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores
+    SECONDS = 30.0
+AT_ONCE = 3
 
 CELLS = [cell for cell in (Cell(*each) for each in product(MODES, HOWS, (True, False), (None, 5.0))) if exists(cell)]
 

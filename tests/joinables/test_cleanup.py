@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -353,3 +355,28 @@ def test_modules_that_cannot_be_in_a_block(pool: Pool) -> None:
     for first, second, third in pool.run(told, ranks=2):
         assert (first, second) == (f"ValueError: {theirs}", f"JoinError: {theirs}")
         assert third.startswith(sparse)
+
+
+def freed_after_a_block(rank: int, how: str) -> None:
+    module = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    gone = weakref.ref(module)
+    steps = rank + 1
+    gc.collect()
+    gc.disable()
+    try:
+        with Join([module, optimizer], steps=steps if how == "declared" else None) as join:
+            batches = [batch(rank, 0, step)[0] for step in range(steps)]
+            for x in join.iterate(batches) if how == "iterate" else batches:
+                optimizer.zero_grad()
+                module(x).sum().backward()
+                optimizer.step()
+        del join, module, optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["plain", "declared", "iterate"])
+def test_a_module_is_freed_with_its_last_reference(pool: Pool, how: str) -> None:
+    pool.run(freed_after_a_block, how, ranks=2)

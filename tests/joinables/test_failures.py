@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError
+from join.collectives.timeouts import using
 from joinables import State
 from tests.ending import Ending, assert_blamed
 from tests.joinables.ddp.test_comm_hooks import buffer_hook
@@ -443,3 +444,24 @@ def failing_at_the_end(rank: int) -> str:
 
 def test_a_rank_that_fails_at_the_end(ending: Ending) -> None:
     assert_blamed(ending.run(failing_at_the_end), 0, "KeyError: 'at the end'")
+
+
+def failing_alone(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with using(part=0.3), Join([ddp]):
+            for step in range(4):
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+                if step == 1 and rank == 0:
+                    raise JoinError("mine")
+                if step == 1:
+                    time.sleep(3)
+    except JoinError as error:
+        return f"{type(error).__name__}: {error} {error.group_is_usable}"
+    return "fine"
+
+
+def test_a_rank_that_fails_where_the_others_do_not_come(ending: Ending) -> None:
+    mine, *others = ending.run(failing_alone)
+    assert mine == "JoinError: mine False"
+    assert all("PeerError: rank 0 failed: JoinError: mine" in each and each.endswith("False") for each in others)

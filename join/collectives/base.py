@@ -19,7 +19,7 @@ import torch
 from typing_extensions import final
 
 from join.collectives.board import Board
-from join.collectives.control_line import GroupLine, Line
+from join.collectives.control_line import HEADERS, GroupLine, Line
 from join.collectives.work import Work
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
@@ -120,12 +120,13 @@ class Collective(ABC):
         """
         return self
 
-    def line(self, number: int = 0) -> Line:
-        """A line for headers, the same one for a number at every call.
+    def line(self, number: int = HEADERS) -> Line:
+        """A line for headers or the like, the same one for a number at every call.
 
         Args:
-            number: 0, 1 or 2. Lines may be used at the same time: what is started on several of them is, on all ranks,
-                in the same order. Where a backend has a companion, none of them mixes with this one's operations.
+            number: ``HEADERS``, ``ROLL_CALLS`` or ``MEETINGS``. Lines may be used at the same time: what is started on
+                several of them is, on all ranks, in the same order. Where a backend has a companion, none of them mixes
+                with this one's operations.
         """
         return GroupLine(self.companion())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import torch.distributed as dist
 from typing_extensions import final, override
@@ -96,7 +96,8 @@ class Board(ABC):
     @final
     def leave(self, note: Note) -> None:
         """Leave a note, in the place of this rank's last one, and ring the bell."""
-        self._put("note", json.dumps(_shortened(note), ensure_ascii=False))
+        note = note._replace(kind=_fit("kind", note.kind), text=_fit("text", note.text))
+        self._put("note", json.dumps(note, ensure_ascii=False))
         self.ring()
 
     @final
@@ -107,7 +108,8 @@ class Board(ABC):
     @final
     def tell(self, progress: Progress) -> None:
         """Tell how far this rank is."""
-        self._put("told", json.dumps((self.rank, _shortened(progress)), ensure_ascii=False))
+        progress = progress._replace(burst=_fit("burst", progress.burst), doing=_fit("doing", progress.doing))
+        self._put("told", json.dumps((self.rank, progress), ensure_ascii=False))
 
     @final
     def told(self) -> dict[int, Progress]:
@@ -136,23 +138,11 @@ class Board(ABC):
         """The messages of a kind that are there, of all ranks."""
 
 
-M = TypeVar("M", Note, Progress)
-
-
-def _shortened(message: M) -> M:
-    """The message, with texts that have room."""
-    texts = {part: _printable(getattr(message, part)) for part in _MOST_CHARACTERS if part in message._fields}
-    return message._replace(
-        **{
-            part: text if len(text) <= (most := _MOST_CHARACTERS[part]) else f"{text[: most - 4]} ..."
-            for part, text in texts.items()
-        }
-    )
-
-
-def _printable(text: str) -> str:
+def _fit(part: str, text: str) -> str:
+    most = _MOST_CHARACTERS[part]
     # An exception's text may have anything in it.
-    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+    text = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 @final

@@ -15,6 +15,8 @@ from join.collectives.work import Work
 if TYPE_CHECKING:
     from join.collectives.base import Collective
 
+HEADERS, ROLL_CALLS, MEETINGS, SUMS = range(4)
+"""The lines of a group: of headers, of the roll calls of loops in lockstep, of meetings in them, and of sums."""
 _WORD_BITS = 63  # the sign stays free
 
 

@@ -31,9 +31,9 @@ from join.collectives._torch_private import (
 )
 from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.board import Board
-from join.collectives.control_line import Line
+from join.collectives.control_line import HEADERS, SUMS, Line
 from join.collectives.shared_memory.line import SharedMemoryLine
-from join.collectives.shared_memory.segment import LANES, Lane, Segment, SharedBoard, connect
+from join.collectives.shared_memory.segment import Lane, Segment, SharedBoard, connect
 from join.collectives.store import StoreCollective
 from join.collectives.work import Work
 
@@ -192,7 +192,7 @@ class TorchCollective(StoreCollective):
         return self._shared.companion
 
     @override
-    def line(self, number: int = 0) -> Line:
+    def line(self, number: int = HEADERS) -> Line:
         shared = self._shared
         if not shared.has_tried:
             shared.has_tried, shared.segment = True, connect(self)
@@ -200,7 +200,7 @@ class TorchCollective(StoreCollective):
 
     @override
     def sums(self) -> Line:
-        return self._on_lane(LANES - 1, super().sums)
+        return self._on_lane(SUMS, super().sums)
 
     def _on_lane(self, number: int, over_group: Callable[[], Line]) -> Line:
         shared = self._shared

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from join.collectives import Line, Work
 from join.collectives.board import Progress
+from join.collectives.control_line import MEETINGS, ROLL_CALLS
 from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
@@ -89,8 +90,8 @@ class Lockstep(Mode):
         self._in_last_burst: int | None = None  # the ranks that had data then
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
-        self._meeting = None if timeout is None else collective.line(2)
-        self.roll_calls = collective.line(1)
+        self._meeting = None if timeout is None else collective.line(MEETINGS)
+        self.roll_calls = collective.line(ROLL_CALLS)
         """The line on which the loop's roll calls are held."""
         for line in (self.roll_calls, self._meeting):  # and all ranks meet once more before they use them
             if line is not None:

@@ -27,12 +27,12 @@ from typing_extensions import final, override
 
 from join.collectives.base import Collective
 from join.collectives.board import Board, Kind
+from join.collectives.control_line import SUMS
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """The environment variable that is 0 where headers are to go over the process group."""
 
-LANES = 4
-"""One for each line, and one for sums."""
+_LANES = SUMS + 1
 PLACES = 4
 """How many numbers of a rank a lane holds: each is written to the place of the oldest."""
 CELLS = 64
@@ -40,7 +40,7 @@ CELLS = 64
 BITS = 32
 """How many bits of a cell hold a part of the number; the others hold the count."""
 LOW = (1 << BITS) - 1
-_CELLS_OF_RANK = LANES * PLACES * CELLS
+_CELLS_OF_RANK = _LANES * PLACES * CELLS
 _SLOTS: dict[Kind, int] = {"note": 16384, "told": 2048}  # bytes for a rank's messages
 _HEAD = "=IIQ"  # before each: its length, its checksum, and the number of the block
 _BELL = 8  # bytes

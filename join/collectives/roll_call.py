@@ -23,12 +23,8 @@ class RollCall(Work, Protocol):
         """Start a call, in which this rank answers ``mine``; the one before must be done."""
         ...
 
-    def repeats(self) -> bool:
-        """Whether the call is done and its answers are the last ones again; ``False`` where it is costly to tell."""
-        ...
-
     def answers(self) -> list[int]:
-        """What each rank answered, by rank, after the call is done; the same list as long as that repeats."""
+        """What each rank answered, by rank, after the call is done."""
         ...
 
 
@@ -48,8 +44,6 @@ class SummedRollCall(RollCall):
     def __init__(self, line: Line, rank: int, world_size: int, largest: int) -> None:
         self._line, self._size, self._world_size = line, largest.bit_length(), world_size
         self._shift, self._bits = rank * self._size, world_size * self._size
-        self._last = -1  # the last sum, and the answers in it: they repeat
-        self._answers: list[int] = []
         self.nbytes = 0
 
     @override
@@ -66,14 +60,6 @@ class SummedRollCall(RollCall):
         return self._sum.wait(*timeout)
 
     @override
-    def repeats(self) -> bool:
-        return False
-
-    @override
     def answers(self) -> list[int]:
-        total = self._sum.total()
-        if total != self._last:
-            mask = (1 << self._size) - 1
-            self._answers = [total >> self._size * rank & mask for rank in range(self._world_size)]
-            self._last = total
-        return self._answers
+        total, mask = self._sum.total(), (1 << self._size) - 1
+        return [total >> self._size * rank & mask for rank in range(self._world_size)]

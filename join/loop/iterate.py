@@ -150,8 +150,7 @@ class Iteration:
         try:
             counts = self._counts or self._begin()
             if counts.at == counts.steps:
-                if not counts.begin_as_before():  # as most often
-                    self._begin_next_window(counts)
+                self._begin_next_window(counts)
                 if counts.steps and self._length is None:
                     self._tell_next_window(counts)
                 if not counts.steps:

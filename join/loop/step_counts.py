@@ -74,8 +74,6 @@ class StepCounts:
         self._stretches: list[tuple[int, int]] = []
         self._stretch = 0
         self._begun = 0  # how many bursts this rank had begun when it called last
-        self._told: list[int] = []  # all that ranks told in the roll call that was read last, and their answers in it
-        self._replies: list[int] = []
         self.under_way: RollCall | None = None
         """The roll call, if a call was started and not read."""
         if size is not None:
@@ -94,7 +92,7 @@ class StepCounts:
     def begin(self, batches: list[int]) -> None:
         """A window begins in which each rank has so many batches."""
         self._steps_before, self.at, self._stretch = self.steps, 0, 0
-        if batches is self.batches:
+        if batches == self.batches:
             return
         self.batches, self.mine, self.steps = batches, batches[self._rank], self._steps_of(batches)
         self._stretches = [
@@ -122,15 +120,6 @@ class StepCounts:
         self._tally.headers += 1
         self._tally.nbytes += call.nbytes
 
-    def begin_as_before(self) -> bool:
-        """Begin the next window, if its roll call is there and says what the last one said; else, nothing was done."""
-        # What was said last may have been asked for, and not begun yet.
-        if self._replies is not self.batches or not self._roll_call.repeats():
-            return False
-        self.under_way = None
-        self._steps_before, self.at, self._stretch = self.steps, 0, 0
-        return True
-
     def read(self, doing: str) -> list[int]:
         """Wait for the roll call under way.
 
@@ -151,7 +140,7 @@ class StepCounts:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
-        if replies is not self.batches and max(replies) == self.answers.failed:  # the very same have been looked at
+        if max(replies) == self.answers.failed:
             others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
             self._guard.close_with(self._guard.peers.failures(len(others)))
         return replies
@@ -165,23 +154,17 @@ class StepCounts:
 
     @property
     def replies(self) -> list[int]:
-        """What the ranks answered, after the roll call is done."""
-        told = self._roll_call.answers()
-        if told is not self._told:  # most often it repeats
-            self._hear(told)
-        return self._replies
+        """What the ranks answered, after the roll call is done: for the window that begins next.
 
-    def _hear(self, told: list[int]) -> None:
-        """Read a roll call: answers for the window that begins next, bursts of the one before that under way."""
-        self._told = told
-        replies, bursts = self.answers.unpacked(told)
-        if replies != self._replies:  # the same list as long as they are equal: counts that repeat are looked at once
-            self._replies = replies
+        Bursts are those of the window before that one.
+        """
+        replies, bursts = self.answers.unpacked(self._roll_call.answers())
         most = max(bursts)
         if bursts[self._rank] < most:
             last = self._lockstep.steps - self.at
             steps = range(last - self._steps_before + 1, last + 1)
             self._lockstep.progress.left_out("something", steps, bursts.index(most))
+        return replies
 
     def failed(self, error: BaseException) -> int:
         """Tell the others that this rank does not go on because of ``error``; the answer that says so."""

@@ -129,33 +129,12 @@ def everybody_answers(collective: Collective, line: Line) -> None:
             assert roll_call.answers() == expected
 
 
-def repeats_are_known_as_such(collective: Collective, line: Line) -> None:
-    """Whichever rank says something else, and whether one asks before the others have come, or after."""
-    rank, size = collective.rank, collective.world_size
-    for largest in (9, 1 << 40):
-        roll_call, before = line.roll_call(largest), [-1]
-        for call in range(60):
-            expected = [9 if each == call // 5 % (size + 1) and call % 2 else call // 20 for each in range(size)]
-            roll_call.call(expected[rank])
-            if roll_call.repeats():
-                assert expected == before and roll_call.is_completed()
-            roll_call.wait()
-            assert roll_call.repeats() == (
-                isinstance(line, SharedMemoryLine) and largest == 9 and call > 0 and expected == before
-            )
-            answers = roll_call.answers()
-            assert answers == expected
-            assert roll_call.answers() is answers
-            before = expected
-
-
-def repeats_are_known_after_a_sum(collective: Collective, line: Line) -> None:
+def roll_calls_and_sums_take_turns(collective: Collective, line: Line) -> None:
     roll_call = line.roll_call(9)
     for call in range(9):
         line.sum(call, 9).wait()
         roll_call.call(call // 5)
         roll_call.wait()
-        assert roll_call.repeats() == (isinstance(line, SharedMemoryLine) and call not in (0, 5))
         assert roll_call.answers() == [call // 5] * collective.world_size
 
 
@@ -168,8 +147,7 @@ CHECKS: list[Callable[[Collective, Line], None]] = [
     long_sums_do_not_mix_with_the_group,
     sums_do_not_mix_with_the_group,
     everybody_answers,
-    repeats_are_known_as_such,
-    repeats_are_known_after_a_sum,
+    roll_calls_and_sums_take_turns,
 ]
 
 
@@ -323,7 +301,6 @@ def counts_begin_anew(rank: int) -> None:
         expected = [4, 5 if call > 2 else 4]
         roll_call.call(expected[rank])
         roll_call.wait()
-        assert roll_call.repeats() == (call not in (0, 3))
         assert roll_call.answers() == expected
 
 

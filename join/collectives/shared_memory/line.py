@@ -179,8 +179,6 @@ class _RollCall(_Arrivals, RollCall):
 
     def __init__(self, lane: Lane) -> None:
         super().__init__(lane, 1)
-        self._answers: list[int] = []
-        self._told: list[list[tuple[int, int]]] = []  # by place: all cells, and what is in them but for the count
 
     @override
     def call(self, mine: int) -> None:
@@ -188,18 +186,5 @@ class _RollCall(_Arrivals, RollCall):
         self._begin(self._lane.give(mine))
 
     @override
-    def repeats(self) -> bool:
-        repeats = bool(self._told)
-        if repeats:
-            cells, tag = self._lane.cells, self._count & LOW
-            for at, told in self._told[self._count % PLACES]:
-                repeats &= cells[at] == told | tag
-        return repeats
-
-    @override
     def answers(self) -> list[int]:
-        if self._numbers != self._answers:
-            self._answers = list(self._numbers)
-            told = [number << BITS for number in self._numbers]
-            self._told = [list(zip(places, told, strict=True)) for places in self._lane.places]
-        return self._answers
+        return list(self._numbers)

@@ -11,7 +11,6 @@ from bisect import bisect
 PER_DECADE = 8
 _SHORTEST = 1e-4  # seconds
 _DECADES = 6
-_AT_ONCE = 256
 
 BINS = PER_DECADE * _DECADES
 EDGES = tuple(_SHORTEST * 10 ** (edge / PER_DECADE) for edge in range(BINS + 1))
@@ -22,15 +21,9 @@ class StepTimes:
     """Counts the times between the steps of one rank."""
 
     def __init__(self) -> None:
-        self._counts = [0] * BINS
-        self._last = 0.0
-        self._moments: list[float] = []  # of steps that are not counted yet: many at once is cheaper
-
-    @property
-    def counts(self) -> list[int]:
+        self.counts = [0] * BINS
         """How many steps took how long, by bin."""
-        self._count()
-        return self._counts
+        self._last = 0.0
 
     @property
     def total(self) -> int:
@@ -39,17 +32,9 @@ class StepTimes:
 
     def start(self, now: float) -> None:
         """The first step begins to take time; ``now`` is in seconds, of a monotonic clock."""
-        self._count()
         self._last = now
 
     def step(self, now: float) -> None:
         """A step is made."""
-        self._moments.append(now)
-        if len(self._moments) == _AT_ONCE:
-            self._count()
-
-    def _count(self) -> None:
-        for moment in self._moments:
-            took, self._last = moment - self._last, moment
-            self._counts[bisect(EDGES, took, 1, BINS) - 1] += 1
-        self._moments.clear()
+        took, self._last = now - self._last, now
+        self.counts[bisect(EDGES, took, 1, BINS) - 1] += 1

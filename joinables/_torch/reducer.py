@@ -11,7 +11,6 @@ Nothing else in ``joinables`` touches a name that starts with an underscore and 
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _engine: Any = Variable._execution_engine
-_NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
 
 _NEEDED: dict[Any, tuple[str, ...]] = {
     dist.Reducer: (
@@ -100,19 +98,6 @@ def after_backward(callback: Callable[[], None]) -> None:
 def after_reduction(callback: Callable[[], None]) -> None:
     """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
     _engine.queue_callback(partial(_engine.queue_callback, callback))
-
-
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Have ``hook`` called with the tensor's gradient; the handle, if there is one.
-
-    Stands in for ``Tensor.register_hook``, three quarters of whose time go into a handle that can be removed: for the
-    output of a module nobody needs it, the hook goes with the graph.
-    """
-    if tensor.is_leaf or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
-        return cast("Any", tensor).register_hook(hook)
-    tensor._backward_hooks = OrderedDict({_NO_HANDLE: hook})
-    cast("Any", tensor.grad_fn)._register_hook_dict(tensor)
-    return None
 
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id

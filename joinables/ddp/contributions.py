@@ -87,7 +87,7 @@ class Contributions:
         if mean.weighted:
             times = window.weight
         elif not mean.over_all_ranks:
-            times = self.own
+            times = self.contributes
         elif self._channel.ranks_with_data is not None:
             times = 1.0
         elif not self._channel.foresees_bursts:
@@ -140,7 +140,7 @@ class Contributions:
     # -- the mean -----------------------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> float:
+    def contributes(self) -> float:
         """1 if this rank contributes to its own backward, and 0 if it had nothing but dummies."""
         return float(self._channel.ranks_with_data is None or self.window.with_data >> self._collective.rank & 1)
 

@@ -72,9 +72,9 @@ class GradientSync(DDPBurst):
 
     @override
     def attach(self, join: Block) -> None:
+        self._static_graph.check()
         super().attach(join)
         self._join = join
-        self._static_graph.check()
         self._given.attach(join, self)
         self._backwards, self._plain_in = 0, -1
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
@@ -229,7 +229,7 @@ class GradientSync(DDPBurst):
         if scales:
             # What is refused must not leave others with a sum of 0, which is another mistake.
             self._given.begin(
-                1.0 if weights.refused else self._given.window.weight if mean.weighted else self._given.own
+                1.0 if weights.refused else self._given.window.weight if mean.weighted else self._given.contributes
             )
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)

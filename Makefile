@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak test-horovod check bench pictures docs clean
+.PHONY: help demo test test-all soak test-horovod check bench pictures docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -14,6 +14,7 @@ help:
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
+	@echo 'make wheel   build the sdist and the wheel, to dist'
 	@echo 'make pictures draws what docs/architecture.md shows, from runs'
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
 	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
@@ -57,6 +58,9 @@ pictures: .venv/.demo-installed
 
 docs: .venv/.docs-installed
 	$(BIN)/pdoc --docformat google -o docs-out join join.collectives joinables joinables.trainer joinables.zero
+
+wheel: .venv/.test-installed
+	$(BIN)/python -m build
 
 clean:
 	rm -rf build dist demo-out docs-out .hypothesis .pytest_cache .ruff_cache

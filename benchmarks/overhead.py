@@ -87,9 +87,8 @@ def supervised(model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) ->
 
 
 def sharded(ddp: DDP) -> torch.optim.Optimizer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from importing it
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from joinables.zero import ZeroRedundancyOptimizer  # torch's own, without the notices of its import
+
     return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3)
 
 

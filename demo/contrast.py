@@ -47,7 +47,7 @@ def _train(epochs: int, sharded: bool, dataset: Dataset) -> list[Record]:
     optimizer = digits.configure_optimizers()
     joinables = [model]  # torch's Join takes no stock optimizer
     if sharded:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from joinables.zero import ZeroRedundancyOptimizer  # torch's own, without the notices of its import
 
         optimizer = ZeroRedundancyOptimizer(model.parameters(), type(optimizer), lr=optimizer.defaults["lr"])
         joinables.append(optimizer)

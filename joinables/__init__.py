@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from joinables.namesake import found_instead
+
+if (_other := found_instead()) is not None:
+    raise ImportError(f"joinables needs its own package join, and import finds {_other} in its place; rename that")
+
 import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Joinable, register_joinable
+from join import Join, Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
 from joinables._torch.reducer import compiled_from
 from joinables.ddp import joinables_of_ddp
@@ -33,6 +38,7 @@ __all__ = [
     "BucketRebuild",
     "BufferSync",
     "GradientSync",
+    "Join",
     "Metric",
     "Replay",
     "ShardStep",
@@ -41,6 +47,8 @@ __all__ = [
     "TorchJoinable",
     "ZeroStep",
 ]
+
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -30,14 +30,16 @@ class End:
     Attributes:
         code: its exit code, negative for a signal.
         at: when it ended, in seconds since the epoch.
-        text: what it wrote to stdout and stderr.
+        text: what it wrote to stdout, and then to stderr.
         result: what its function returned, if it did.
+        stderr: what it wrote there.
     """
 
     code: int
     at: float
     text: str
     result: Any
+    stderr: str = ""
 
     @property
     def error(self) -> str:
@@ -147,7 +149,7 @@ class Running:
             time.sleep(0.02)
         ended, call = self._ending.look(), self._call
         with self._folder:
-            return [End(*ended[pid], call.told(rank), call.result(rank)) for rank, pid in enumerate(self._pids)]
+            return [End(*ended[pid], *call.came_out(rank)) for rank, pid in enumerate(self._pids)]
 
     def _end_by_force(self, pids: list[int]) -> None:
         for pid in pids:
@@ -168,18 +170,15 @@ class _Call:
     group: bool
     folder: Path
 
-    def told(self, rank: int) -> str:
-        return (self.folder / f"told-{rank}").read_text(errors="replace")
-
-    def result(self, rank: int) -> Any:
+    def came_out(self, rank: int) -> tuple[str, Any, str]:
+        out, err = ((self.folder / f"{name}-{rank}").read_text(errors="replace") for name in ("stdout", "stderr"))
         file = self.folder / f"result-{rank}"
-        return pickle.loads(file.read_bytes()) if file.exists() else None
+        return out + err, pickle.loads(file.read_bytes()) if file.exists() else None, err
 
     def run(self, rank: int) -> None:
         """The whole life of a rank."""
-        file = os.open(self.folder / f"told-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for stream in (1, 2):
-            os.dup2(file, stream)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(self.folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         faulthandler.register(signal.SIGUSR1)
         os.environ["JOIN_SHARED_MEMORY"] = "0" if self.over_group else "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def test_public_names() -> None:
         "BucketRebuild",
         "BufferSync",
         "GradientSync",
+        "Join",
         "Metric",
         "Replay",
         "ShardStep",
@@ -119,18 +121,39 @@ def test_tests_and_tutorials_say_what_they_shard_over() -> None:
                 assert any(keyword.arg == "mesh" for keyword in node.keywords), f"{path}:{node.lineno}"
 
 
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
 @pytest.mark.parametrize("statement", ["import join", "import joinables", "import joinables.trainer"])
 def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
     weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
-    probe = f"import sys; {statement}; print([m for m in {weight} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    result = python("-W", "error", "-c", f"import sys; {statement}; print([m for m in {weight} if m in sys.modules])")
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+def test_importing_zero_is_silent_and_leaves_filters_alone() -> None:
+    probe = "from warnings import filters; import joinables as j; old = filters[:]; j.ZeroStep; print(filters == old)"
+    result = python("-W", "default", "-c", probe)
+    assert (result.stdout, result.stderr) == ("True\n", "")
 
 
 def test_unsupported_torch_is_one_error() -> None:
-    probe = "import torch.distributed as d; del d.Reducer._rebuild_buckets; import joinables"
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    result = python("-c", "import torch.distributed as d; del d.Reducer._rebuild_buckets; import joinables")
     assert "ImportError: joinables needs" in result.stderr.splitlines()[-1]
     assert "_rebuild_buckets" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("other", ["join.py", "join/__init__.py"])
+@pytest.mark.parametrize("script", ["train.py", "join.py"])
+@pytest.mark.parametrize("statement", ["import joinables", "from joinables import Join", "import joinables.trainer"])
+def test_another_join_is_one_sentence_and_is_not_run(tmp_path: Path, other: str, script: str, statement: str) -> None:
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    (tmp_path / other).write_text("raise SystemExit")
+    (tmp_path / script).write_text(statement)
+    found = tmp_path / other.removesuffix("/__init__.py")
+    told = f"ImportError: joinables needs its own package join, and import finds {found} in its place; rename that"
+    assert python(str(tmp_path / script)).stderr.splitlines()[-1] == told

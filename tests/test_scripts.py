@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,20 @@ from tests.ending import Ending
 from tests.selection import ALL
 
 ROOT = Path(__file__).parent.parent
-# Torch itself warns of torch.jit.script when its ZeRO is imported; here literal, unlike in pyproject.toml.
-STRICT = [
-    "-W",
-    "error",
-    *[
-        part
-        for name in ("script", "interface")
-        for part in ("-W", f"ignore:`torch.jit.{name}` is deprecated:DeprecationWarning")
-    ],
-]
-
-
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(*args: str, timeout: float = 110, strict: bool = True) -> str:
-    command = [sys.executable, *(STRICT if strict else []), *args]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+def run(*args: str, timeout: float = 110, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout
     return result.stdout
 
 
@@ -56,9 +51,6 @@ class Forking(Launcher):
 
 def as_script(rank: int, script: str, *arguments: str) -> None:
     """Run a file, or else a module, as the interpreter would; what it spawns is forked."""
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-    warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is deprecated", DeprecationWarning)
     fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.multiprocessing.spawn = fork  # type: ignore[assignment]
     joinables.trainer.Launcher = ddp_strategy.Launcher = Forking
@@ -72,13 +64,13 @@ def as_script(rank: int, script: str, *arguments: str) -> None:
 
 def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
     (end,) = ending.ends(as_script, *args, ranks=1, group=False, limit=limit)
-    assert end.code == 0, end.text
+    assert (end.code, end.stderr) == (0, ""), end.text
     return end.text
 
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-SPAWNING = {"01_uneven_ddp", "04_trainer"}
-"""Of each way to start processes, one tutorial that is always run as its readers do."""
+SPAWNING = {"01_uneven_ddp", "04_trainer", "05_gan"}
+"""Always run as their readers do: of each way to start processes one, and one that tells its processes how to log."""
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
@@ -90,7 +82,7 @@ def test_tutorial(ending: Ending, path: Path) -> None:
 
 def test_tutorial_says_the_same_under_torchrun(ending: Ending) -> None:
     path = str(ROOT / "tutorials" / "07_torchrun.py")
-    alone, launched = run_forked(ending, path).splitlines(), run(*TORCHRUN, path, strict=False).splitlines()
+    alone, launched = run_forked(ending, path).splitlines(), run(*TORCHRUN, path, OMP_NUM_THREADS="1").splitlines()
     assert "started by the trainer" in alone[0]
     assert "started by torchrun" in launched[0]
     assert len(alone) == 2
@@ -130,7 +122,7 @@ def test_demo_without_its_extra_says_what_to_install() -> None:
 
 def test_the_benchmark_of_overhead_runs_every_way() -> None:
     few = ("--only", "MLP", "--rounds", "1", "--launches", "1", "--steps", "4")
-    table = run("benchmarks/overhead.py", *few, strict=False).splitlines()
+    table = run("benchmarks/overhead.py", *few).splitlines()
     ways = [line.split("|")[1].strip() for line in table if line.startswith("| MLP: ")]
     assert len(ways) == len(set(ways)) == 8
     assert ways[0] == "MLP: plain"

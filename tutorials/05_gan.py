@@ -1,10 +1,10 @@
 """Tutorial 5: a GAN on two ranks, with two optimizers that the step itself drives.
 
 `automatic_optimization = False` hands the step over to you: `manual_backward` instead of `backward`, and you step what
-`optimizers()` returns, as often and in whichever order you like. A rank that has run out of data shadows each backward
-of the others, whatever there are in a step.
-(DDP warns that it found no unused parameters. It does in other backwards: the critic's leave out the generator.)
+`optimizers()` returns, as often and in whichever order you like. A rank that has run out of data shadows all backwards.
 """
+
+import os
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ from joinables.trainer import Trainer, TrainModule
 CENTRES = torch.tensor([-2.0, 2.0])
 
 
-def network(inputs: int) -> nn.Sequential:
-    act = nn.LeakyReLU(0.2)
-    return nn.Sequential(nn.Linear(inputs, 32), act, nn.Linear(32, 32), act, nn.Linear(32, 1))
+def network(size: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(size, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
 
 
 class Gan(TrainModule):
@@ -61,6 +60,7 @@ def draw(gan: Gan) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else DDP warns that a backward used all parameters; others do not
     generator = torch.Generator().manual_seed(0)
     real = CENTRES[torch.randint(2, (1300, 1), generator=generator)] + 0.3 * torch.randn(1300, 1, generator=generator)
     gan = Gan()

@@ -5,23 +5,22 @@ knows from the start: the ranks exchange their numbers once, on entering, and no
 same. A number that turns out to be wrong ends the run on all ranks, with an error that says so.
 """
 
-import tempfile
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from join import Join, JoinReport
+from join import Join, JoinReport, ProtocolError
+from joinables.trainer import Launcher
 
 BATCHES = (2, 6, 0)  # rank 2 has no data
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 
-def train(rank: int, steps: int | None) -> tuple[torch.Tensor, JoinReport]:
+def train(steps: int | None) -> tuple[torch.Tensor, JoinReport]:
     """Train one epoch; `steps` is what this rank declares. All ranks declare, or none."""
+    rank = dist.get_rank()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     model = DistributedDataParallel(net)
@@ -34,14 +33,11 @@ def train(rank: int, steps: int | None) -> tuple[torch.Tensor, JoinReport]:
     return parameters_to_vector(model.parameters()).detach(), join.report
 
 
-def compare(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
-    announced, report = train(rank, steps=None)
-    declared, quiet_report = train(rank, steps=BATCHES[rank])  # of a loader: steps=len(loader)
+def compare() -> None:
+    rank = dist.get_rank()
+    announced, report = train(steps=None)
+    declared, quiet_report = train(steps=BATCHES[rank])  # of a loader: steps=len(loader)
     difference = (announced - declared).abs().max().item()
-    dist.barrier()
-    dist.destroy_process_group()
-
     if rank == 0:
         print(
             f"Headers announce the steps:\n\n{report}\n\nThe steps are declared, and `headers` is 0:\n\n{quiet_report}"
@@ -51,24 +47,22 @@ def compare(rank: int, store: str) -> None:
     assert difference < 1e-6, "declared steps must not change what is trained"
 
 
-def promise(rank: int, store: str, promised: int) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
-    train(rank, steps=promised if rank == 1 else BATCHES[rank])  # rank 1 makes 6
+def promise(promised: int) -> None:
+    rank = dist.get_rank()
+    train(steps=promised if rank == 1 else BATCHES[rank])  # rank 1 makes 6
 
 
 def tells(promised: int) -> str:
     """What ends the run, in which rank 1 declares so many steps and makes 6."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mp.spawn(promise, args=(f"{folder}/store", promised), nprocs=3)
-        except mp.ProcessRaisedException as error:
-            return str(error).strip().splitlines()[-1].removeprefix("join.errors.")
+    try:
+        Launcher(3).launch(promise, promised)
+    except ProtocolError as error:
+        return f"ProtocolError: {error}"
     return "nothing"
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)
+    Launcher(3).launch(compare)
     print("Rank 1 declares 5 steps, then 7, and makes 6. What ends the run:\n")
     for promised, mistake in ((5, "declared steps=5 and began step 6"), (7, "declared steps=7 and made 6")):
         told = tells(promised)

@@ -333,7 +333,7 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
     """The class. Stands in for an import that does not warn of ``torch.jit.script`` and costs only who needs it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is ", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
 

@@ -208,9 +208,8 @@ def test_a_model_that_cannot_take_an_empty_batch(pool: Pool, name: str, dummy: s
 
 
 def sharded(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from importing it
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr)
 
 

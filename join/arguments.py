@@ -145,8 +145,8 @@ def common_collective(joinables: Sequence[Joinable]) -> Collective:
     for other in others:
         if collective_of(other.join_process_group) is not collective:
             raise ValueError(
-                f"{first.join_name} and {other.join_name} use different process groups; Join needs one: use a block for"
-                " each group"
+                f"using Join with multiple process groups: that of {first.join_name} is not that of"
+                f" {other.join_name}; use a block for each group"
             )
     return collective
 

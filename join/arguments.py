@@ -152,8 +152,8 @@ def common_collective(joinables: Sequence[Joinable]) -> Collective:
 
 
 def check_initialised(joinable: Any) -> None:
-    """Raise a ``TypeError`` for a ``Joinable`` whose constructor did not call ``Joinable.__init__``."""
-    if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
+    """Raise a ``TypeError`` for what is no ``Joinable``, or whose constructor did not call ``Joinable.__init__``."""
+    if not hasattr(joinable, "_join_config"):
         raise TypeError(f"check that the constructor of {type(joinable).__name__} calls Joinable.__init__(self)")
 
 

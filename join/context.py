@@ -133,28 +133,25 @@ class Join:
         Returns:
             The header's sum over all ranks, under way, with ``wait`` and ``is_completed`` as of an all-reduce, if
             ``joinable`` announces: it comes first in the list, or is a :class:`Burst`. ``None`` for the others, which
-            follow it, and in a block with ``enable=False``.
+            follow it, in a block with ``enable=False``, and outside any block, where there is nobody to tell.
 
         Raises:
-            JoinError: outside a block, or if the block is over because a rank failed.
+            JoinError: inside a block on its group that does not list it, or if the block is over because a rank failed.
             TypeError: if the joinable's constructor did not call ``Joinable.__init__``.
         """
         block = _blocks.get(id(joinable))
-        if block is None:
-            check_initialised(joinable)
+        if block is not None:
+            return block._notify(joinable)
+        check_initialised(joinable)
+        if Join.is_open_on(joinable.join_process_group):
             name = type(joinable).__name__
-            if _blocks:
-                raise JoinError(f"{name} called notify_join_context inside a Join block that does not list it; list it")
-            raise JoinError(
-                f"{name} called notify_join_context outside a Join block; wrap the loop in `with Join([...])`, with"
-                " enable=False where inputs are even"
-            )
-        return block._notify(joinable)
+            raise JoinError(f"{name} called notify_join_context inside a Join block that does not list it; list it")
+        return None
 
     @staticmethod
     def is_open_on(group: Any) -> bool:
         """Whether a block is open on a process group (``None``: the default one)."""
-        return any(channel.collective is collective_of(group) for channel in channels.values())
+        return bool(channels) and id(collective_of(group)) in channels
 
     @property
     def weight(self) -> float | None:

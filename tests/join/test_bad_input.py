@@ -89,12 +89,9 @@ def test_constructor_that_forgets_joinable() -> None:
                 call()
 
 
-def test_notify_outside_a_block() -> None:
-    @alone
-    def _(collective: ThreadCollective) -> None:
-        counter = Counter(collective)
-        with pytest.raises(JoinError, match="Counter called notify_join_context outside a Join block"):
-            counter()
+def test_notify_of_what_is_no_joinable() -> None:
+    with pytest.raises(TypeError, match=r"constructor of str calls Joinable.__init__"):
+        Join.notify_join_context("counter")
 
 
 def test_keyword_that_nobody_takes() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.collectives import ThreadCollective, collective_of, run_threads
+from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
 from tests.join.counter import Counter, CounterHook, Leading
 from tests.pool import Pool
 
@@ -231,6 +231,25 @@ def test_disabled_does_nothing() -> None:
         return counter.works, counter.keywords, counter.last_joiner, join.report.ranks
 
     assert run_threads(2, rank_main) == [([None], {}, None, ())] * 2
+
+
+def test_outside_a_block_there_is_nobody_to_tell() -> None:
+    """As in a loop of validation: before a block, after it, where others may still be in it, and in one of others."""
+
+    def rank_main(collective: ThreadCollective) -> tuple[int, int, list[bool]]:
+        counter, other = Counter(collective), Counter(SingleCollective())
+        counter()
+        with Join([counter]):
+            for _ in range(collective.rank):
+                counter()
+                other()
+        counter()
+        assert other.works == [None] * collective.rank
+        return counter.total, other.total, [work is None for work in counter.works]
+
+    for rank, (total, others, silent) in enumerate(run_threads(3, rank_main)):
+        assert (total, others) == (3 + 3 + 3, rank)
+        assert silent == [True, *[False] * rank, True]
 
 
 def test_config_is_set_inside_and_reset_outside() -> None:

@@ -57,14 +57,18 @@ def test_two_groups() -> None:
         Join([Counter(one[0]), Counter(one[1])])
 
 
-def test_entering_twice() -> None:
+@pytest.mark.parametrize("enable", [True, False])
+def test_entering_one_that_is_open(enable: bool) -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
-        join = Join([Counter(collective)])
-        with join, pytest.raises(JoinError, match="entered before"):
-            join.__enter__()
-        with pytest.raises(JoinError, match="entered before"):
-            join.__enter__()
+        counter = Counter(collective)
+        join = Join([counter], enable=enable)
+        with join:
+            counter()
+            with pytest.raises(JoinError, match="this Join is open: leave its block"):
+                join.__enter__()
+            counter()
+        assert counter.total == 2
 
 
 def test_inside_two_blocks() -> None:

@@ -85,22 +85,32 @@ def checked_weight(weight: Any) -> float | None:
     return number
 
 
-def expand(objects: Any) -> list[Joinable]:
-    """Turn the objects given to ``Join`` into joinables, each object once.
+def listed(objects: Any) -> list[Any]:
+    """Return the objects given to ``Join``.
 
     Raises:
-        TypeError: if ``objects`` is no list of objects that can join.
-        ValueError: if it is empty, has an object twice, or none that communicates.
+        TypeError: if ``objects`` is no list.
+        ValueError: if it is empty.
     """
     # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
         raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...])")
-    listed = list(cast("Iterable[Any]", objects))
-    if not listed:
+    found = list(cast("Iterable[Any]", objects))
+    if not found:
         raise ValueError("joinables=[] is empty: Join requires at least one joinable")
+    return found
+
+
+def expand(objects: Sequence[Any]) -> list[Joinable]:
+    """Turn the objects given to ``Join`` into joinables, each object once.
+
+    Raises:
+        TypeError: if one cannot join.
+        ValueError: if one is there twice, or none communicates.
+    """
     expanded: list[Joinable] = []
     seen: dict[int, int] = {}
-    for position, obj in enumerate(listed):
+    for position, obj in enumerate(objects):
         found = joinables_of(obj)
         for joinable in found:
             check_initialised(joinable)
@@ -145,15 +155,15 @@ def common_collective(joinables: Sequence[Joinable]) -> Collective:
     for other in others:
         if collective_of(other.join_process_group) is not collective:
             raise ValueError(
-                f"{first.join_name} and {other.join_name} use different process groups; Join needs one: use a block for"
-                " each group"
+                f"using Join with multiple process groups: that of {first.join_name} is not that of"
+                f" {other.join_name}; use a block for each group"
             )
     return collective
 
 
 def check_initialised(joinable: Any) -> None:
-    """Raise a ``TypeError`` for a ``Joinable`` whose constructor did not call ``Joinable.__init__``."""
-    if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
+    """Raise a ``TypeError`` for what is no ``Joinable``, or whose constructor did not call ``Joinable.__init__``."""
+    if not hasattr(joinable, "_join_config"):
         raise TypeError(f"check that the constructor of {type(joinable).__name__} calls Joinable.__init__(self)")
 
 

@@ -31,6 +31,7 @@ from join.arguments import (
     common_collective,
     expand,
     hook_of,
+    listed,
 )
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
@@ -62,6 +63,8 @@ class Join:
                 optimizer.zero_grad()
                 loss_fn(model(x), y).backward()
                 optimizer.step()
+
+    It may be entered again once it was left: a new block, of the same objects, that knows nothing of the one before.
 
     Args:
         joinables: DDP modules, optimizers, schedulers, scalers, :class:`Joinable` objects of your own, torch's. What is
@@ -99,8 +102,9 @@ class Join:
     ) -> None:
         self._timeout = checked_timeout(timeout)
         self._steps = checked_steps(steps, timeout)
-        self._joinables = expand(joinables)
-        self._collective = common_collective(self._joinables)
+        self._objects = listed(joinables)
+        self._block: OpenBlock | None = None  # while the block is open
+        self._begin_anew()
         check_keywords(self._joinables, kwargs, own=("enable", "throw_on_early_termination", "steps", "timeout"))
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
@@ -108,18 +112,22 @@ class Join:
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
         self._weight: float | None = None
+        self._weight_outside: float | None = None  # what it is again after the block
+
+    def _begin_anew(self) -> None:
+        """Drop all that was of a block before: what stands for the objects remembers the one that it was in."""
+        self._joinables = expand(self._objects)
+        self._collective = common_collective(self._joinables)
         self._iteration: Iteration | None = None
         self._looped = (0, 0)  # the steps of the loops before that one
         self._alone: LoopAlone | None = None  # the last loop, with ``enable=False``
-        self._entered = False
-        self._block: OpenBlock | None = None  # while the block is open
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
     @property
     def report(self) -> JoinReport:
-        """Who did what, rank by rank; available after a block that ended without an exception."""
+        """Who did what in the last block, rank by rank; available if that ended without an exception."""
         if self._report is None:
             raise JoinError("there is no report: it is made at the end of a block that ends without an exception")
         return self._report
@@ -133,23 +141,20 @@ class Join:
         Returns:
             The header's sum over all ranks, under way, with ``wait`` and ``is_completed`` as of an all-reduce, if
             ``joinable`` announces: it comes first in the list, or is a :class:`Burst`. ``None`` for the others, which
-            follow it, and in a block with ``enable=False``.
+            follow it, in a block with ``enable=False``, and outside any block, where there is nobody to tell.
 
         Raises:
-            JoinError: outside a block, or if the block is over because a rank failed.
+            JoinError: inside a block on its group that does not list it, or if the block is over because a rank failed.
             TypeError: if the joinable's constructor did not call ``Joinable.__init__``.
         """
         block = _blocks.get(id(joinable))
-        if block is None:
-            check_initialised(joinable)
+        if block is not None:
+            return block._notify(joinable)
+        check_initialised(joinable)
+        if Join.is_open_on(joinable.join_process_group):
             name = type(joinable).__name__
-            if _blocks:
-                raise JoinError(f"{name} called notify_join_context inside a Join block that does not list it; list it")
-            raise JoinError(
-                f"{name} called notify_join_context outside a Join block; wrap the loop in `with Join([...])`, with"
-                " enable=False where inputs are even"
-            )
-        return block._notify(joinable)
+            raise JoinError(f"{name} called notify_join_context inside a Join block that does not list it; list it")
+        return None
 
     @staticmethod
     def is_open_on(group: Any) -> bool:
@@ -162,8 +167,9 @@ class Join:
 
         Gradients become the mean over all ranks, weighted by it, and under accumulation over the micro-batches too, so
         do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then. Set it before the
-        forward, on all ranks or on none, to a number that is not negative; it stays until it is set again. ``None``,
-        the default: every rank weighs the same. In a loop over :meth:`iterate`, a dummy weighs 0 whatever is set.
+        forward, on all ranks or on none, to a number that is not negative; it stays until it is set again or the block
+        ends, after which it is what it was before. ``None``, the default: every rank weighs the same. In a loop over
+        :meth:`iterate`, a dummy weighs 0 whatever is set.
 
         Raises:
             ValueError: on setting, if it is negative, infinite or NaN; in the backward, if it is 0 on all ranks.
@@ -175,7 +181,6 @@ class Join:
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
-        self._check_not_over("weight")
         declared = self._block is not None and isinstance(self._steps, int)
         if declared and (checked is None) != (self._weight is None):
             raise JoinError(
@@ -258,9 +263,8 @@ class Join:
             ProtocolError: on all ranks, if some leave the loop early and others do not.
             PeerError: if a rank fails, in its loader or in the body.
         """
-        if not self._entered:
+        if not self._is_open:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
-        self._check_not_over("iterate")
         if not self._enable:
             check_arguments(loader, until, dummy, lookahead)
             self._alone = LoopAlone(loader)
@@ -286,9 +290,9 @@ class Join:
         batches, dummies = (0, 0) if now is None else now.steps
         return before + batches, dummies_before + dummies
 
-    def _check_not_over(self, what: str) -> None:
-        if self._entered and self._enable and self._block is None:
-            raise JoinError(f"join.{what} is used after its block; write `with Join([...]) as join:` for each block")
+    @property
+    def _is_open(self) -> bool:
+        return _blocks.get(id(self._joinables[0])) is self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -311,12 +315,13 @@ class Join:
     # -- the context manager ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        if self._entered:
-            raise JoinError("this Join was entered before; build a new one for each block")
+        if self._is_open:
+            raise JoinError("this Join is open: leave its block before it is entered again, or build another Join")
+        self._begin_anew()
+        self._weight_outside = self._weight
         for joinable in self._joinables:
             if id(joinable.join_target) in _blocks:
                 raise JoinError(f"{joinable.join_name} is inside another Join block already")
-        self._entered = True
         if not self._enable:
             self._configure()
             self._report = JoinReport()
@@ -381,6 +386,7 @@ class Join:
             _set_config(joinable, JoinConfig(self._enable, self._enable and self._throw, position == 0))
 
     def _unconfigure(self) -> None:
+        self._weight = self._weight_outside
         for joinable in self._joinables:
             _blocks.pop(id(joinable), None)
             _blocks.pop(id(joinable.join_target), None)

@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from join.collectives import Collective, Work
 from join.errors import JoinError, ProtocolError
-from join.joinable import Block, Joinable
+from join.joinable import Block, Burst, Joinable
 from join.loop.iterate import Iteration
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
@@ -86,8 +86,21 @@ class OpenBlock:
         for member in self._scope.members:
             member.times.start(self._started)
 
-    def notify(self, joinable: Joinable) -> Work | None:
-        """This rank is about to run a burst of ``joinable``; the message that says so, if that one announces."""
+    def notify(self, caller: Any) -> Work | None:
+        """This rank is about to run a burst of ``caller``; the message that says so, if that one announces.
+
+        Args:
+            caller: a joinable of the block, or what one stands for.
+
+        Raises:
+            TypeError: if what stands for it does not need to be told.
+        """
+        listed = [member.joinable for member in self._scope.members]
+        joinable = next(each for each in listed if each is caller or each.join_target is caller)
+        if joinable is not caller and isinstance(joinable, Burst):
+            raise TypeError(
+                f"notify_join_context is not for a {type(caller).__name__}, which announces by itself; leave it out"
+            )
         if any(member.joinable is joinable for member in self._scope.announcing):
             return self.channel.announce(joinable)
         self.channel.follow(joinable)

@@ -25,8 +25,9 @@ def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[J
 
     Args:
         cls: the class; an adapter that was registered for it before is replaced.
-        adapter: called with the object on building a ``Join``; returns the joinable, or several in their order, that
-            stand for it. It must not modify the object: that is for ``Joinable.attach``.
+        adapter: called with the object on building a ``Join``, and each time that it is entered; returns the joinable,
+            or several in their order, that stand for it. It must not modify the object: that is for
+            ``Joinable.attach``.
 
     Raises:
         TypeError: if ``cls`` is not a class or ``adapter`` cannot be called.

@@ -98,6 +98,7 @@ def build(name: str) -> nn.Module:
 
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain sgd": (torch.optim.SGD, {"lr": 0.05}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),

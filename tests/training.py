@@ -32,6 +32,7 @@ class Setup:
     model: str | Recipe = "mlp"
     optimizer: str = "adam"
     rate: float | None = None
+    decay: float = 0.9  # of the learning rate, at each step
     zero: bool = False
     zero_views: bool = False
     ddp: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -65,6 +66,7 @@ class Loop:
     until: str = "all"
     stop: int | None = None  # all ranks break out of join.iterate after as many steps
     one_block: bool = False  # for all epochs
+    one_join: bool = False  # a block for each epoch, of the same Join
     plain_last: bool = False  # the last epoch is not over join.iterate
     accumulate: int = 1
     to_none: bool = True
@@ -265,8 +267,9 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.zero and case.clip else optimizer
     clipping: Any = SharedCall(clip) if is_sharded else clip
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
     epochs = range(len(case.counts))
+    join: Any = None
     for block in [epochs] if case.one_block else [[epoch] for epoch in epochs]:
         steps: Any = None
         if case.declared:
@@ -274,7 +277,8 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         listed = [Replay(trained) if case.replay else model, stepper, scheduler]
         if is_sharded and case.clip:
             listed.insert(1, clipping)
-        join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
+        if join is None or not case.one_join:
+            join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
         join.weight = 1 if case.weighted else None
         with join:
             for epoch in block:
@@ -308,7 +312,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
     model = build(case)
     cls, options = optimizer_of(case)
     optimizer = cls(model.parameters(), **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
     k = case.accumulate
     for epoch in range(len(case.counts)):
         counts = case.trained(epoch)

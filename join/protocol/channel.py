@@ -157,7 +157,7 @@ class Channel:
                 why = (
                     f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must"
                     " notify once after each of its bursts; one that keeps its own time comes first in the list, or"
-                    " derives from join.Burst"
+                    " derives from join.Burst; one without collectives in the loop has communicates = False"
                 )
                 self.break_off(JoinError(why))
             self._outstanding = list(member.followers)

@@ -53,18 +53,22 @@ def test_two_groups() -> None:
     one: list[Any] = []
     run_threads(1, one.append)
     run_threads(1, one.append)
-    with pytest.raises(ValueError, match="Counter and Counter use different process groups"):
+    with pytest.raises(ValueError, match=r"multiple process groups: .* not that of Counter; use a block for each"):
         Join([Counter(one[0]), Counter(one[1])])
 
 
-def test_entering_twice() -> None:
+@pytest.mark.parametrize("enable", [True, False])
+def test_entering_one_that_is_open(enable: bool) -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
-        join = Join([Counter(collective)])
-        with join, pytest.raises(JoinError, match="entered before"):
-            join.__enter__()
-        with pytest.raises(JoinError, match="entered before"):
-            join.__enter__()
+        counter = Counter(collective)
+        join = Join([counter], enable=enable)
+        with join:
+            counter()
+            with pytest.raises(JoinError, match="this Join is open: leave its block"):
+                join.__enter__()
+            counter()
+        assert counter.total == 2
 
 
 def test_inside_two_blocks() -> None:
@@ -89,12 +93,9 @@ def test_constructor_that_forgets_joinable() -> None:
                 call()
 
 
-def test_notify_outside_a_block() -> None:
-    @alone
-    def _(collective: ThreadCollective) -> None:
-        counter = Counter(collective)
-        with pytest.raises(JoinError, match="Counter called notify_join_context outside a Join block"):
-            counter()
+def test_notify_of_what_is_no_joinable() -> None:
+    with pytest.raises(TypeError, match=r"constructor of str calls Joinable.__init__"):
+        Join.notify_join_context("counter")
 
 
 def test_keyword_that_nobody_takes() -> None:

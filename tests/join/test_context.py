@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.collectives import ThreadCollective, collective_of, run_threads
+from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
 from tests.join.counter import Counter, CounterHook, Leading
 from tests.pool import Pool
 
@@ -231,6 +231,86 @@ def test_disabled_does_nothing() -> None:
         return counter.works, counter.keywords, counter.last_joiner, join.report.ranks
 
     assert run_threads(2, rank_main) == [([None], {}, None, ())] * 2
+
+
+def test_outside_a_block_there_is_nobody_to_tell() -> None:
+    """As in a loop of validation: before a block, after it, where others may still be in it, and in one of others."""
+
+    def rank_main(collective: ThreadCollective) -> tuple[int, int, list[bool]]:
+        counter, other = Counter(collective), Counter(SingleCollective())
+        counter()
+        with Join([counter]):
+            for _ in range(collective.rank):
+                counter()
+                other()
+        counter()
+        assert other.works == [None] * collective.rank
+        return counter.total, other.total, [work is None for work in counter.works]
+
+    for rank, (total, others, silent) in enumerate(run_threads(3, rank_main)):
+        assert (total, others) == (3 + 3 + 3, rank)
+        assert silent == [True, *[False] * rank, True]
+
+
+def test_entering_again() -> None:
+    """It is a new block each time, and what is left of one does not show in the next."""
+    steps = [[0, 2, 1], [3, 0, 1], [0, 0, 0], [2, 2, 2]]
+
+    def rank_main(collective: ThreadCollective) -> tuple[int, list[Any], list[bool | None]]:
+        counter, reports, last = Counter(collective), [], []
+        join = Join([counter])
+        for counts in steps:
+            with join:
+                with pytest.raises(JoinError, match="no report"):
+                    _ = join.report
+                for _ in range(counts[collective.rank]):
+                    counter()
+            reports.append([(row.steps, row.shadowed) for row in join.report.ranks])
+            last.append(counter.last_joiner)
+        return counter.total, reports, last
+
+    for rank, (total, reports, last) in enumerate(run_threads(3, rank_main)):
+        assert total == sum(map(sum, steps))
+        assert reports == [[(each, max(counts) - each) for each in counts] for counts in steps]
+        assert last == [counts[rank] == max(counts) for counts in steps]
+
+
+def test_entering_again_after_a_failure() -> None:
+    def rank_main(collective: ThreadCollective) -> int:
+        counter = Counter(collective)
+        join = Join([counter])
+        with pytest.raises((ValueError, PeerError)), join:
+            counter()
+            if collective.rank == 1:
+                raise ValueError("no more")
+            counter()
+        with pytest.raises(JoinError, match="no report"):
+            _ = join.report
+        before = counter.total
+        with join:
+            for _ in range(collective.rank):
+                counter()
+        return counter.total - before
+
+    assert run_threads(3, rank_main) == [3, 3, 3]
+
+
+def test_what_is_set_in_a_block_ends_with_it() -> None:
+    def rank_main(collective: ThreadCollective) -> None:
+        join = Join([Counter(collective)])
+        join.weight = 2
+        for _ in range(2):
+            with join:
+                assert join.weight == 2
+                join.weight = 5
+                with pytest.raises(JoinError, match="there was none in this block"):
+                    join.loader_state()
+                assert list(join.iterate([1, 2, 3][: collective.rank + 2], until="first")) == [1, 2]
+                assert join.pending == [3][: collective.rank]
+            assert join.weight == 2
+            assert join.pending == [3][: collective.rank]
+
+    run_threads(2, rank_main)
 
 
 def test_config_is_set_inside_and_reset_outside() -> None:

@@ -294,7 +294,7 @@ def refused(rank: int) -> None:
         Join([ddp], divide_by_initial_world_sze=False)
     with pytest.raises(ValueError, match=r"joinables\[0\] and joinables\[1\] are the same"):
         Join([ddp, torch.compile(ddp, backend="eager")])
-    with pytest.raises(ValueError, match="different process groups"):
+    with pytest.raises(ValueError, match="multiple process groups"):
         Join([ddp, DistributedDataParallel(build("mlp"), process_group=dist.new_group([0, 1]))])
     norm = DistributedDataParallel(build("norm"))
     norm.module[1] = torch.nn.SyncBatchNorm(8)  # afterwards: DDP takes it on GPUs only
@@ -317,8 +317,8 @@ def refused(rank: int) -> None:
     static(batch(rank, 0, 0)[0]).sum().backward()
     with pytest.raises(ValueError, match="static_graph module has run its first backward outside"):
         Join([static]).__enter__()
-    with Join([ddp]):
-        pass
+    with Join([ddp]), pytest.raises(TypeError, match="a DistributedDataParallel, which announces by itself"):
+        Join.notify_join_context(ddp)
 
 
 def test_what_cannot_join_is_refused(pool: Pool) -> None:

@@ -170,3 +170,19 @@ def parts_of(row: Row) -> dict[str, Any]:
 @pytest.mark.parametrize("row", all_or_pairwise(ROWS, parts_of), ids=str)
 def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
     check(pool, row.case, over_group=row.over_group)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("zero with clipping", "block"),
+        ("batch norm, leaders leave in turn", "block"),
+        ("zero_grad keeps tensors, initial", "block"),
+        ("accumulation, views", "weights"),
+        ("zero over adam", "replay"),
+        ("find_unused_parameters, zero", "lockstep"),
+    ],
+)
+def test_one_join_is_entered_for_each_epoch(pool: Pool, name: str, way: str) -> None:
+    options = {} if way == "block" else WAYS[way][0]
+    check(pool, replace(CASES[name], one_join=True, **options))

@@ -1,0 +1,54 @@
+"""A test of what this library and torch's both promise: :func:`either` runs it against each, :func:`run` on ranks.
+
+What a test asserts is right. Where torch's class does otherwise, the test says why, and must fail with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from join.collectives import collective_of
+from tests.pool import Pool
+
+OURS, TORCHS = "join", "torch.distributed.algorithms.join"
+"""Where ``Join``, ``Joinable`` and ``JoinHook`` are imported from."""
+
+
+def libraries(wrong: str = "") -> list[Any]:
+    """Both, as parameters of a test; ``wrong`` says what torch's does, if that is not right."""
+    must_fail = pytest.mark.xfail(reason=wrong, strict=True, raises=AssertionError)
+    return [pytest.param(OURS, id="ours"), pytest.param(TORCHS, id="torch's", marks=[must_fail] if wrong else [])]
+
+
+def either(wrong: str = "") -> pytest.MarkDecorator:
+    """Run a test with each library's name; with torch's it must fail if ``wrong`` says why."""
+    return pytest.mark.parametrize("library", libraries(wrong))
+
+
+def run(pool: Pool, library: str, fn: Callable[..., Any], *args: Any, hangs: bool = False) -> list[Any]:
+    """Run ``fn(rank, library, *args)`` on three ranks; if torch's ``hangs`` there, that is known in seconds.
+
+    Raises:
+        AssertionError: with the tracebacks, if it raises on any rank.
+    """
+    results = pool.run(_in_rank, library, fn, args, hangs and library == TORCHS, ranks=3)
+    told = [text for text, _ in results]
+    assert not any(told), "\n".join(told)
+    return [result for _, result in results]
+
+
+def _in_rank(rank: int, library: str, fn: Callable[..., Any], args: tuple[Any, ...], hangs: bool) -> tuple[str, Any]:
+    if hangs:
+        collective_of(None).limit(timedelta(seconds=2))
+    try:
+        with warnings.catch_warnings():  # torch's Join changes the filters
+            return "", fn(rank, importlib.import_module(library), *args)
+    except Exception:  # told here, the ranks need not be replaced
+        return traceback.format_exc(), None

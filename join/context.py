@@ -38,7 +38,7 @@ from join.errors import JoinError
 from join.joinable import Joinable, JoinConfig
 from join.loop.alone import LoopAlone
 from join.loop.iterate import Iteration, check_arguments
-from join.open_block import OpenBlock, channels
+from join.open_block import OpenBlock, channels, tell_not_entered
 from join.protocol.channel import Channel
 from join.protocol.members import Member, Scope
 from join.report import JoinReport
@@ -326,10 +326,14 @@ class Join:
             self._configure()
             self._report = JoinReport()
             return self
-        members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-        scope = Scope(members, self._throw, self._timeout)
         steps = self._steps if isinstance(self._steps, int) else None
-        block = self._block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
+        try:
+            members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
+            scope = Scope(members, self._throw, self._timeout)
+            self._block = block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
+        except BaseException as error:
+            tell_not_entered(self._collective, error)
+            raise
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
             if steps is not None:  # the number may differ
@@ -376,9 +380,7 @@ class Join:
             self._block = None
 
     def _notify(self, joinable: Any) -> Work | None:
-        if self._block is None:  # enable=False
-            return None
-        return self._block.notify(joinable)
+        return self._block.notify(joinable) if self._block is not None else None  # enable=False
 
     def _configure(self) -> None:
         for position, joinable in enumerate(self._joinables):

@@ -21,7 +21,9 @@ from typing import Any, cast
 import torch
 
 from join.collectives import Collective, Work
+from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
+from join.failure.peers import Peers
 from join.joinable import Block, Burst, Joinable
 from join.loop.iterate import Iteration
 from join.protocol.announced import Announced
@@ -33,6 +35,14 @@ from join.report import JoinReport, RankReport
 
 channels: dict[int, Channel] = {}
 """One channel for each group on which blocks are open, by the ``id`` of its collective."""
+
+
+def tell_not_entered(collective: Collective, error: BaseException) -> None:
+    """Tell the other ranks, which wait for this one to enter, that it has failed; inside another block, that does."""
+    if id(collective) not in channels:
+        peers = Peers(collective, collective.next_block(), Progress)
+        peers.leave(error)
+        peers.end()
 
 
 class OpenBlock:

@@ -446,6 +446,30 @@ def test_a_rank_that_fails_at_the_end(ending: Ending) -> None:
     assert_blamed(ending.run(failing_at_the_end), 0, "KeyError: 'at the end'")
 
 
+class Unable(State):
+    """State that fails on one rank as the block is entered."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        if dist.get_rank() == 1:
+            raise KeyError("no hook")
+        return super().join_hook(**kwargs)
+
+
+def failing_to_enter(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp, Unable(torch.optim.SGD(ddp.parameters(), lr=0.1))]):
+            ddp(batch(rank, 0, 0)[0]).sum().backward()
+    except (PeerError, KeyError) as error:
+        time.sleep(5 if rank == 1 else 0)  # its process is there for long
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_a_rank_that_fails_to_enter(ending: Ending) -> None:
+    assert_blamed(ending.run(failing_to_enter), 1, "KeyError: 'no hook'")
+
+
 def failing_alone(rank: int) -> str:
     ddp = DistributedDataParallel(build("mlp"))
     try:

@@ -38,6 +38,7 @@ from join.errors import JoinError
 from join.joinable import Joinable, JoinConfig
 from join.loop.alone import LoopAlone
 from join.loop.iterate import Iteration, check_arguments
+from join.loop.loops import Loops
 from join.open_block import OpenBlock, channels, tell_not_entered
 from join.protocol.channel import Channel
 from join.protocol.members import Member, Scope
@@ -118,9 +119,7 @@ class Join:
         """Drop all that was of a block before: what stands for the objects remembers the one that it was in."""
         self._joinables = expand(self._objects)
         self._collective = common_collective(self._joinables)
-        self._iteration: Iteration | None = None
-        self._looped = (0, 0)  # the steps of the loops before that one
-        self._alone: LoopAlone | None = None  # the last loop, with ``enable=False``
+        self._loops = Loops()
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -205,16 +204,12 @@ class Join:
         accumulation that is not full. No collective is sent for it; but it may wait until all have begun this step.
         With ``throw_on_early_termination``, the step before that error is not called the last.
         """
-        return self._loop is not None and self._loop.is_last_step
+        return self._loops.last is not None and self._loops.last.is_last_step
 
     @property
     def pending(self) -> list[Any]:
         """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
-        return [] if self._loop is None else self._loop.pending
-
-    @property
-    def _loop(self) -> Iteration | LoopAlone | None:
-        return self._iteration or self._alone
+        return [] if self._loops.last is None else self._loops.last.pending
 
     def loader_state(self) -> Any:
         """The state of the loader of the last loop over :meth:`iterate`, as of the batch that was handed out last.
@@ -228,9 +223,9 @@ class Join:
             JoinError: if there was no loop over :meth:`iterate` in this block; if the loader's ``state_dict`` raised.
             TypeError: if the loader has no ``state_dict``.
         """
-        if self._loop is None:
+        if self._loops.last is None:
             raise JoinError("join.loader_state() is of a loop over join.iterate, and there was none in this block")
-        return self._loop.loader_state
+        return self._loops.last.loader_state
 
     def iterate(
         self,
@@ -267,8 +262,9 @@ class Join:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
         if not self._enable:
             check_arguments(loader, until, dummy, lookahead)
-            self._alone = LoopAlone(loader)
-            return self._alone.handed_out()
+            alone = LoopAlone(loader)
+            self._loops.begin(alone)
+            return alone.handed_out()
         if isinstance(self._steps, int):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
         mixed = [burst.mixes_ranks for _, burst in self.channel.roster.bursts if burst.mixes_ranks]
@@ -276,19 +272,12 @@ class Join:
             raise ValueError(
                 f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
             )
-        if self._iteration is not None and self._iteration.running:
-            self._iteration.give_way()
+        if self._loops.running is not None:
+            self._loops.running.give_way()
         declared = self._steps == "loader"
         iteration = Iteration(self.channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw)
-        self._looped, self._iteration = self._steps_of_loops, iteration
+        self._loops.begin(iteration)
         return iteration.handed_out()
-
-    @property
-    def _steps_of_loops(self) -> tuple[int, int]:
-        """How many steps of loops over :meth:`iterate` this rank has begun with a batch, and with a dummy."""
-        (before, dummies_before), now = self._looped, self._iteration
-        batches, dummies = (0, 0) if now is None else now.steps
-        return before + batches, dummies_before + dummies
 
     @property
     def _is_open(self) -> bool:
@@ -358,14 +347,14 @@ class Join:
             return
         assert self._block is not None
         try:
-            self._report = self._block.end(error, self._iteration, self._steps_of_loops)
+            self._report = self._block.end(error, self._loops)
             if error is None:
                 self._warn_of_no_loop()
         finally:
             self._leave()
 
     def _warn_of_no_loop(self) -> None:
-        if self._steps == "loader" and self._iteration is None:
+        if self._steps == "loader" and self._loops.last is None:
             warnings.warn(
                 "steps='loader' is for loops over join.iterate, and there was none in the block, so headers were sent;"
                 " write for batch in join.iterate(loader), or give the number of steps",

@@ -27,7 +27,7 @@ from join.errors import ProtocolError
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
-OWN_KEYWORDS = ("enable", "throw_on_early_termination", "steps", "timeout", "process_group")
+OWN_KEYWORDS = ("enable", "throw_on_early_termination", "steps", "timeout", "process_group", "loss_divided_by")
 """What ``Join`` takes besides what it hands to hooks."""
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -85,6 +85,20 @@ def checked_weight(weight: Any) -> float | None:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"weight={weight!r} must be finite and not negative: a number of samples or tokens")
     return number
+
+
+def checked_divisor(divisor: Any) -> int:
+    """Return ``loss_divided_by`` if it is a number of micro-batches.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is less than 1.
+    """
+    if isinstance(divisor, bool) or not isinstance(divisor, Integral):
+        raise TypeError(f"loss_divided_by={divisor!r} must be a whole number: the micro-batches in a window")
+    if divisor < 1:
+        raise ValueError(f"loss_divided_by={divisor} must be at least 1: the micro-batches in a window")
+    return int(divisor)
 
 
 def listed(objects: Any) -> list[Any]:

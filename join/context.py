@@ -26,6 +26,7 @@ from join.arguments import (
     check_flags,
     check_initialised,
     check_keywords,
+    checked_divisor,
     checked_steps,
     checked_timeout,
     checked_weight,
@@ -37,8 +38,7 @@ from join.arguments import (
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.inside import block_of, put_inside, put_outside
-from join.loop.alone import LoopAlone
-from join.loop.iterate import Iteration, check_arguments
+from join.loop.iterate import check_arguments
 from join.loop.loops import Loops
 from join.loop.nothing_listed import NothingListed
 from join.open_block import OpenBlock, channels, tell_not_entered
@@ -79,6 +79,9 @@ class Join:
             for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
             once it takes twice as long.
         process_group: the ranks, where nothing is listed; ``None`` is the default group. Else that of what is listed.
+        loss_divided_by: by how much each loss is divided before its backward: the number of micro-batches in a window
+            of accumulation, where a framework divides by it. Gradients are then the mean over the micro-batches of all
+            ranks, each weighing 1 where :attr:`weight` is not set, also in windows that are not full.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 
@@ -100,6 +103,7 @@ class Join:
         steps: int | Literal["loader"] | None = None,
         timeout: float | None = None,
         process_group: Any = None,
+        loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
         self._timeout = checked_timeout(timeout)
@@ -113,7 +117,8 @@ class Join:
         self._enable = enable
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
-        self._weight: float | None = None
+        self._divisor = checked_divisor(loss_divided_by)
+        self._weight = None if loss_divided_by == 1 else 1.0
         self._weight_outside: float | None = None  # what it is again after the block
 
     def _begin_anew(self) -> None:
@@ -181,6 +186,8 @@ class Join:
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
+        if checked is None and self._divisor != 1:
+            checked = 1.0
         declared = self._block is not None and isinstance(self._steps, int)
         if declared and (checked is None) != (self._weight is None):
             raise JoinError(
@@ -188,6 +195,11 @@ class Join:
                 " block or in none of it: join = Join(..., steps=n); join.weight = w; with join: ..."
             )
         self._weight = checked
+
+    @property
+    def loss_divided_by(self) -> int:
+        """As given to the constructor."""
+        return self._divisor
 
     @property
     def shadowing(self) -> bool:
@@ -261,24 +273,13 @@ class Join:
         """
         if not self._is_open:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
-        if not self._enable:
+        if self._block is None:  # enable=False
             check_arguments(loader, until, dummy, lookahead)
-            alone = LoopAlone(loader)
-            self._loops.begin(alone)
-            return alone.handed_out()
+            return self._loops.begin_alone(loader)
         if isinstance(self._steps, int):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
-        mixed = [burst.mixes_ranks for _, burst in self.channel.roster.bursts if burst.mixes_ranks]
-        if dummy == "last" and mixed:
-            raise ValueError(
-                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
-            )
-        if self._loops.running is not None:
-            self._loops.running.give_way()
-        declared = self._steps == "loader"
-        iteration = Iteration(self.channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw)
-        self._loops.begin(iteration)
-        return iteration.handed_out()
+        told = {"declared": self._steps == "loader", "throw": self._throw}
+        return self._loops.begin(self._block.channel, loader, until, dummy, lookahead, **told)
 
     @property
     def _is_open(self) -> bool:
@@ -346,6 +347,7 @@ class Join:
             raise
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+            settings |= {"loss_divided_by": self._divisor} if self._divisor != 1 else {}
             if steps is not None:  # the number may differ
                 settings |= {"steps": "declared", "weighted": self._weight is not None}
             elif self._steps is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 from join.loop.alone import LoopAlone
-from join.loop.iterate import Iteration
+from join.loop.iterate import Dummy, Iteration, Until
+from join.protocol.channel import Channel
 
 
 class Loops:
@@ -14,9 +18,30 @@ class Loops:
         """The one that began last, if any."""
         self._before = (0, 0)  # the steps of those before it
 
-    def begin(self, loop: Iteration | LoopAlone) -> None:
-        """Another loop begins."""
+    def begin(
+        self, channel: Channel, loader: Iterable[Any], until: Until, dummy: Dummy, lookahead: int, **told: bool
+    ) -> Iterator[Any]:
+        """Another loop begins; its batches. The arguments are those of :class:`Iteration`.
+
+        Raises:
+            ValueError, TypeError, JoinError: as ``Join.iterate``.
+        """
+        mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
+        if dummy == "last" and mixed:
+            raise ValueError(
+                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
+            )
+        if self.running is not None:
+            self.running.give_way()
+        return self._begin(Iteration(channel, loader, until, dummy, lookahead, **told))
+
+    def begin_alone(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """A loop begins of which no other rank hears; its batches."""
+        return self._begin(LoopAlone(loader))
+
+    def _begin(self, loop: Iteration | LoopAlone) -> Iterator[Any]:
         self._before, self.last = self.steps, loop
+        return loop.handed_out()
 
     @property
     def running(self) -> Iteration | None:

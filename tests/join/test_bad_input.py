@@ -41,6 +41,14 @@ def test_a_group_that_is_not_that_of_what_is_listed() -> None:
             Join([Counter(collective)], process_group=SingleCollective())
 
 
+@pytest.mark.parametrize(("divisor", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_divisor_of_losses_that_is_none(divisor: Any, error: type[Exception]) -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(error, match=rf"loss_divided_by={divisor}"):
+            Join([Counter(collective)], loss_divided_by=divisor)
+
+
 def test_object_that_cannot_join() -> None:
     with pytest.raises(TypeError, match=r"a dict object cannot join.*register_joinable\(dict"):
         Join([{}])

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak test-horovod check bench pictures docs wheel clean
+.PHONY: help demo test test-all soak test-horovod test-frameworks check bench pictures docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -18,6 +18,7 @@ help:
 	@echo 'make pictures draws what docs/architecture.md shows, from runs'
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
 	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
+	@echo 'make test-frameworks runs the tests inside training frameworks, in .venv-frameworks (minutes, once).'
 	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
@@ -41,6 +42,12 @@ soak: .venv/.test-installed
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run
 	.venv-horovod/bin/horovodrun --gloo -np 4 .venv-horovod/bin/python -m tests.horovod.run
+
+# The extras of the frameworks that tests/integrations runs in.
+FRAMEWORKS := lightning
+comma := ,
+test-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m pytest -n $(JOBS) tests/integrations
 
 check: .venv/.dev-installed
 	$(BIN)/ruff check .
@@ -68,6 +75,11 @@ clean:
 
 .venv/.%-installed: setup.cfg constraints.txt | $(BIN)/pip
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$*]'
+	@touch $@
+
+.venv-frameworks/.installed: setup.cfg constraints.txt Makefile
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]'
 	@touch $@
 
 .venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt

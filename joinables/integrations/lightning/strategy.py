@@ -1,0 +1,188 @@
+"""Uneven loaders in Lightning's ``Trainer``: :class:`JoinStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from join import Join
+from join.loop.nothing_listed import NothingListed
+from joinables.integrations.lightning.blocks import Blocks
+from joinables.integrations.lightning.callback import First
+from joinables.integrations.lightning.fetchers import EvaluationFetcher, Fetcher, TrainingFetcher
+from joinables.integrations.lightning.loaders import Loader, wrapped
+from joinables.integrations.lightning.logged import LoggedValues, StepMeans
+from joinables.integrations.lightning.metrics import metrics_of
+from joinables.integrations.lightning.names import DDPStrategy, replace_results
+from joinables.integrations.lightning.samplers import InjectedRank, trim
+from joinables.loss_gate import LossGate
+
+
+class JoinStrategy(DDPStrategy):
+    """DDP for loaders of any lengths, also none: ``Trainer(strategy=JoinStrategy(), devices=2)``.
+
+    All ranks run the trainer's loops equally often. A rank that has run out of batches gets dummies, with no samples in
+    them, that count nothing: not in gradients, not in buffers, not in what is logged. In ``predict``, each rank runs
+    as often as it has batches.
+
+    Args:
+        weigh: what a batch counts in gradients and in logged means over ranks: ``"samples"``, its number of samples;
+            ``"equal"``, the same for each; or a function that gets the batch as the loader hands it out and returns
+            a number that is not negative, such as that of its tokens. The loss is to be a mean over what is counted.
+        **options: those of Lightning's ``DDPStrategy``, and through it of ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: for a ``weigh`` that is none of these.
+        TypeError: on fitting, for a module that has ``DistributedDataParallel`` in it, or a step that takes
+            ``dataloader_iter``.
+    """
+
+    strategy_name: ClassVar[str] = "join"
+
+    def __init__(
+        self, *args: Any, weigh: Literal["samples", "equal"] | Callable[[Any], float] = "samples", **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._forward_redirection = _called_directly
+        self._blocks, self._means = Blocks(weigh), StepMeans()
+        self._training: TrainingFetcher | None = None
+        self._failure: BaseException | None = None  # what closing the block of a run that has failed has raised
+        self._trainer: Any = None
+        self._first = First(self._end_epoch, self._fail)
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        self._trainer, self._failure = trainer, None
+        for name, part in trainer.lightning_module.named_modules():
+            if isinstance(part, DistributedDataParallel):
+                raise TypeError(
+                    f"{name!r} of {type(trainer.lightning_module).__name__} is in DistributedDataParallel already, and"
+                    " JoinStrategy wraps the whole LightningModule; hand it over bare"
+                )
+        super().setup(trainer)
+        trainer.callbacks.insert(0, self._first)
+        replace_results(trainer, lambda training: LoggedValues(training, self._blocks, self._means))
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        return super()._setup_model(LossGate(model))
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        options = super().distributed_sampler_kwargs
+        return {**options, "rank": InjectedRank(options["rank"])}
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Loader:
+        prepared = super().process_dataloader(dataloader)
+        trim(prepared)
+        return wrapped(prepared)
+
+    @override
+    def teardown(self) -> None:
+        if self._trainer is not None and self._first in self._trainer.callbacks:
+            self._trainer.callbacks.remove(self._first)
+        super().teardown()
+
+    # -- loops --------------------------------------------------------------------------------------------------------
+
+    def fetcher(self, stage: Any) -> Fetcher:
+        """What fetches the batches of a loop that begins.
+
+        Args:
+            stage: Lightning's ``RunningStage``.
+        """
+        if stage != "train":
+            return EvaluationFetcher(self._blocks, self._join_of_evaluation)
+        self._training = TrainingFetcher(self._blocks, self._join_of_training)
+        return self._training
+
+    def _join_of_training(self) -> Join:
+        module = self.lightning_module
+        # Other optimizers, and schedulers, take the same steps on all ranks.
+        sharded = [each for each in self.optimizers if isinstance(each, TorchJoinable)]
+        divided_by = self._trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        return Join(
+            [self.model, *sharded, *metrics_of(module)],
+            loss_divided_by=divided_by,
+            divide_by_initial_world_size=False,
+        )
+
+    def _join_of_evaluation(self) -> Join:
+        return Join([NothingListed(None), *metrics_of(self.lightning_module)])
+
+    def _close_training(self) -> None:
+        if self._training is not None and not self._trainer.interrupted:
+            self._training.close()
+
+    @override
+    def on_train_end(self) -> None:
+        self._end_epoch()
+        super().on_train_end()
+
+    def _end_epoch(self) -> None:
+        self._close_training()
+        self._blocks.end()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._close_training()  # a rank without data has not the others' buffers before
+        return super().lightning_module_state_dict()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        pass  # DDP sees a forward, which is the gate's, before each backward
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        pass
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().backward(self.model(closure_loss), optimizer, *args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
+            mean = self._means.reduce(tensor, group)
+            if mean is not None:
+                return mean
+            if not tensor.is_floating_point():  # Lightning rounds a mean of whole numbers down
+                tensor = tensor.to(torch.get_default_dtype())
+        return super().reduce(tensor, group, reduce_op)
+
+    # -- failure ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        """The run ends with ``error``: tell the other ranks."""
+        try:
+            self._blocks.close(error)
+        except Exception as failure:  # another rank's, of which this one's comes
+            self._failure = failure
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer is None or not self._trainer.interrupted:  # else others do not come
+            super().barrier(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._fail(exception)
+        super().on_exception(exception)
+        if self._failure is not None:
+            raise self._failure from exception
+
+
+def _called_directly(wrapper: Any, module: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a step of a ``LightningModule`` on itself and not through its wrapper, which the loss alone goes through."""
+    return getattr(module, method)(*args, **kwargs)

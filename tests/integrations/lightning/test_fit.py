@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
+
+import torch
+
+from tests.ending import Ending
+from tests.integrations.lightning.training import Case, fit, in_one_process, squared
+
+CASES = {
+    "streams": Case(),
+    "sized": Case(kind="sized"),
+    "a rank without data": Case(counts=(0, 3)),
+    "a sized one": Case(counts=(3, 0), kind="sized"),
+    "even": Case(counts=(3, 3)),
+    "each rank the same": Case(weigh="equal"),
+    "a function": Case(weigh=squared),
+    "schedulers per epoch": Case(scheduler="epoch"),
+    "clipping": Case(clip=0.3),
+    "max_steps": Case(max_steps=7),
+    "limit": Case(limit=3, kind="sized"),
+    "accumulation": Case(accumulate=2),
+    "accumulation, equal": Case(accumulate=2, weigh="equal"),
+    "a window where a rank has nothing": Case(accumulate=3, counts=(7, 1), kind="sized"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_as_one_process(ending: Ending, case: Case) -> None:
+    ranks = ending.run(fit, case, ranks=2)
+    expected = in_one_process(case)
+    for state, _ in ranks:
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
+    assert len(ranks[0][1]) == len(ranks[1][1])

@@ -48,7 +48,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
 
     @override
     def attach(self, join: Block) -> None:
-        twin = _twin(self._target)
+        twin = twin_of(self._target)
         super().attach(join)
         self._twin, self.state = twin, BurstState.IDLE
         twins = metrics_of(twin)
@@ -93,7 +93,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
         gather_trees(self._collective, None)
 
 
-def _twin(metric: Any) -> Any:
+def twin_of(metric: Any) -> Any:
     """A copy of the metric after ``reset``; tensors that this does not replace, such as a network's, are shared."""
     states = [each.metric_state for each in metrics_of(metric).values()]
     tensors = [*metric.parameters(), *metric.buffers(), *pytree.tree_leaves(states)]

@@ -67,24 +67,23 @@ class Loop:
         """The gradients of this step weigh as much."""
         self._join.weight = weight
 
-    def close(self, error: BaseException | None = None) -> bool:
-        """Close the block; whether all ranks' batches were handed out.
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the block.
 
         Args:
             error: what has ended the loop, if that was an exception.
         """
-        ended = error is None and self.is_last_step
-        if ended:
-            next(self._steps, None)
+        if error is None and self.is_last_step:
+            next(self._steps, None)  # which ends the loop as one that was not left early
         self._join.close(error)
-        return ended
 
 
 class Blocks:
     """The block that is open in a trainer, if any.
 
     Args:
-        weigh: what a batch counts in gradients and logged means: ``"samples"``, ``"equal"`` or a function.
+        weigh: what a training batch counts in gradients and logged means: ``"samples"``, ``"equal"`` or a function. A
+            batch of an evaluation counts its samples, or the same.
 
     Raises:
         ValueError: if ``weigh`` is none of these.
@@ -94,6 +93,7 @@ class Blocks:
         if not (callable(weigh) or weigh in WEIGHS):
             raise ValueError(f"weigh={weigh!r} must be 'samples', 'equal' or a function of a batch")
         self._weigh = weigh if callable(weigh) else WEIGHS[weigh]
+        self._weigh_evaluated = samples_in if callable(weigh) else WEIGHS[weigh]
         self._weighs_gradients = weigh != "equal"
         self._loop: Loop | None = None
         self.step = OUTSIDE
@@ -125,25 +125,23 @@ class Blocks:
         except StopIteration:
             self.end()
             raise
-        self.step = Step(is_dummy=True, weight=0.0) if is_dummy else Step(weight=self._weigh(batch))
+        weigh = self._weigh if loop.trains else self._weigh_evaluated
+        self.step = Step(is_dummy=True, weight=0.0) if is_dummy else Step(weight=weigh(batch))
         if loop.trains and self._weighs_gradients and not is_dummy:
             loop.weigh(self.step.weight)
         return batch
 
-    def end(self) -> bool:
-        """The loop is over, and so is its last step; whether all ranks' batches were handed out."""
-        ended = self.close()
+    def end(self) -> None:
+        """The loop is over, and so is its last step."""
+        self.close()
         self.step = OUTSIDE
-        return ended
 
-    def close(self, error: BaseException | None = None) -> bool:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the block that is open, if any, on all ranks at the same step.
 
         Args:
             error: what has ended the trainer's run, if that was an exception.
-
-        Returns:
-            Whether all ranks' batches were handed out.
         """
         loop, self._loop = self._loop, None
-        return loop is not None and loop.close(error)
+        if loop is not None:
+            loop.close(error)

@@ -84,16 +84,12 @@ class TrainingFetcher(Fetcher):
         if not blocks.step.is_dummy:
             source.used()
         self.done = self._loop.is_last_step
+        if self.done:
+            source.end()
         return batch, self.fetched, 0
-
-    def close(self) -> None:
-        """Close the block that trains, if it is open: all ranks come here in the same step."""
-        if self._blocks.trains and self._blocks.close() and self._source is not None:
-            self._source.end()
 
     @override
     def teardown(self) -> None:
-        self.close()
         self._source = None
         super().teardown()
 

@@ -5,15 +5,15 @@ So no metric communicates by itself, a rank without updates takes part, and stat
 
 from __future__ import annotations
 
-import copy
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from typing_extensions import override
 
-from joinables.metrics import is_metric
 from joinables.metrics.at_end import MetricAtEnd
+from joinables.metrics.every_step import twin_of
 
 
 class LoggedMetric(MetricAtEnd):
@@ -23,22 +23,17 @@ class LoggedMetric(MetricAtEnd):
     def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._join.shadowing or method.__name__ == "update":
             return super()._see(method, *args, **kwargs)
-        return _on_a_copy(self._target, *args, **kwargs)
-
-
-def _on_a_copy(metric: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``forward`` of the metric returns for a batch that is not to count; it has keys as that of any other."""
-    twin = copy.deepcopy(metric)
-    try:
-        return twin(*args, **kwargs)
-    except Exception:  # not all can say something of no samples
-        return torch.tensor(float("nan"))
+        try:  # of the same keys as the other ranks', if it has any
+            return twin_of(self._target)(*args, **kwargs)
+        except Exception:  # not all metrics can say something of no samples
+            return torch.tensor(float("nan"))
 
 
 def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:
     """What stands for the metrics in ``module`` in a block; those inside of others come with these."""
+    library = cast("Any", sys.modules.get("torchmetrics"))
     for child in module.children():
-        if is_metric(child) and hasattr(child, "update_count" if hasattr(child, "metric_state") else "items"):
+        if library is not None and isinstance(child, (library.Metric, library.MetricCollection)):
             yield LoggedMetric(child)
         else:
             yield from metrics_of(child)

@@ -4,12 +4,17 @@ Lightning has no hook for who fetches the batches of its loops: ``_select_data_f
 replaced, once, by a function that asks the trainer's strategy and else does as before. Tried with 2.5 and 2.6.
 """
 
+# ruff: noqa: D101, D102  -- the classes for type checkers are described by Lightning
+
 from __future__ import annotations
 
 import importlib
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 OLDEST = (2, 5)
 
@@ -50,18 +55,63 @@ _NAMES = {
     "lightning.pytorch.callbacks": ["Callback"],
     "lightning.pytorch.loops.fetchers": ["_DataFetcher"],
     "lightning.pytorch.strategies": ["DDPStrategy", "StrategyRegistry"],
-    "lightning.pytorch.trainer.connectors.logger_connector.result": ["_ResultCollection", "_ResultMetric"],
-    "lightning.pytorch.utilities.exceptions": ["MisconfigurationException"],
+    "lightning.pytorch.trainer.connectors.logger_connector.result": ["_ResultCollection"],
     "lightning.pytorch.utilities.rank_zero": ["rank_zero_warn"],
     **{loop: ["_select_data_fetcher"] for loop in _LOOPS},
 }
 
 _found = _looked_up()
 
-Callback: Any = _found["Callback"]
-DataFetcher: Any = _found["_DataFetcher"]
-DDPStrategy: Any = _found["DDPStrategy"]
-ResultCollection: Any = _found["_ResultCollection"]
+if TYPE_CHECKING:  # what is overridden or called here; Lightning is not there where types are checked
+
+    class Callback:
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None: ...
+
+    class DataFetcher:
+        combined_loader: Any
+        fetched: int
+        length: int | None
+        done: bool
+
+        def reset(self) -> None: ...
+        def _start_profiler(self) -> None: ...
+        def _stop_profiler(self) -> None: ...
+        def teardown(self) -> None: ...
+        def __iter__(self) -> Any: ...
+        def __next__(self) -> Any: ...
+
+    class ResultCollection(dict[str, Any]):
+        def __init__(self, training: bool) -> None: ...
+        def update_metrics(self, key: str, value: Any, batch_size: int) -> None: ...
+
+    class DDPStrategy:
+        lightning_module: Any
+        model: Any
+        optimizers: list[Any]
+
+        def __init__(self, *args: Any, **options: Any) -> None: ...
+        def setup(self, trainer: Any) -> None: ...
+        def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel: ...
+        @property
+        def distributed_sampler_kwargs(self) -> dict[str, Any]: ...
+        def process_dataloader(self, dataloader: Any) -> Any: ...
+        def lightning_module_state_dict(self) -> dict[str, Any]: ...
+        def on_train_end(self) -> None: ...
+        def pre_backward(self, closure_loss: torch.Tensor) -> None: ...
+        def post_backward(self, closure_loss: torch.Tensor) -> None: ...
+        def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any: ...
+        def barrier(self, *args: Any, **kwargs: Any) -> None: ...
+        def on_exception(self, exception: BaseException) -> None: ...
+        def teardown(self) -> None: ...
+
+else:
+    Callback = _found["Callback"]
+    DataFetcher = _found["_DataFetcher"]
+    DDPStrategy = _found["DDPStrategy"]
+    ResultCollection = _found["_ResultCollection"]
+
 StrategyRegistry: Any = _found["StrategyRegistry"]
 rank_zero_warn: Callable[[str], None] = _found["rank_zero_warn"]
 
@@ -74,8 +124,9 @@ def hand_over_fetching() -> None:
         fetcher = getattr(trainer.strategy, "fetcher", None)
         return before(trainer, stage) if fetcher is None else fetcher(stage)
 
-    for loop in _LOOPS:
-        importlib.import_module(loop)._select_data_fetcher = select
+    for path in _LOOPS:
+        loop: Any = importlib.import_module(path)
+        loop._select_data_fetcher = select
 
 
 # -- what has no public name ------------------------------------------------------------------------------------------

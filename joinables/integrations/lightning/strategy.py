@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -50,10 +51,9 @@ class JoinStrategy(DDPStrategy):
         super().__init__(*args, **options)
         self._forward_redirection = _called_directly
         self._blocks, self._means = Blocks(weigh), StepMeans()
-        self._training: TrainingFetcher | None = None
         self._failure: BaseException | None = None  # what closing the block of a run that has failed has raised
         self._trainer: Any = None
-        self._first = First(self._end_epoch, self._fail)
+        self._first = First(self._blocks.end, self._fail)
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,8 @@ class JoinStrategy(DDPStrategy):
                     " JoinStrategy wraps the whole LightningModule; hand it over bare"
                 )
         super().setup(trainer)
-        trainer.callbacks.insert(0, self._first)
+        if self._first not in trainer.callbacks:
+            trainer.callbacks.insert(0, self._first)
         replace_results(trainer, lambda training: LoggedValues(training, self._blocks, self._means))
 
     @override
@@ -100,10 +101,15 @@ class JoinStrategy(DDPStrategy):
         Args:
             stage: Lightning's ``RunningStage``.
         """
+        step = {"train": "training_step", "test": "test_step"}.get(stage, "validation_step")
+        if "dataloader_iter" in inspect.signature(getattr(self.lightning_module, step)).parameters:
+            raise TypeError(
+                f"{step} takes dataloader_iter, and JoinStrategy has to fetch the batches, to know who has any: write"
+                f" {step}(self, batch, batch_idx)"
+            )
         if stage != "train":
             return EvaluationFetcher(self._blocks, self._join_of_evaluation)
-        self._training = TrainingFetcher(self._blocks, self._join_of_training)
-        return self._training
+        return TrainingFetcher(self._blocks, self._join_of_training)
 
     def _join_of_training(self) -> Join:
         module = self.lightning_module
@@ -120,17 +126,13 @@ class JoinStrategy(DDPStrategy):
         return Join([NothingListed(None), *metrics_of(self.lightning_module)])
 
     def _close_training(self) -> None:
-        if self._training is not None and not self._trainer.interrupted:
-            self._training.close()
+        if self._blocks.trains and not self._trainer.interrupted:
+            self._blocks.close()
 
     @override
     def on_train_end(self) -> None:
-        self._end_epoch()
-        super().on_train_end()
-
-    def _end_epoch(self) -> None:
-        self._close_training()
         self._blocks.end()
+        super().on_train_end()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -23,6 +23,9 @@ CASES = {
     "limit": Case(limit=3, kind="sized"),
     "accumulation": Case(accumulate=2),
     "accumulation, equal": Case(accumulate=2, weigh="equal"),
+    "BatchNorm on a rank without data": Case(norm=True, counts=(0, 3)),
+    "validation in the middle": Case(val_counts=(0, 2), validate_every=2),
+    "validation in the middle of a window": Case(val_counts=(2, 1), validate_every=3, accumulate=2, kind="sized"),
     "a window where a rank has nothing": Case(accumulate=3, counts=(7, 1), kind="sized"),
 }
 

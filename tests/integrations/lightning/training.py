@@ -72,14 +72,14 @@ class Case:
     max_steps: int = -1
     limit: int | None = None
     norm: bool = False
+    val_counts: tuple[int, int] | None = None
     validate_every: int | None = None
-    val_counts: tuple[int, ...] = ()
 
 
 def build(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     norm = [nn.BatchNorm1d(8)] if case.norm else []
-    return nn.Sequential(nn.Linear(FEATURES, 8, bias=not norm), *norm, nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(FEATURES, 8, bias=not case.norm), *norm, nn.Tanh(), nn.Linear(8, 1))
 
 
 def optimizers_of(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -100,6 +100,10 @@ class Module(pl.LightningModule):
         self.seen.append(len(x))
         return nn.functional.mse_loss(self.net(x), y)
 
+    def validation_step(self, data: Any, index: int, dataloader_idx: int = 0) -> None:
+        x, y = data
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True, batch_size=len(x))
+
     def configure_optimizers(self) -> Any:
         optimizer, scheduler = optimizers_of(self.net)
         return [optimizer], [{"scheduler": scheduler, "interval": self.case.scheduler}]
@@ -112,7 +116,7 @@ class Module(pl.LightningModule):
 def flat(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     moments = [each for state in optimizer.state.values() for each in state.values()]
     rate = torch.tensor(optimizer.param_groups[0]["lr"])
-    return [each.detach().clone() for each in (*net.parameters(), *moments, rate)]
+    return [each.detach().clone() for each in (*net.parameters(), *net.buffers(), *moments, rate)]
 
 
 def quiet(rank: int) -> None:
@@ -135,6 +139,7 @@ def trainer_of(case: Case, **options: Any) -> pl.Trainer:
         "accumulate_grad_batches": case.accumulate,
         "gradient_clip_val": case.clip,
         "limit_train_batches": case.limit,
+        "val_check_interval": case.validate_every,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -148,7 +153,8 @@ def fit(rank: int, case: Case) -> tuple[list[torch.Tensor], list[int]]:
     """Train on this rank; what came of it."""
     quiet(rank)
     module = Module(case)
-    trainer_of(case).fit(module, loader_of(case.kind, rank, case.counts[rank]))
+    held_out = None if case.val_counts is None else loader_of(case.kind, rank, case.val_counts[rank])
+    trainer_of(case).fit(module, loader_of(case.kind, rank, case.counts[rank]), held_out)
     return module.state(), module.seen
 
 

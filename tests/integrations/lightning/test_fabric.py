@@ -1,0 +1,42 @@
+"""Fabric: what it has set up is listed as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
+
+import torch
+from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
+from torch import nn
+
+from join import Join
+from tests.ending import Ending
+from tests.integrations.lightning.training import Case, batch, build, flat, in_one_process, optimizers_of, quiet
+
+
+def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
+    quiet(rank)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    net = build(case)
+    optimizer, scheduler = optimizers_of(net)
+    model, wrapped = fabric.setup(net, optimizer)
+    for epoch in range(case.epochs):
+        with Join([model, wrapped, scheduler], divide_by_initial_world_size=False) as join:
+            batches = [batch(rank, step, epoch) for step in range(case.counts[rank])]
+            for x, y in join.iterate(batches) if iterate else batches:
+                join.weight = float(len(x))
+                wrapped.zero_grad()
+                fabric.backward(nn.functional.mse_loss(model(x), y))
+                wrapped.step()
+                scheduler.step()
+    return flat(net, optimizer)
+
+
+@pytest.mark.parametrize("iterate", [False, True])
+@pytest.mark.parametrize("counts", [(5, 2), (0, 3)], ids=str)
+def test_as_one_process(ending: Ending, counts: tuple[int, int], iterate: bool) -> None:
+    case = Case(counts=counts)
+    for state in ending.run(train, case, iterate, ranks=2):
+        torch.testing.assert_close(state, in_one_process(case), rtol=1e-4, atol=2e-6)

@@ -1,0 +1,77 @@
+"""Checkpoints in the middle of an epoch, and going on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
+
+import lightning.pytorch as pl  # pyright: ignore[reportMissingImports]
+import torch
+
+from tests.ending import Ending
+from tests.integrations.lightning.training import Case, Module, batch, build, in_one_process, quiet, trainer_of
+
+
+class Resumable:
+    """Batches that can be gone on with."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count, self.at, self.epoch = rank, count, 0, 0
+        self.read: list[tuple[int, int]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(self.at, self.count):
+            self.at = step + 1
+            self.read.append((self.epoch, step))
+            yield batch(self.rank, step, self.epoch)
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+def train(rank: int, case: Case, folder: str, resume: str | None) -> tuple[list[torch.Tensor], Any]:
+    quiet(rank)
+    saves = pl.callbacks.ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
+    )
+    trainer = trainer_of(case, enable_checkpointing=True, callbacks=[] if resume else [saves])
+    module, loader = Module(case), Resumable(rank, case.counts[rank])
+    trainer.fit(module, loader, ckpt_path=resume and f"{folder}/{resume}")
+    return module.state(), loader.read
+
+
+@pytest.mark.parametrize("counts", [(5, 2), (0, 3)], ids=str)
+def test_to_go_on_is_as_never_to_have_stopped(ending: Ending, tmp_path: Path, counts: tuple[int, int]) -> None:
+    case = Case(counts=counts, norm=0 in counts)
+    expected = in_one_process(case)
+    for state, _ in ending.run(train, case, str(tmp_path), None, ranks=2):
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
+    length = max(counts)
+    for step in (1, length - 1, length, length + 1):
+        name = f"step={step}.ckpt"
+        for rank, (state, read) in enumerate(ending.run(train, case, str(tmp_path), name, ranks=2)):
+            torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
+            places = [(epoch, at) for epoch in (0, 1) for at in range(counts[rank]) if epoch * length + at >= step]
+            assert read == places, name
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_checkpoint_has_the_buffers_of_the_rank_with_data(ending: Ending, tmp_path: Path, step: int) -> None:
+    case = Case(counts=(0, 3), norm=True, epochs=1)
+    ending.run(train, case, str(tmp_path), None, ranks=2)
+    saved = torch.load(tmp_path / f"step={step}.ckpt")["state_dict"]
+    expected = in_one_process(replace(case, max_steps=step))
+    net = build(case)
+    names = [*dict(net.named_parameters()), *dict(net.named_buffers())]
+    for name, value in zip(names, expected, strict=False):
+        torch.testing.assert_close(saved[f"net.{name}"], value, rtol=1e-4, atol=2e-6)

@@ -115,8 +115,8 @@ class Source:
     """
 
     def __init__(self, combined_loader: Any) -> None:
-        # It begins anew whenever it is asked for its iterator.
-        self._batches: Iterator[Any] = iter(combined_loader)
+        # One generator for all blocks: a combined loader begins anew whenever it is asked for its iterator.
+        self._batches: Iterator[Any] = (batch for batch, *_ in combined_loader)
         self._loaders = [each for each in combined_loader.flattened if isinstance(each, StatefulLoader)]
         self._ahead: deque[tuple[Any, list[Any]]] = deque()  # read and not used: batches, and states after them
         self._at_end: list[Any] | None = None
@@ -124,7 +124,7 @@ class Source:
 
     def __iter__(self) -> Iterator[Any]:
         yield from [batch for batch, _ in self._ahead]
-        for batch, *_ in self._batches:
+        for batch in self._batches:
             self._ahead.append((batch, self._states()))
             yield batch
         if self._at_end is None:

@@ -44,7 +44,7 @@ def train(rank: int, case: Case, folder: str, resume: str | None) -> tuple[list[
     saves = pl.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
-    trainer = trainer_of(case, enable_checkpointing=True, callbacks=[] if resume else [saves])
+    trainer = trainer_of(case, enable_checkpointing=not resume, callbacks=[] if resume else [saves])
     module, loader = Module(case), Resumable(rank, case.counts[rank])
     trainer.fit(module, loader, ckpt_path=resume and f"{folder}/{resume}")
     return module.state(), loader.read

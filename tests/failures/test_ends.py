@@ -66,7 +66,7 @@ def test_no_file_is_left_in_memory(files_before: set[Path]) -> None:
     deadline = time.monotonic() + 10  # other tests may use some for a moment
     while (left := set(MEMORY.iterdir()) - files_before) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left
+    assert not [file for file in left if "join" in file.name or "PYTEST_XDIST_WORKER" not in os.environ]
 
 
 def check(cell: Cell, ends: list[End]) -> None:

@@ -27,6 +27,8 @@ from join.errors import ProtocolError
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
+OWN_KEYWORDS = ("enable", "throw_on_early_termination", "steps", "timeout", "process_group", "loss_divided_by")
+"""What ``Join`` takes besides what it hands to hooks."""
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -85,20 +87,30 @@ def checked_weight(weight: Any) -> float | None:
     return number
 
 
+def checked_divisor(divisor: Any) -> int:
+    """Return ``loss_divided_by`` if it is a number of micro-batches.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is less than 1.
+    """
+    if isinstance(divisor, bool) or not isinstance(divisor, Integral):
+        raise TypeError(f"loss_divided_by={divisor!r} must be a whole number: the micro-batches in a window")
+    if divisor < 1:
+        raise ValueError(f"loss_divided_by={divisor} must be at least 1: the micro-batches in a window")
+    return int(divisor)
+
+
 def listed(objects: Any) -> list[Any]:
     """Return the objects given to ``Join``.
 
     Raises:
         TypeError: if ``objects`` is no list.
-        ValueError: if it is empty.
     """
     # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
         raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...])")
-    found = list(cast("Iterable[Any]", objects))
-    if not found:
-        raise ValueError("joinables=[] is empty: Join requires at least one joinable")
-    return found
+    return list(cast("Iterable[Any]", objects))
 
 
 def expand(objects: Sequence[Any]) -> list[Joinable]:
@@ -143,8 +155,12 @@ def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
     raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook")
 
 
-def common_collective(joinables: Sequence[Joinable]) -> Collective:
+def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
     """Return the collective of the joinables' group.
+
+    Args:
+        joinables: those listed.
+        given: the group that ``Join`` was given, if any.
 
     Raises:
         ValueError: if they have several.
@@ -158,6 +174,8 @@ def common_collective(joinables: Sequence[Joinable]) -> Collective:
                 f"using Join with multiple process groups: that of {first.join_name} is not that of"
                 f" {other.join_name}; use a block for each group"
             )
+    if given is not None and collective_of(given) is not collective:
+        raise ValueError(f"process_group={given!r} is not that of {first.join_name}; leave it out")
     return collective
 
 

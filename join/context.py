@@ -21,10 +21,12 @@ from typing import Any, Literal, TypeVar
 from typing_extensions import Self
 
 from join.arguments import (
+    OWN_KEYWORDS,
     check_agreement,
     check_flags,
     check_initialised,
     check_keywords,
+    checked_divisor,
     checked_steps,
     checked_timeout,
     checked_weight,
@@ -35,18 +37,16 @@ from join.arguments import (
 )
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
-from join.joinable import Joinable, JoinConfig
-from join.loop.alone import LoopAlone
-from join.loop.iterate import Iteration, check_arguments
+from join.inside import block_of, put_inside, put_outside
+from join.loop.iterate import check_arguments
+from join.loop.loops import Loops
+from join.loop.nothing_listed import NothingListed
 from join.open_block import OpenBlock, channels, tell_not_entered
 from join.protocol.channel import Channel
 from join.protocol.members import Member, Scope
 from join.report import JoinReport
 
 T = TypeVar("T")
-
-# By identity, not on the objects: a joinable must stay picklable inside its block.
-_blocks: dict[int, Join] = {}  # by joinable and by what it stands for
 
 
 class Join:
@@ -68,7 +68,7 @@ class Join:
 
     Args:
         joinables: DDP modules, optimizers, schedulers, scalers, :class:`Joinable` objects of your own, torch's. What is
-            trained and not listed is not kept in step.
+            trained and not listed is not kept in step. None, for loops over :meth:`iterate` that train nothing.
         enable: ``False`` makes the block do nothing, for inputs known to be even.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
         steps: how many steps this rank will make, if that is known: synchronised backwards, each with one step of every
@@ -78,11 +78,15 @@ class Join:
             active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
             for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
             once it takes twice as long.
+        process_group: the ranks, where nothing is listed; ``None`` is the default group. Else that of what is listed.
+        loss_divided_by: by how much each loss is divided before its backward: the number of micro-batches in a window
+            of accumulation, where a framework divides by it. Gradients are then the mean over the micro-batches of all
+            ranks, each weighing 1 where :attr:`weight` is not set, also in windows that are not full.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 
     Raises:
-        ValueError: no joinable, none that communicates, one given twice, or two process groups.
+        ValueError: none of the joinables communicates, one is given twice, or they have two process groups.
         TypeError: an object that cannot join, a ``Joinable`` whose constructor did not call ``Joinable.__init__``, or a
             keyword that no hook takes.
         ProtocolError: on entering, on all ranks, if they list different objects or give different arguments.
@@ -98,29 +102,30 @@ class Join:
         *,
         steps: int | Literal["loader"] | None = None,
         timeout: float | None = None,
+        process_group: Any = None,
+        loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
         self._timeout = checked_timeout(timeout)
         self._steps = checked_steps(steps, timeout)
-        self._objects = listed(joinables)
+        self._objects, self._group = listed(joinables), process_group
         self._block: OpenBlock | None = None  # while the block is open
         self._begin_anew()
-        check_keywords(self._joinables, kwargs, own=("enable", "throw_on_early_termination", "steps", "timeout"))
+        check_keywords(self._joinables, kwargs, own=OWN_KEYWORDS)
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
         self._enable = enable
         self._throw = throw_on_early_termination
         self._kwargs = kwargs
-        self._weight: float | None = None
+        self._divisor = checked_divisor(loss_divided_by)
+        self._weight = None if loss_divided_by == 1 else 1.0
         self._weight_outside: float | None = None  # what it is again after the block
 
     def _begin_anew(self) -> None:
         """Drop all that was of a block before: what stands for the objects remembers the one that it was in."""
-        self._joinables = expand(self._objects)
-        self._collective = common_collective(self._joinables)
-        self._iteration: Iteration | None = None
-        self._looped = (0, 0)  # the steps of the loops before that one
-        self._alone: LoopAlone | None = None  # the last loop, with ``enable=False``
+        self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
+        self._collective = common_collective(self._joinables, self._group)
+        self._loops = Loops()
         self._report: JoinReport | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -147,9 +152,9 @@ class Join:
             JoinError: inside a block on its group that does not list it, or if the block is over because a rank failed.
             TypeError: if the joinable's constructor did not call ``Joinable.__init__``.
         """
-        block = _blocks.get(id(joinable))
-        if block is not None:
-            return block._notify(joinable)
+        join: Join | None = block_of(joinable)
+        if join is not None:
+            return join._block.notify(joinable) if join._block is not None else None  # without one: enable=False
         check_initialised(joinable)
         if Join.is_open_on(joinable.join_process_group):
             name = type(joinable).__name__
@@ -181,6 +186,8 @@ class Join:
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = checked_weight(weight)
+        if checked is None and self._divisor != 1:
+            checked = 1.0
         declared = self._block is not None and isinstance(self._steps, int)
         if declared and (checked is None) != (self._weight is None):
             raise JoinError(
@@ -188,6 +195,11 @@ class Join:
                 " block or in none of it: join = Join(..., steps=n); join.weight = w; with join: ..."
             )
         self._weight = checked
+
+    @property
+    def loss_divided_by(self) -> int:
+        """As given to the constructor."""
+        return self._divisor
 
     @property
     def shadowing(self) -> bool:
@@ -205,16 +217,12 @@ class Join:
         accumulation that is not full. No collective is sent for it; but it may wait until all have begun this step.
         With ``throw_on_early_termination``, the step before that error is not called the last.
         """
-        return self._loop is not None and self._loop.is_last_step
+        return self._loops.last is not None and self._loops.last.is_last_step
 
     @property
     def pending(self) -> list[Any]:
         """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
-        return [] if self._loop is None else self._loop.pending
-
-    @property
-    def _loop(self) -> Iteration | LoopAlone | None:
-        return self._iteration or self._alone
+        return [] if self._loops.last is None else self._loops.last.pending
 
     def loader_state(self) -> Any:
         """The state of the loader of the last loop over :meth:`iterate`, as of the batch that was handed out last.
@@ -228,9 +236,9 @@ class Join:
             JoinError: if there was no loop over :meth:`iterate` in this block; if the loader's ``state_dict`` raised.
             TypeError: if the loader has no ``state_dict``.
         """
-        if self._loop is None:
+        if self._loops.last is None:
             raise JoinError("join.loader_state() is of a loop over join.iterate, and there was none in this block")
-        return self._loop.loader_state
+        return self._loops.last.loader_state
 
     def iterate(
         self,
@@ -265,34 +273,17 @@ class Join:
         """
         if not self._is_open:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
-        if not self._enable:
+        if self._block is None:  # enable=False
             check_arguments(loader, until, dummy, lookahead)
-            self._alone = LoopAlone(loader)
-            return self._alone.handed_out()
+            return self._loops.begin_alone(loader)
         if isinstance(self._steps, int):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
-        mixed = [burst.mixes_ranks for _, burst in self.channel.roster.bursts if burst.mixes_ranks]
-        if dummy == "last" and mixed:
-            raise ValueError(
-                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
-            )
-        if self._iteration is not None and self._iteration.running:
-            self._iteration.give_way()
-        declared = self._steps == "loader"
-        iteration = Iteration(self.channel, loader, until, dummy, lookahead, declared=declared, throw=self._throw)
-        self._looped, self._iteration = self._steps_of_loops, iteration
-        return iteration.handed_out()
-
-    @property
-    def _steps_of_loops(self) -> tuple[int, int]:
-        """How many steps of loops over :meth:`iterate` this rank has begun with a batch, and with a dummy."""
-        (before, dummies_before), now = self._looped, self._iteration
-        batches, dummies = (0, 0) if now is None else now.steps
-        return before + batches, dummies_before + dummies
+        told = {"declared": self._steps == "loader", "throw": self._throw}
+        return self._loops.begin(self._block.channel, loader, until, dummy, lookahead, **told)
 
     @property
     def _is_open(self) -> bool:
-        return _blocks.get(id(self._joinables[0])) is self
+        return block_of(self._joinables[0]) is self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -314,13 +305,33 @@ class Join:
 
     # -- the context manager ------------------------------------------------------------------------------------------
 
+    def open(self) -> Self:
+        """Enter the block where no ``with`` statement can be: in the hooks of a framework. Leave it by :meth:`close`.
+
+        Raises:
+            JoinError, ProtocolError, ValueError, TypeError: as entering by ``with`` does.
+        """
+        return self.__enter__()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the block, if it is open, as at the end of a ``with`` statement.
+
+        Args:
+            error: what the code in the block has raised, of which the others are told; raise it yourself after this.
+
+        Raises:
+            PeerError, ProtocolError, JoinTimeoutError: as leaving by ``with`` does.
+        """
+        if self._is_open:
+            self.__exit__(error and type(error), error, error and error.__traceback__)
+
     def __enter__(self) -> Self:
         if self._is_open:
             raise JoinError("this Join is open: leave its block before it is entered again, or build another Join")
         self._begin_anew()
         self._weight_outside = self._weight
         for joinable in self._joinables:
-            if id(joinable.join_target) in _blocks:
+            if block_of(joinable.join_target) is not None:
                 raise JoinError(f"{joinable.join_name} is inside another Join block already")
         if not self._enable:
             self._configure()
@@ -336,6 +347,7 @@ class Join:
             raise
         try:
             settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+            settings |= {"loss_divided_by": self._divisor} if self._divisor != 1 else {}
             if steps is not None:  # the number may differ
                 settings |= {"steps": "declared", "weighted": self._weight is not None}
             elif self._steps is not None:
@@ -358,17 +370,17 @@ class Join:
             return
         assert self._block is not None
         try:
-            self._report = self._block.end(error, self._iteration, self._steps_of_loops)
+            self._report = self._block.end(error, self._loops)
             if error is None:
                 self._warn_of_no_loop()
         finally:
             self._leave()
 
     def _warn_of_no_loop(self) -> None:
-        if self._steps == "loader" and self._iteration is None:
+        if self._loops.last is None and (self._steps == "loader" or not self._objects):
+            what = "steps='loader'" if self._objects else "a block that lists nothing"
             warnings.warn(
-                "steps='loader' is for loops over join.iterate, and there was none in the block, so headers were sent;"
-                " write for batch in join.iterate(loader), or give the number of steps",
+                f"{what} is for loops over join.iterate, and there was none: write for batch in join.iterate(loader)",
                 stacklevel=3,
             )
 
@@ -379,21 +391,9 @@ class Join:
         finally:
             self._block = None
 
-    def _notify(self, joinable: Any) -> Work | None:
-        return self._block.notify(joinable) if self._block is not None else None  # enable=False
-
     def _configure(self) -> None:
-        for position, joinable in enumerate(self._joinables):
-            _blocks[id(joinable)] = _blocks[id(joinable.join_target)] = self
-            _set_config(joinable, JoinConfig(self._enable, self._enable and self._throw, position == 0))
+        put_inside(self, self._joinables, enable=self._enable, throw=self._throw)
 
     def _unconfigure(self) -> None:
         self._weight = self._weight_outside
-        for joinable in self._joinables:
-            _blocks.pop(id(joinable), None)
-            _blocks.pop(id(joinable.join_target), None)
-            _set_config(joinable, JoinConfig.construct_disabled_join_config())
-
-
-def _set_config(joinable: Joinable, config: JoinConfig) -> None:
-    object.__setattr__(joinable, "_join_config", config)
+        put_outside(self._joinables)

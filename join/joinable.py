@@ -158,6 +158,11 @@ class Block(Protocol):
         """Whether the batch that ``Join.iterate`` handed out last is a dummy, which must not count."""
         ...
 
+    @property
+    def loss_divided_by(self) -> int:
+        """By how much each loss was divided before its backward, where weights are in use; see ``Join``."""
+        ...
+
 
 class BlockChannel(Protocol):
     """What a :class:`Burst` sees of the protocol by which the ranks of its group keep in step.

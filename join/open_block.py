@@ -25,7 +25,7 @@ from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
 from join.joinable import Block, Burst, Joinable
-from join.loop.iterate import Iteration
+from join.loop.loops import Loops
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
 from join.protocol.declared import Declared
@@ -118,36 +118,33 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(
-        self, error: BaseException | None, loop: Iteration | None, steps_of_loops: tuple[int, int]
-    ) -> JoinReport | None:
+    def end(self, error: BaseException | None, loops: Loops) -> JoinReport | None:
         """The user's code has come to its end: take part in what others still do.
 
         Args:
             error: what the code has raised, if anything; it goes up after this.
-            loop: the last one over ``Join.iterate``, if any.
-            steps_of_loops: how many steps of such loops this rank has begun with a batch, and with a dummy.
+            loops: those over ``Join.iterate``.
 
         Returns:
             What has happened on all ranks, if there was no error.
         """
         if error is not None:
-            if loop is not None and loop.running:
-                loop.fail(error)
+            if loops.running is not None:
+                loops.running.fail(error)
             self._fail(error)
             return None
         try:
-            if loop is not None and loop.running:
-                loop.leave()
+            if loops.running is not None:
+                loops.running.leave()
             ran_out = time.monotonic()
             outcome = self.channel.drain()
         except BaseException as failure:
             self._fail(failure)
             raise
-        if loop is not None and loop.joined_at is not None:
-            ran_out = loop.joined_at
+        if loops.joined_at is not None:
+            ran_out = loops.joined_at
         try:
-            return self._finish(outcome, ran_out, steps_of_loops)
+            return self._finish(outcome, ran_out, loops)
         except BaseException as failure:
             guard = self.channel.guard
             cause = guard.explain(failure)
@@ -162,7 +159,7 @@ class OpenBlock:
         if cause is not None:
             raise cause from error
 
-    def _finish(self, outcome: Outcome, ran_out: float, steps_of_loops: tuple[int, int]) -> JoinReport:
+    def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> JoinReport:
         """All ranks have run out: synchronise state, and gather the report."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
         if outcome.even:
@@ -181,7 +178,7 @@ class OpenBlock:
         busiest = max(announcing, key=lambda member: member.steps)
         steps, shadowed = busiest.steps, max(member.shadowed for member in announcing)
         if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
-            steps, shadowed = steps_of_loops
+            steps, shadowed = loops.steps
         row = RankReport(
             rank=self._collective.rank,
             steps=steps,

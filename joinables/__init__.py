@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
-from joinables._torch.reducer import compiled_from
 from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.gradients import GradientSync
+from joinables.loss_gate import LossGate
 from joinables.metrics import Metric, is_metric
 from joinables.optimizer_step import ShardStep
 from joinables.replay import Replay, refuse_fsdp1
@@ -30,6 +30,7 @@ from joinables.sharding import is_dtensor, is_sharded
 from joinables.shared_call import SharedCall
 from joinables.state import State
 from joinables.torch_joinable import TorchJoinable
+from joinables.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroStep
@@ -39,6 +40,7 @@ __all__ = [
     "BufferSync",
     "GradientSync",
     "Join",
+    "LossGate",
     "Metric",
     "Replay",
     "ShardStep",
@@ -59,8 +61,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable:
+def _joinables_of_state(stateful: Any) -> Joinable | Sequence[Joinable]:
+    inner = unwrapped(stateful)
+    return State(stateful) if inner is stateful else joinables_of(inner)
+
+
+def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequence[Joinable]:
     """An optimizer is state, unless its parameters are spread; one that joins by torch's rules is ZeRO, or foreign."""
+    inner = unwrapped(optimizer)
+    if inner is not optimizer:
+        return joinables_of(inner)
     if not isinstance(optimizer, TorchJoinableBase):
         spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
         return ShardStep(optimizer) if spread else State(optimizer)
@@ -70,10 +80,10 @@ def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable:
 
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
-    """A plain module is state (an EMA copy), a metric is not; a compiled one stands for what was compiled."""
-    original = compiled_from(module)
-    if original is not None:
-        return joinables_of(original)
+    """A plain module is state (an EMA copy), a metric is not."""
+    inner = unwrapped(module)
+    if inner is not module:
+        return joinables_of(inner)
     if isinstance(module, TorchJoinableBase):
         return TorchJoinable(module)
     refuse_fsdp1(module)
@@ -87,7 +97,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
     return Metric(module).joinable() if is_metric(module) else State(module)
 
 
-register_state_adapter(State)
+register_state_adapter(_joinables_of_state)
 register_joinable(torch.nn.Module, _joinables_of_module)
 register_joinable(Replay, Replay.joinables)
 register_joinable(Metric, Metric.joinable)

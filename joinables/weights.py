@@ -54,6 +54,7 @@ class Weights:
     def attach(self, join: Block) -> None:
         """A block is entered."""
         self._join, self._channel, self.refused = join, join.channel, None
+        self._unit = join.loss_divided_by
 
     def detach(self) -> None:
         """The block is left."""
@@ -143,14 +144,14 @@ class Weights:
 
     def begin_backward(self) -> float:
         """Where weights are in use, a backward begins: returns how much it weighs."""
-        self._unit = 1.0
+        self._unit = self._join.loss_divided_by
         self.watch()  # unless the forward did
         return self._join.weight or 0.0
 
     @torch.no_grad()
     def normalise(self, unit: float) -> None:
         """A reduction begins: let weights count in units of their mean, in what was accumulated and what comes."""
-        self._unit = unit
+        self._unit = unit * self._join.loss_divided_by
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(unit)

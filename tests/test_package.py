@@ -38,6 +38,7 @@ def test_public_names() -> None:
         "BufferSync",
         "GradientSync",
         "Join",
+        "LossGate",
         "Metric",
         "Replay",
         "ShardStep",

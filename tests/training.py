@@ -69,6 +69,7 @@ class Loop:
     one_join: bool = False  # a block for each epoch, of the same Join
     plain_last: bool = False  # the last epoch is not over join.iterate
     accumulate: int = 1
+    divided: bool = False  # the loss by that number, also with weights: Join is told
     to_none: bool = True
     zero_every: int = 1  # optimizer steps; in between, gradients pile up
     clip: bool = False
@@ -79,6 +80,11 @@ class Loop:
 @dataclass(frozen=True)
 class Case(Loop, Data, Setup):
     """One way to train."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are the mean over micro-batches, too."""
+        return self.weighted or self.divided
 
     def in_lockstep(self, epoch: int) -> bool:
         return bool(self.iterate) and not (self.plain_last and epoch == len(self.counts) - 1)
@@ -177,7 +183,7 @@ def loss_of(model: Any, case: Case, branch: int, data: tuple[torch.Tensor, torch
         else:
             output = model(x + forward, branch)
         loss = loss + ((value_of(output) - y) ** 2).mean()
-    return loss if case.weighted else loss / case.accumulate  # weights make a mean of the micro-batches too
+    return loss if case.averages and not case.divided else loss / case.accumulate
 
 
 def full_state(optimizer: Any) -> Any:
@@ -278,7 +284,8 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         if is_sharded and case.clip:
             listed.insert(1, clipping)
         if join is None or not case.one_join:
-            join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps)
+            divisor = case.accumulate if case.divided else 1
+            join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps, loss_divided_by=divisor)
         join.weight = 1 if case.weighted else None
         with join:
             for epoch in block:
@@ -336,8 +343,8 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                     buffer.copy_(value)
                 for step in windows[rank]:
                     loss = loss_of(model, case, branch_of(rank, step), data_of(case, rank, epoch, step))
-                    share = weight_of(case, rank, epoch, step) / total if case.weighted else 1 / divisor
-                    (loss * share).backward()
+                    share = weight_of(case, rank, epoch, step) / total if case.averages else 1 / divisor
+                    (loss * share * (k if case.divided else 1)).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
                 if kept is None and counts[rank] >= (window + 1) * k:
                     kept = [b.clone() for b in model.buffers()]

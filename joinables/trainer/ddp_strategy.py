@@ -1,6 +1,6 @@
 """Training with DDP, one process a rank: :class:`DDPStrategy`.
 
-The wrapper is DDP around a *gate*: a module that holds the trained one, and whose forward returns the loss it is given.
+The wrapper is DDP around a :class:`joinables.LossGate`, whose forward returns the loss that it is given.
 The training step runs the user's module as it is, whatever methods it calls; then the loss goes through DDP, which
 finds the parameters behind it, and backward. So nothing of the user's module is replaced, and several backwards in one
 step are as many passes through the gate::
@@ -25,6 +25,7 @@ from typing_extensions import override
 from join import Join
 from join.arguments import checked_timeout, did_you_mean
 from join.collectives import Collective, collective_of
+from joinables.loss_gate import LossGate
 from joinables.trainer.launch.launcher import Launcher, StartMethod, checked_start_method
 from joinables.trainer.strategy import Strategy, check_not_wrapped, register_strategy
 
@@ -118,7 +119,7 @@ class DDPStrategy(Strategy):
             raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient, so nothing to train")
         find_unused = several_backwards if self._find_unused is None else self._find_unused
         self._ddp = DistributedDataParallel(
-            _Gate(module),
+            LossGate(module),
             device_ids=None if device.type == "cpu" else [device],
             find_unused_parameters=find_unused,
             **self._ddp_kwargs,
@@ -170,7 +171,7 @@ class DDPStrategy(Strategy):
     @override
     def teardown(self) -> None:
         if self._ddp is not None and self.sync_batchnorm:
-            to_batchnorm(cast("_Gate", self._ddp.module).trained)
+            to_batchnorm(cast("LossGate", self._ddp.module).trained)
         self._ddp, self._wrapped = None, ()
 
 
@@ -188,19 +189,6 @@ def _check_ddp_kwargs(options: Mapping[str, Any]) -> None:
                 f"{name}={value!r}: neither DDPStrategy nor DistributedDataParallel takes this argument"
                 f"{did_you_mean(name, sorted(known | own))}"
             )
-
-
-class _Gate(torch.nn.Module):
-    """Holds the trained module; its forward returns the loss that it is given."""
-
-    forward_is_over = True  # the trained module's: its buffers have changed when this one's forward begins
-
-    def __init__(self, trained: torch.nn.Module) -> None:
-        super().__init__()
-        self.trained = trained
-
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
 
 
 # -- what becomes of layers and optimizers ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from join import (
     ProtocolError,
     register_joinable,
 )
-from join.collectives import ThreadCollective, collective_of, run_threads
+from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
 from tests.join.counter import Counter
 
 
@@ -25,9 +25,28 @@ def alone(fn: Any) -> None:
     run_threads(1, fn)
 
 
-def test_empty_list() -> None:
-    with pytest.raises(ValueError, match=r"joinables=\[\] is empty"):
-        Join([])
+def test_a_list_of_nothing_and_no_loop() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        told = r"a block that lists nothing is for loops over join.iterate"
+        with pytest.warns(UserWarning, match=told), Join([], process_group=collective):
+            pass
+
+
+def test_a_group_that_is_not_that_of_what_is_listed() -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        Join([Counter(collective)], process_group=collective)
+        with pytest.raises(ValueError, match=r"process_group=.* is not that of Counter; leave it out"):
+            Join([Counter(collective)], process_group=SingleCollective())
+
+
+@pytest.mark.parametrize(("divisor", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_divisor_of_losses_that_is_none(divisor: Any, error: type[Exception]) -> None:
+    @alone
+    def _(collective: ThreadCollective) -> None:
+        with pytest.raises(error, match=rf"loss_divided_by={divisor}"):
+            Join([Counter(collective)], loss_divided_by=divisor)
 
 
 def test_object_that_cannot_join() -> None:

@@ -93,6 +93,18 @@ CASES = {
     "weights, tuple, compiled": Case(weighted=True, model="tuple", compiled=True),
     "weights, frozen parameters, clipping": Case(weighted=True, model="frozen", clip=True),
     "weights, allreduce hook": Case(weighted=True, hook="allreduce"),
+    "loss divided, accumulation": Case(divided=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))),
+    "loss divided, weights, zero": Case(
+        divided=True, weighted=True, accumulate=2, zero=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+    ),
+    "loss divided, batch norm, views, allreduce hook": Case(
+        divided=True,
+        model="norm",
+        accumulate=2,
+        hook="allreduce",
+        counts=((4, 2, 0), (6, 3, 1), (4, 0, 3)),
+        ddp={"gradient_as_bucket_view": True},
+    ),
     "even": Case(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
     "nothing at all": Case(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
 }
@@ -109,7 +121,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 REPLAYED = [
     name
     for name, case in CASES.items()
-    if not (case.weighted or case.model in ("opaque", "branches"))
+    if not (case.weighted or case.divided or case.model in ("opaque", "branches"))
     and name != "zero_grad keeps tensors, accumulation, batch norm"
 ]
 # Where dummies have samples of their own, or windows end between them.

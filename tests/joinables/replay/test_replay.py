@@ -60,6 +60,9 @@ CASES = {
     "weights, accumulation": Sharded(
         weighted=True, initial=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
     ),
+    "loss divided, weights, accumulation": Sharded(
+        divided=True, weighted=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    ),
     "weights, tuple": Sharded(weighted=True, model="tuple"),
     "tuple": Sharded(model="tuple"),
     "dict": Sharded(model="dict"),

@@ -1,0 +1,92 @@
+"""Blocks that list nothing, and blocks that are opened and closed without a ``with`` statement."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from join import Join, JoinError, PeerError
+from join.collectives import ThreadCollective, collective_of, run_threads
+from tests.ending import Ending, assert_blamed
+from tests.join.counter import Counter
+from tests.models import batch, build
+from tests.pool import Pool
+
+COUNTS = (3, 5, 0)
+
+
+def evaluate(rank: int, ranks: list[int]) -> list[Any]:
+    """The mean output over all samples, by a body with a collective of its own."""
+    group = dist.new_group(ranks)
+    if rank not in ranks:
+        return []
+    model, total, steps = build("mlp"), torch.zeros(2), []
+    with Join([], process_group=group) as join, torch.no_grad():
+        for x, _ in join.iterate([batch(rank, 0, step) for step in range(COUNTS[rank])]):
+            part = torch.tensor([model(x).sum(), len(x)])
+            dist.all_reduce(part, group=group)
+            total += part
+            steps.append(join.shadowing)
+    return [total, steps, [(row.steps, row.shadowed) for row in join.report.ranks]]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [1, 2]], ids=str)
+def test_a_block_for_loops_that_only_evaluate(pool: Pool, ranks: list[int]) -> None:
+    results = pool.run(evaluate, ranks, ranks=3)
+    model, most = build("mlp"), max(COUNTS[rank] for rank in ranks)
+    batches = [batch(rank, 0, step)[0] for rank in ranks for step in range(COUNTS[rank])]
+    expected = torch.tensor([sum(model(x).sum().item() for x in batches), sum(map(len, batches))])
+    for rank in ranks:
+        total, steps, report = results[rank]
+        torch.testing.assert_close(total, expected)
+        assert steps == [step >= COUNTS[rank] for step in range(most)]
+        assert report == [(COUNTS[each], most - COUNTS[each]) for each in ranks]
+
+
+def test_open_and_close_are_a_block() -> None:
+    def rank_main(collective: ThreadCollective) -> tuple[int, int]:
+        counter = Counter(collective)
+        join = Join([counter])
+        for _ in range(2):
+            assert join.open() is join
+            with pytest.raises(JoinError, match="this Join is open"):
+                join.open()
+            for _ in range(collective.rank):
+                counter()
+            join.close()
+            join.close()  # it is closed
+        return counter.total, join.report.ranks[0].shadowed
+
+    assert run_threads(3, rank_main) == [(6, 2)] * 3
+
+
+def failing(rank: int) -> str:
+    counter = Counter(collective_of(None))
+    join = Join([counter]).open()
+    try:
+        for step in range(rank + 2):
+            if (rank, step) == (1, 1):
+                raise KeyError("in a hook")
+            counter()
+        join.close()
+    except (KeyError, PeerError) as error:
+        join.close(error)
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_what_it_is_closed_with_is_told(ending: Ending) -> None:
+    assert_blamed(ending.run(failing), 1, "KeyError: 'in a hook'")
+
+
+def test_one_that_is_never_closed() -> None:
+    script = (
+        "from join import Join; from join.collectives import SingleCollective as S; Join([], process_group=S()).open()"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stderr
+    assert "a Join block was opened and not left" in told

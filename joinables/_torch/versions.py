@@ -1,0 +1,149 @@
+"""What the versions of torch differ in, one function for each difference, and the error for those that lack something.
+
+Each function says which versions it is for. Where the oldest of them is no longer supported, it goes.
+"""
+
+# What is private is not in torch's type stubs, or has no types there.
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+SUPPORTED = "2.8 to 2.15"
+"""The versions with which all tests pass."""
+
+
+# -- what must be there ---------------------------------------------------------------------------------------------
+
+
+def require(needed: Mapping[str, Sequence[str]]) -> None:
+    """Raise an error that names what this torch lacks.
+
+    Args:
+        needed: attributes of modules, objects and classes by their owner, which is written as
+            :func:`pkgutil.resolve_name` takes it: ``"module:name"``. Those of a class may be set on its instances by any
+            of its methods. ``"a|b"`` stands for one of two.
+
+    Raises:
+        ImportError: in one sentence, also with the versions that work.
+    """
+    missing = [name for owner, names in needed.items() for name in _missing(owner, names)]
+    if missing:
+        raise ImportError(
+            f"joinables needs {', '.join(missing)}, which torch {torch.__version__} does not have;"
+            f" install one of torch {SUPPORTED}"
+        )
+
+
+def _missing(owner: str, names: Sequence[str]) -> Iterator[str]:
+    try:
+        found = pkgutil.resolve_name(owner)
+    except (ImportError, AttributeError):
+        yield owner.replace(":", ".")
+        return
+    absent = [name for name in names if not any(hasattr(found, each) for each in name.split("|"))]
+    set_later = set(_names_used_by(found)) if absent and isinstance(found, type) else set[str]()
+    for name in absent:
+        if set_later.isdisjoint(name.split("|")):
+            yield f"{owner.replace(':', '.')}.{name.partition('|')[0]}"
+
+
+def _names_used_by(owner: type) -> Iterator[str]:
+    """The names of attributes that the methods of a class mention: those that ``__init__`` sets are among them."""
+    for base in owner.__mro__:
+        for method in vars(base).values():
+            while hasattr(method, "__wrapped__"):
+                method = method.__wrapped__
+            code = getattr(getattr(method, "__func__", method), "__code__", None)
+            if isinstance(code, CodeType):
+                yield from _names_in(code)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
+
+
+# -- DistributedDataParallel ----------------------------------------------------------------------------------------
+
+
+def forward_sync_buffers(ddp: DistributedDataParallel) -> bool:
+    """``ddp.forward_sync_buffers``, whether forwards broadcast buffers: ``broadcast_buffers`` up to torch 2.12."""
+    settings = vars(ddp)  # both are plain attributes; where one is missing, Module.__getattr__ costs more
+    return bool(settings["forward_sync_buffers" if "forward_sync_buffers" in settings else "broadcast_buffers"])
+
+
+# -- fully_shard ----------------------------------------------------------------------------------------------------
+
+
+def param_groups(state: Any) -> Iterable[Any]:
+    """The groups of parameters of an ``FSDPState``. Up to torch 2.10 it has one or none, later on a list."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+
+
+_SHARD = "torch.distributed.fsdp._fully_shard"
+NEEDED_TO_RESET = {
+    f"{_SHARD}._fsdp_common:TrainingState": ("IDLE",),
+    f"{_SHARD}._fsdp_param_group:FSDPCommContext": ("all_gather_state", "post_forward_order", "reduce_scatter_state"),
+    f"{_SHARD}._fsdp_param_group:FSDPParamGroup": (
+        "_partial_reduce_output",
+        "_reshard_after_forward_event",
+        "_to_sharded",
+        "_training_state",
+        "_wait_all_gather_streams_on_event",
+        "finalize_backward",
+    ),
+    f"{_SHARD}._fsdp_state:FSDPState": (
+        "_comm_ctx",
+        "_device_handle",
+        "_modules_to_run_forward",
+        "_state_ctx",
+        "_training_state",
+    ),
+    f"{_SHARD}._fsdp_state:FSDPStateContext": (
+        "all_states",
+        "iter_forward_root",
+        "post_backward_final_callback_queued",
+    ),
+}
+"""What :func:`reset_iter_state` needs before 2.13."""
+
+
+def reset_iter_state(module: Any) -> None:
+    """``FSDPModule.reset_iter_state`` of a root module, which torch has from 2.13 on. Before, the same by hand."""
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return
+    root = module._get_fsdp_state()
+    stream, context, shared = root._device_handle.current_stream(), root._comm_ctx, root._state_ctx
+    for state in (context.all_gather_state, context.reduce_scatter_state):
+        if state is not None and state.event is not None:
+            stream.wait_event(state.event)
+    context.all_gather_state = context.reduce_scatter_state = None
+    context.post_forward_order.clear()
+    for state in shared.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in param_groups(state):
+            group.finalize_backward()  # waits for what is under way
+            group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False

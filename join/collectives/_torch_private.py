@@ -22,7 +22,7 @@ pytree = _pytree
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """``group.get_group_store()``, which groups lack up to torch VVV: the store by which the ranks of ``group`` met."""
+    """``group.get_group_store()``, which groups of torch 2.8 lack: the store by which the ranks of ``group`` met."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return distributed_c10d._get_process_group_store(group)

@@ -104,7 +104,11 @@ def param_groups(state: Any) -> Iterable[Any]:
 _SHARD = "torch.distributed.fsdp._fully_shard"
 NEEDED_TO_RESET = {
     f"{_SHARD}._fsdp_common:TrainingState": ("IDLE",),
-    f"{_SHARD}._fsdp_param_group:FSDPCommContext": ("all_gather_state", "post_forward_order", "reduce_scatter_state"),
+    f"{_SHARD}._fsdp_param_group:FSDPCommContext": (
+        "all_gather_state",
+        "post_forward_order",
+        "reduce_scatter_state|reduce_scatter_states",
+    ),
     f"{_SHARD}._fsdp_param_group:FSDPParamGroup": (
         "_partial_reduce_output",
         "_reshard_after_forward_event",
@@ -136,10 +140,10 @@ def reset_iter_state(module: Any) -> None:
         return
     root = module._get_fsdp_state()
     stream, context, shared = root._device_handle.current_stream(), root._comm_ctx, root._state_ctx
-    for state in (context.all_gather_state, context.reduce_scatter_state):
+    for state in (context.all_gather_state, *_take_reduce_scatter_states(context)):
         if state is not None and state.event is not None:
             stream.wait_event(state.event)
-    context.all_gather_state = context.reduce_scatter_state = None
+    context.all_gather_state = None
     context.post_forward_order.clear()
     for state in shared.all_states:
         state._modules_to_run_forward.clear()
@@ -152,3 +156,13 @@ def reset_iter_state(module: Any) -> None:
             group._to_sharded()
     shared.iter_forward_root = None
     shared.post_backward_final_callback_queued = False
+
+
+def _take_reduce_scatter_states(context: Any) -> list[Any]:
+    """What keeps reduce-scatters that are under way alive, which goes: one in torch 2.8 to 2.10, a list in 2.12."""
+    if hasattr(context, "reduce_scatter_states"):
+        found = list(context.reduce_scatter_states)
+        context.reduce_scatter_states.clear()
+        return found
+    found, context.reduce_scatter_state = [context.reduce_scatter_state], None
+    return found

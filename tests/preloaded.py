@@ -8,6 +8,6 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
-for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables.zero"):
+for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables.zero", "tests.versions"):
     import_module(name)
 gc.freeze()  # or each fork looks through all of this when it ends, for a second

@@ -1,0 +1,22 @@
+"""What the versions of torch that are supported differ in, as far as tests are concerned."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_settings = inspect.signature(DistributedDataParallel.__init__).parameters
+OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _settings else "broadcast_buffers": False}
+"""What keeps forwards of a DDP module from broadcasting buffers: by its newer name from torch 2.13 on."""
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+
+if torch.__version__.startswith("2.8."):
+    # gloo sums there where fully_shard asks for the mean: let it ask for the sum and divide, as for some other devices.
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
+
+    _factors = _collectives._get_gradient_divide_factors  # pyright: ignore[reportPrivateUsage]
+    _collectives._get_gradient_divide_factors = lambda *given: _factors(*given[:5], True)  # pyright: ignore

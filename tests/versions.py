@@ -10,7 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 _settings = inspect.signature(DistributedDataParallel.__init__).parameters
-OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _settings else "broadcast_buffers": False}
+_own_buffers = "forward_sync_buffers" if "forward_sync_buffers" in _settings else "broadcast_buffers"
+OWN_BUFFERS: dict[str, Any] = {_own_buffers: False}
 """What keeps forwards of a DDP module from broadcasting buffers: by its newer name from torch 2.13 on."""
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 _settings = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -14,9 +15,16 @@ _own_buffers = "forward_sync_buffers" if "forward_sync_buffers" in _settings els
 OWN_BUFFERS: dict[str, Any] = {_own_buffers: False}
 """What keeps forwards of a DDP module from broadcasting buffers: by its newer name from torch 2.13 on."""
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``all_gather_into_tensor`` by its newer name, from torch 2.13 on."""
 
-if torch.__version__.startswith("2.8."):
+is_2_8 = torch.__version__.startswith("2.8.")
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+needs_gloo_with_limits = pytest.mark.skipif(
+    is_2_8, reason="torch 2.8 cannot change how long operations of a gloo group may take"
+)
+
+if is_2_8:
     # gloo sums there where fully_shard asks for the mean: let it ask for the sum and divide, as for some other devices.
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 

@@ -44,7 +44,7 @@ class LateUse:
         self._late: list[int] = []  # the steps whose batches were used in a later one
         self._on_samples = self._on_none = False  # what modules were called on in this step
         self._was_called = self._has_ended = False
-        self._calls_after = 0  # the end
+        self._calls_after = 0  # of modules, since the loop has ended
         self.is_ruled_out = False
         """Whether nobody reads ahead: a module was called in the first step, say."""
 

@@ -1,4 +1,4 @@
-"""How the house is kept: sizes, which way imports run, where torch's private names are, what the tour's pictures show."""
+"""How the house is kept: sizes, which way imports run, where torch's private names are, what pictures of it show."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class LateUse:
         self._was_called = self._has_ended = False
         self._begun = 0  # how many bursts, up to this step
         self._used = 0  # how many of the first steps have called a module, one after another
-        self._calls_after = 0  # the end
+        self._calls_after = 0  # of modules, since the loop has ended
         self.is_ruled_out = False
         """Whether nobody reads ahead: a module was called in each of the first steps, say."""
 

@@ -37,7 +37,7 @@ class Weights:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}  # by the parameter's number
         self._unit = 1.0  # what the weights of the backward under way are multiplied by
         self.in_headers = False
         """In a plain block: whether all active ranks used weights in the last burst in which they did alike."""
@@ -58,9 +58,9 @@ class Weights:
 
     def detach(self) -> None:
         """The block is left."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
         del self._join, self._channel
 
     @property
@@ -138,9 +138,10 @@ class Weights:
 
     def watch(self, *, always: bool = False) -> None:
         """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
-        if (always or self._join.weight is not None) and not self._handles:
-            parameters = [parameter for parameter in self._parameters if parameter.requires_grad]
-            self._handles = [parameter.register_hook(partial(self._weigh, parameter)) for parameter in parameters]
+        if (always or self._join.weight is not None) and len(self._handles) < len(self._parameters):
+            for index, parameter in enumerate(self._parameters):
+                if parameter.requires_grad and index not in self._handles:  # some are frozen for some backwards
+                    self._handles[index] = parameter.register_hook(partial(self._weigh, parameter))
 
     def begin_backward(self) -> float:
         """Where weights are in use, a backward begins: returns how much it weighs."""

@@ -215,8 +215,13 @@ def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None
 
     with torch.enable_grad():
         reducer.prepare_for_forward()
-        # For find_unused_parameters the graph of the outputs must reach every parameter.
+        # For find_unused_parameters the graph of the outputs must reach every parameter, also one that is frozen now.
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         expect_backward(ddp, [_Reach.apply(*parameters)])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         start = torch.zeros((), requires_grad=True, device=parameters[0].device)
         start.register_hook(arrive)
         start.clone().backward()

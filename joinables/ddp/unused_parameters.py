@@ -31,7 +31,7 @@ class UsedParameters:
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}  # by the parameter's number
         self.counts = False
         """Whether there is anything to count: not without ``find_unused_parameters``."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64)
@@ -44,17 +44,17 @@ class UsedParameters:
 
     def detach(self) -> None:
         """The block is left."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
         del self._join
 
     def watch(self) -> None:
         """A forward comes, in a loop over ``Join.iterate``."""
-        if self.counts and not self._handles:
-            self._handles = [
-                parameter.register_hook(partial(self._see, index)) for index, parameter in enumerate(self._parameters)
-            ]
+        if self.counts and len(self._handles) < len(self._parameters):
+            for index, parameter in enumerate(self._parameters):
+                if parameter.requires_grad and index not in self._handles:  # some are frozen for some backwards
+                    self._handles[index] = parameter.register_hook(partial(self._see, index))
 
     def _see(self, index: int, gradient: torch.Tensor) -> None:
         if self._handles and not self._join.channel.shadowing:

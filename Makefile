@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak test-horovod test-frameworks check bench pictures docs wheel clean
+.PHONY: help demo test test-all test-torch soak test-horovod test-frameworks check bench pictures docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -10,6 +10,7 @@ help:
 	@echo 'make demo    run the demo'
 	@echo 'make test    run the tests, JOBS=3 at once; of cross products, each pair'
 	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
+	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
 	@echo 'make soak    SOAK=500 random models and loops (make test: a dozen), and all ways to fail'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
@@ -33,6 +34,10 @@ test: .venv/.test-installed
 
 test-all: .venv/.test-installed
 	TESTS=all $(PYTEST)
+
+TORCH ?= 2.8.0
+test-torch: .venv-torch-$(TORCH)/.installed
+	.venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS)
 
 SOAK ?= 500
 soak: .venv/.test-installed
@@ -80,6 +85,12 @@ clean:
 .venv-frameworks/.installed: setup.cfg constraints.txt Makefile
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]'
+	@touch $@
+
+.venv-torch-%/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed 's/^torch==.*/torch==$*/' constraints.txt >$(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e '.[test]'
 	@touch $@
 
 .venv-horovod/.installed: tests/horovod/build.sh tests/horovod/cxx setup.cfg constraints.txt

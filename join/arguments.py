@@ -101,16 +101,27 @@ def checked_divisor(divisor: Any) -> int:
     return int(divisor)
 
 
-def listed(objects: Any) -> list[Any]:
+def listed(objects: Any, group: Any) -> list[Any]:
     """Return the objects given to ``Join``.
+
+    Args:
+        objects: what was given.
+        group: the process group that was given; ``...`` if none was.
 
     Raises:
         TypeError: if ``objects`` is no list.
+        ValueError: if it is empty, and no group was given.
     """
     # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
         raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...])")
-    return list(cast("Iterable[Any]", objects))
+    found = list(cast("Iterable[Any]", objects))
+    if not found and group is ...:
+        raise ValueError(
+            "joinables=[] is empty: Join requires at least one joinable; for loops over join.iterate that train nothing"
+            " write Join([], process_group=None), or give their group"
+        )
+    return found
 
 
 def expand(objects: Sequence[Any]) -> list[Joinable]:
@@ -160,7 +171,7 @@ def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
 
     Args:
         joinables: those listed.
-        given: the group that ``Join`` was given, if any.
+        given: the group that ``Join`` was given; ``...`` if none was.
 
     Raises:
         ValueError: if they have several.
@@ -174,7 +185,7 @@ def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
                 f"using Join with multiple process groups: that of {first.join_name} is not that of"
                 f" {other.join_name}; use a block for each group"
             )
-    if given is not None and collective_of(given) is not collective:
+    if given is not ... and collective_of(given) is not collective:
         raise ValueError(f"process_group={given!r} is not that of {first.join_name}; leave it out")
     return collective
 

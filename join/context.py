@@ -68,7 +68,7 @@ class Join:
 
     Args:
         joinables: DDP modules, optimizers, schedulers, scalers, :class:`Joinable` objects of your own, torch's. What is
-            trained and not listed is not kept in step. None, for loops over :meth:`iterate` that train nothing.
+            trained and not listed is not kept in step. ``[]``: for loops over :meth:`iterate` that train nothing.
         enable: ``False`` makes the block do nothing, for inputs known to be even.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
         steps: how many steps this rank will make, if that is known: synchronised backwards, each with one step of every
@@ -78,7 +78,7 @@ class Join:
             active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
             for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
             once it takes twice as long.
-        process_group: the ranks, where nothing is listed; ``None`` is the default group. Else that of what is listed.
+        process_group: the ranks, where nothing is listed, and then to be given; ``None`` is the default group.
         loss_divided_by: by how much each loss is divided before its backward: the number of micro-batches in a window
             of accumulation, where a framework divides by it. Gradients are then the mean over the micro-batches of all
             ranks, each weighing 1 where :attr:`weight` is not set, also in windows that are not full.
@@ -86,7 +86,7 @@ class Join:
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 
     Raises:
-        ValueError: none of the joinables communicates, one is given twice, or they have two process groups.
+        ValueError: no joinable and no group, none that communicates, one given twice, or two process groups.
         TypeError: an object that cannot join, a ``Joinable`` whose constructor did not call ``Joinable.__init__``, or a
             keyword that no hook takes.
         ProtocolError: on entering, on all ranks, if they list different objects or give different arguments.
@@ -102,13 +102,13 @@ class Join:
         *,
         steps: int | Literal["loader"] | None = None,
         timeout: float | None = None,
-        process_group: Any = None,
+        process_group: Any = ...,
         loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
         self._timeout = checked_timeout(timeout)
         self._steps = checked_steps(steps, timeout)
-        self._objects, self._group = listed(joinables), process_group
+        self._objects, self._group = listed(joinables, process_group), process_group
         self._block: OpenBlock | None = None  # while the block is open
         self._begin_anew()
         check_keywords(self._joinables, kwargs, own=OWN_KEYWORDS)

@@ -48,7 +48,10 @@ class JoinHook:
     """The joined rank's side of a joinable; both methods do nothing unless overridden."""
 
     def main_hook(self) -> None:
-        """Issue the collectives of one burst, contributing nothing."""
+        """Issue the collectives of one burst, contributing nothing.
+
+        It is called because another rank has announced the burst, so it must not announce or notify itself.
+        """
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Run once after all ranks have joined.
@@ -325,7 +328,8 @@ class Burst(Joinable):
     """How many flags this burst adds to every header."""
 
     interjects: ClassVar[bool] = False
-    """Whether the burst comes between another one and its followers, at the moment it chooses."""
+    """Whether the burst comes between another one and its followers, when it has something to do (the bucket rebuild
+    of DDP, once)."""
 
     comes_between: ClassVar[bool] = False
     """Whether the burst may come between the forward and the backward of a module, which then announces no backward in
@@ -339,7 +343,8 @@ class Burst(Joinable):
     so it must raise before its collectives or behind them."""
 
     is_covered: ClassVar[bool] = False
-    """Whether another burst's announcement covers this one wherever numbers of steps are declared."""
+    """Whether another burst's announcement does for this one, too, wherever numbers of steps are declared (DDP's
+    broadcast of buffers is covered by its backward)."""
 
     @property
     def mixes_ranks(self) -> str:

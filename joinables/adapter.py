@@ -14,6 +14,9 @@ from join.joinable import Block, BurstState
 class StandIn(Joinable):
     """Stands for an object: device, process group and name are the object's.
 
+    Those are its ``join_device`` and ``join_process_group``, as DDP modules and torch's own ``Joinable`` objects have
+    them. Override both properties for an object without.
+
     Args:
         target: the object; it is left alone until ``attach``.
     """
@@ -44,7 +47,12 @@ class StandIn(Joinable):
 
 
 class Announcing(StandIn, Burst, JoinHook):
-    """Stands for an object that announces bursts of its own, and is its own hook."""
+    """Stands for an object that communicates in the loop, and is its own hook.
+
+    A subclass registers hooks at the object in ``attach``. Before the object's collectives they call
+    ``self._channel.announce(self)`` and set ``state`` to ``RUNNING``, and to ``IDLE`` when these are done. On a rank
+    without data ``main_hook`` issues the same collectives, past those hooks.
+    """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
 

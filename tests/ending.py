@@ -7,6 +7,7 @@ program like any script; it is judged from outside.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import importlib
 import os
 import pickle
@@ -140,7 +141,11 @@ class Running:
     _deadline: float
 
     def ends(self) -> list[End]:
-        """Wait until all ranks have ended, and tell how."""
+        """Wait until all ranks have ended, and tell how.
+
+        Raises:
+            AssertionError: if a rank has forked processes that go on without it.
+        """
         deadline = self._deadline
         while left := [pid for pid in self._pids if pid not in self._ending.look()]:
             if time.monotonic() > deadline:
@@ -149,6 +154,8 @@ class Running:
             time.sleep(0.02)
         ended, call = self._ending.look(), self._call
         with self._folder:
+            for rank in range(call.ranks):
+                assert call.leaves_nobody(rank), f"processes that rank {rank} has forked are still there"
             return [End(*ended[pid], *call.came_out(rank)) for rank, pid in enumerate(self._pids)]
 
     def _end_by_force(self, pids: list[int]) -> None:
@@ -175,8 +182,23 @@ class _Call:
         file = self.folder / f"result-{rank}"
         return out + err, pickle.loads(file.read_bytes()) if file.exists() else None, err
 
+    def leaves_nobody(self, rank: int) -> bool:
+        """Whether the processes that a rank has forked have ended, too, or do so soon."""
+        deadline = time.monotonic() + 10
+        with (self.folder / f"alive-{rank}").open("a") as file:
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(0.05)
+                else:
+                    return True
+        return False
+
     def run(self, rank: int) -> None:
         """The whole life of a rank."""
+        alive = os.open(self.folder / f"alive-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        fcntl.flock(alive, fcntl.LOCK_EX)  # whom it forks keeps the lock, too
         for stream, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(self.folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

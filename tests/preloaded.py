@@ -9,7 +9,7 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables.zero"):
+for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables.zero", "tests.versions"):
     import_module(name)
 with suppress(ImportError):  # where the framework is not installed
     import_module("joinables.integrations.lightning")

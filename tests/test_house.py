@@ -1,8 +1,9 @@
-"""How the house is kept: sizes, which way imports run, where torch's private names are."""
+"""How the house is kept: sizes, which way imports run, private names of torch, what the tour's pictures show."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,3 +147,17 @@ def test_private_names_of_torch_live_in_one_room(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             assert not any(map(is_private, parts)), f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.stem)
+def test_pictures_show_functions_that_exist(picture: Path) -> None:
+    """Else ``make pictures`` draws them anew."""
+    functions = {
+        f"{name_of(path).rpartition('.')[2]}.{node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    shown = set(re.findall(r">(\w+\.\w+)</text>", picture.read_text()))
+    assert shown
+    assert shown - functions == set()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import join
 import join.collectives
 import joinables
 import joinables.trainer
+from joinables._torch import versions
 
 ROOT = Path(join.__file__).parent.parent
 
@@ -142,10 +145,35 @@ def test_importing_zero_is_silent_and_leaves_filters_alone() -> None:
     assert (result.stdout, result.stderr) == ("True\n", "")
 
 
-def test_unsupported_torch_is_one_error() -> None:
-    result = python("-c", "import torch.distributed as d; del d.Reducer._rebuild_buckets; import joinables")
-    assert "ImportError: joinables needs" in result.stderr.splitlines()[-1]
-    assert "_rebuild_buckets" in result.stderr.splitlines()[-1]
+LACKING = {
+    "torch.distributed.Reducer._rebuild_buckets": "del torch.distributed.Reducer._rebuild_buckets",
+    "torch.nn.parallel.DistributedDataParallel._comm_hooks": "del torch.nn.parallel.DistributedDataParallel.__init__",
+    "torch._dynamo.decorators.skip": "del torch._dynamo.decorators.skip",
+    "torch.optim.lr_scheduler.LRScheduler": "del torch.optim.lr_scheduler.LRScheduler",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "del torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "torch.distributed.optim.ZeroRedundancyOptimizer._sync_params": (
+        "import torch.distributed.optim; del torch.distributed.optim.ZeroRedundancyOptimizer._sync_params"
+    ),
+}
+
+
+@pytest.mark.parametrize("missing", LACKING)
+def test_unsupported_torch_is_one_error(missing: str) -> None:
+    ready = "import warnings; warnings.simplefilter('ignore'); import torch.distributed.fsdp, torch._dynamo.decorators"
+    change = f"{ready}; {LACKING[missing]}"
+    imports = "import joinables, joinables.zero, joinables._torch.fsdp"
+    told = python("-c", f"{change}; {imports}").stderr.splitlines()[-1]
+    assert told.startswith("ImportError: joinables needs ")
+    assert missing in told
+    assert told.endswith(f", which torch {torch.__version__} does not have; install one of torch {versions.SUPPORTED}")
+
+
+def test_what_is_said_of_versions_of_torch_agrees() -> None:
+    oldest, newest = versions.SUPPORTED.split(" to ")
+    assert f"\n    torch>={oldest}\n" in (ROOT / "setup.cfg").read_text()
+    for path in (".ci/nightly", ".github/workflows/ci.yml", "README.md"):
+        for version in (oldest, newest):
+            assert re.search(rf"\b{re.escape(version)}\b", (ROOT / path).read_text()), (path, version)
 
 
 @pytest.mark.parametrize("other", ["join.py", "join/__init__.py"])

@@ -13,11 +13,19 @@ import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
 
 pytree = _pytree
 """Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """``group.get_group_store()``, which groups of torch 2.8 lack: the store by which the ranks of ``group`` met."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

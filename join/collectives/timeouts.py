@@ -24,6 +24,8 @@ class Timeouts:
         still: how long the others must not have moved, before a rank takes it that they wait for it in a collective of
             the loop's body.
         end: how long a rank of the launcher that is done waits for the others before it takes its group down.
+        first: how long the launcher waits, after a first failure, for the one that has caused it.
+        term: how long a worker of the launcher may take over SIGTERM.
         silent: how long a rank may not answer, while nothing has broken, before it is taken to be gone.
     """
 
@@ -34,6 +36,8 @@ class Timeouts:
     still: float = 5.0
     silent: float = 30.0
     end: float = 5.0
+    first: float = 2.0
+    term: float = 5.0
 
 
 _current = Timeouts()

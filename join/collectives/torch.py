@@ -27,6 +27,7 @@ from join.collectives._torch_private import (
     limit,
     never_destroy,
     never_destroy_at_exit,
+    store_of,
     timeout_of,
 )
 from join.collectives.base import ReduceOp, as_bytes, check_op
@@ -267,4 +268,4 @@ class TorchCollective(StoreCollective):
     @property
     @override
     def _store(self) -> dist.Store:
-        return self.group.get_group_store()
+        return store_of(self.group)

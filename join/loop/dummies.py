@@ -26,7 +26,7 @@ def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def duplicate(batch: Any) -> Any:
-    """The batch in containers of its own, with the tensors that it has: bodies take theirs apart."""
+    """The batch in new containers, with the same tensors, so that a loop body may change the containers it gets."""
     try:
         return map_tensors(lambda tensor: tensor, batch)
     except Exception:  # of a container that cannot be built anew; then it is that one

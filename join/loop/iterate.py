@@ -173,10 +173,9 @@ class Iteration:
 
     def _look_at_use(self, late_use: LateUse, batch: Any) -> None:
         """A step begins with this batch."""
-        if self._step == 2 and self._lockstep.progress.begun:
+        late_use.handed_out(batch, self._lockstep.batch, self._lockstep.progress.begun)
+        if late_use.is_ruled_out:
             self._channel.late_use = None
-        else:
-            late_use.handed_out(batch, self._lockstep.batch)
 
     def _batch(self) -> Any:
         if self._length is not None and not self._ahead.batches:

@@ -25,9 +25,9 @@ class ReadAhead:
         self._name = type(loader).__name__
         self._source: Iterator[Any] = iter(loader)
         self.ended = False
-        """Whether the loader has no more, beyond those."""
+        """Whether the loader has no batches beyond those read."""
         self.batches: deque[Any] = deque()
-        """In their order."""
+        """The batches that were read and are not yet used, the oldest first."""
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
         self._has_state = callable(getattr(loader, "state_dict", None))

@@ -70,9 +70,9 @@ class StepCounts:
         """How many steps this window has."""
         self.at = 0
         """How many of them were begun."""
-        # Up to which step of the window which ranks have a batch, as a bit mask; and the place that the loop is at.
+        # The window, cut where a rank runs out: (its last step, the ranks that have a batch up to there as a bit mask).
         self._stretches: list[tuple[int, int]] = []
-        self._stretch = 0
+        self._stretch = 0  # the one that the step under way is in
         self._begun = 0  # how many bursts this rank had begun when it called last
         self.under_way: RollCall | None = None
         """The roll call, if a call was started and not read."""

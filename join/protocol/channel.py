@@ -265,20 +265,20 @@ class Channel:
         self._outstanding = []
         self._use(mode)
 
-    def leave_loop(self, mode: Mode, *, has_announced: bool, last_with_data: int | None) -> None:
+    def leave_loop(self, mode: Mode, *, begun: int, last_with_data: int | None) -> None:
         """The loop is over on all ranks.
 
         Args:
             mode: of the block around it.
-            has_announced: whether any burst was begun in the loop.
+            begun: how many bursts were begun in the loop.
             last_with_data: the ranks that had data last, as a bit mask, if some ran out before others.
         """
         loop = self.mode
         self._place = loop.place() or self._place
         self._use(mode)
         if self.late_use is not None:
-            self.late_use.loop_ended()
-            if self.late_use.is_ruled_out or (loop.steps == 1 and has_announced):
+            self.late_use.loop_ended(begun)
+            if self.late_use.is_ruled_out:
                 self.late_use = None
         if last_with_data:
             self._last_with_data = last_with_data

@@ -3,15 +3,17 @@
 Whoever reads ahead of the body (``for x in prefetch(join.iterate(loader))``) has the body run on one batch while the
 loop is at another, so a batch that counts is taken for a dummy, or the other way round. What gives that away::
 
-    the first step of the loop ends, and no module was called in it; and then, in a later step or after the loop,
+    one of the first two steps ends, and no module was called in it; and then, in a later step or after the loop,
     modules are called on the batches of two earlier steps, which were not used in those steps; or
-    in a step in which this rank has an empty dummy, modules are called on samples, and not on it; or
+    no module was called in the first step, and in one in which this rank has an empty dummy, modules are called on
+    samples, and not on it; or
     after a loop in which no module was called, one is called on an empty batch; or
     a module is called in another thread than the one that takes the batches: refused before it sends anything, as the
     collectives of the two threads would meet in any order
 
-A loop whose first step calls a module, as almost all do, is not looked at any further. One that skips its first steps
-calls modules on the batches of the steps it is in. One that keeps the batch before calls them on both.
+A loop whose first two steps call a module, as almost all do, is not looked at any further: whoever hands on the first
+batch at once reads ahead in the second step. One that skips its first steps calls modules on the batches of the steps
+it is in. One that keeps the batch before calls them on both.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from join.batch import StepBatch, tensors_in
 from join.errors import ProtocolError
 
 _REMEMBERED = 64  # batches: nobody reads as far ahead
+_LOOKED_AT = 2  # steps, in all of which a module is called if nobody reads ahead
 
 
 class LateUse:
@@ -44,29 +47,37 @@ class LateUse:
         self._late: list[int] = []  # the steps whose batches were used in a later one
         self._on_samples = self._on_none = False  # what modules were called on in this step
         self._was_called = self._has_ended = False
-        self._calls_after = 0  # the end
+        self._begun = 0  # how many bursts, up to this step
+        self._used = 0  # how many of the first steps have called a module, one after another
+        self._calls_after = 0  # of modules, since the loop has ended
         self.is_ruled_out = False
-        """Whether nobody reads ahead: a module was called in the first step, say."""
+        """Whether nobody reads ahead: a module was called in each of the first steps, say."""
 
-    def handed_out(self, batch: Any, kind: StepBatch) -> None:
+    def handed_out(self, batch: Any, kind: StepBatch, begun: int) -> None:
         """A step begins, with this batch.
+
+        Args:
+            batch: the batch.
+            kind: what it is.
+            begun: how many bursts have begun in the loop, in the steps before.
 
         Raises:
             ProtocolError: if the one that ends has used others.
         """
-        self._check_dummy()
+        self._end_step(begun)
         self._step, self._kind, self._thread = self._step + 1, kind, threading.get_ident()
         self._unused[self._step] = [weakref.ref(tensor) for tensor in tensors_in(batch)]
         self._unused.pop(self._step - _REMEMBERED, None)
 
-    def loop_ended(self) -> None:
-        """The loop is over.
+    def loop_ended(self, begun: int) -> None:
+        """The loop is over; ``begun`` as for :meth:`handed_out`.
 
         Raises:
             ProtocolError: as :meth:`handed_out`.
         """
-        self._check_dummy()
+        self._end_step(begun)
         self._has_ended = True
+        self.is_ruled_out |= self._used == self._step  # of which there were few
         if not self._late:
             self._unused.clear()  # what has not been used in the loop at all may be used after it
 
@@ -85,8 +96,7 @@ class LateUse:
         Raises:
             ProtocolError: if they are of another step than the one that the loop is at.
         """
-        if self._step == 1 and not self._has_ended:
-            self.is_ruled_out = True
+        if not self._has_ended and self._uses_from_the_start():
             return
         tensors = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
         if not tensors:
@@ -99,6 +109,14 @@ class LateUse:
             self._refuse("was called on an empty batch")
         self._was_called |= not self._has_ended
         self._look_for_late({tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()})
+
+    def _uses_from_the_start(self) -> bool:
+        """A module is called in a step of the loop; whether in all steps so far."""
+        if self._used == self._step - 1 < _LOOKED_AT:
+            self._used, self._was_called = self._step, True
+            self._unused.pop(self._step)
+            self.is_ruled_out |= self._used == _LOOKED_AT
+        return self._used == self._step
 
     def _look_for_late(self, memory: set[int]) -> None:
         """A module is called on what lies there."""
@@ -114,9 +132,12 @@ class LateUse:
         if len(self._late) > 1:
             self._refuse(f"was called on the batches of steps {self._late[0]} and {self._late[1]}")
 
-    def _check_dummy(self) -> None:
-        """A step ends."""
-        if self._kind is StepBatch.EMPTY and self._on_samples and not self._on_none:
+    def _end_step(self, begun: int) -> None:
+        """A step ends, if one has begun."""
+        if begun > self._begun:
+            self._begun = begun
+            self._uses_from_the_start()
+        if self._kind is StepBatch.EMPTY and not self._used and self._on_samples and not self._on_none:
             self._refuse("was called on samples while this rank had none left")
         self._on_samples = self._on_none = False
 

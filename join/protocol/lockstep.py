@@ -135,7 +135,7 @@ class Lockstep(Mode):
         """All ranks leave the loop together."""
         self.end_step()
         last = None if self.all_have_data else self._in_last_burst or self.ranks_with_data
-        self._channel.leave_loop(self._around, has_announced=self.progress.begun > 0, last_with_data=last)
+        self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """This rank has broken out of the loop, and is in its last batch no more; the loop is left in due form later.

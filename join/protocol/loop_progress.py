@@ -43,12 +43,12 @@ class LoopProgress:
         self._collective, self._loop, self._rank = collective, loop, collective.rank
         self._issued_before = collective.issued()
         self._ended = 0  # how many steps have ended
-        self._at_ends = deque([0], maxlen=_REMEMBERED)  # how many bursts had begun then, the last at the end
-        self._others: dict[int, Progress] = {}  # how far they were,
-        self._still_since = 0.0  # and since when
+        self._at_ends = deque([0], maxlen=_REMEMBERED)  # how many bursts had begun at the end of each step, newest last
+        self._others: dict[int, Progress] = {}  # how far the other ranks were when last asked
+        self._still_since = 0.0  # when they last moved
 
     def told(self) -> Progress:
-        """The same, for the others to read."""
+        """How far this rank is, for the others to read."""
         return Progress(
             loop=self._loop,
             step=self.steps,
@@ -106,7 +106,7 @@ class LoopProgress:
                 self.left_out("a collective of the body's own", range(other.step, other.step + 1), rank)
 
     def _begun_by_the_end_of(self, step: int) -> int:
-        """How many bursts this rank had begun then; or somewhat later, if that was long ago."""
+        """How many bursts this rank had begun when ``step`` ended; if that is forgotten, at the oldest end known."""
         return self._at_ends[max(step - self._ended - 1, -len(self._at_ends))]
 
     def left_out(self, what: str, steps: range, rank: int) -> NoReturn:

@@ -1,8 +1,8 @@
 """How ranks learn of each other's bursts: :class:`Mode`, of which a group has one at a time.
 
-announced   each burst is announced by a header, which joined ranks answer           ``join.protocol.announced``
-declared    every rank knows the others' numbers of steps, so headers are computed   ``join.protocol.declared``
-lockstep    every rank runs each burst itself, on dummies where it has no data       ``join.protocol.lockstep``
+- ``join.protocol.announced``: each burst is announced by a header, which joined ranks answer.
+- ``join.protocol.declared``: every rank knows the others' numbers of steps, so headers are computed.
+- ``join.protocol.lockstep``: every rank runs each burst itself, on dummies where it has no data.
 """
 
 from __future__ import annotations
@@ -72,11 +72,14 @@ class Mode(ABC):
         return 0
 
     def check(self, roster: Roster) -> None:
-        """A block is about to open, with which these announce.
+        """A block is about to open: check that this mode allows it.
+
+        Args:
+            roster: who announces on the group then, in all blocks.
 
         Raises:
-            JoinError: if there can be no other block.
-            ValueError: if these cannot be together in one.
+            JoinError: if no other block can be open in this mode.
+            ValueError: if these members cannot be together in this mode.
         """
 
     def agree(self) -> None:

@@ -17,10 +17,25 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-if not hasattr(FSDPModule, "_get_fsdp_state"):
-    raise ImportError(
-        f"joinables needs FSDPModule._get_fsdp_state, which torch {torch.__version__} does not have; install torch 2.13"
-    )
+from joinables._torch.versions import NEEDED_TO_RESET, param_groups, require, reset_iter_state
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+require(
+    {
+        "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
+        f"{_FULLY_SHARD}._fsdp_common:HSDPMeshInfo": ("replicate_process_group",),
+        f"{_FULLY_SHARD}._fsdp_param:FSDPParam": ("_unsharded_param", "sharded_param"),
+        f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup": (
+            "all_reduce_grads",
+            "fsdp_params",
+            "mesh_info",
+            "reduce_grads",
+        ),
+        f"{_FULLY_SHARD}._fsdp_state:FSDPState": ("_fsdp_param_groups|_fsdp_param_group", "_is_root"),
+    }
+)
+if not hasattr(FSDPModule, "reset_iter_state"):
+    require(NEEDED_TO_RESET)
 
 
 def sharded_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -32,7 +47,7 @@ def _groups(module: torch.nn.Module) -> Iterator[Any]:
     """What is communicated together. Stands in for getters of the settings below: there are setters only."""
     seen: set[int] = set()
     for each in sharded_modules(module):
-        for group in cast("Any", each)._get_fsdp_state()._fsdp_param_groups:
+        for group in param_groups(cast("Any", each)._get_fsdp_state()):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield group
@@ -74,4 +89,4 @@ def reset(module: torch.nn.Module) -> None:
     """Bring a module back to rest in whose forward or backward an exception came up."""
     for each in sharded_modules(module):
         if cast("Any", each)._get_fsdp_state()._is_root:  # only known from the first forward on
-            cast("FSDPModule", each).reset_iter_state()
+            reset_iter_state(each)

@@ -1,7 +1,7 @@
 """Every private torch API that this package calls, each with what it stands in for.
 
 Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's, but for FSDP's, which are in
-``joinables._torch.fsdp``. An unsupported torch is one error here, at import.
+``joinables._torch.fsdp``, and for what versions of torch differ in, which is in ``joinables._torch.versions``.
 """
 
 # What is private is not in torch's type stubs, or has no types there.
@@ -25,40 +25,14 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
+from joinables._torch.versions import forward_sync_buffers, require
+
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _engine: Any = Variable._execution_engine
-
-_NEEDED: dict[Any, tuple[str, ...]] = {
-    dist.Reducer: (
-        "_autograd_hook",
-        "_delay_all_reduce",
-        "_get_local_used_map",
-        "_rebuild_buckets",
-        "_reset_state",
-        "prepare_for_backward",
-        "prepare_for_forward",
-    ),
-    DistributedDataParallel: (
-        "_assign_modules_buffers",
-        "_check_sync_bufs_post_fwd",
-        "_get_active_ddp_module",
-        "_get_ddp_logging_data",
-        "_sync_module_buffers",
-    ),
-    _engine: ("queue_callback",),
-    eval_frame: ("get_eval_frame_callback",),
-    decorators: ("skip",),
-}
-for _owner, _names in _NEEDED.items():
-    for _name in _names:
-        if not hasattr(_owner, _name):
-            raise ImportError(
-                f"joinables needs {_owner}.{_name}, which torch {torch.__version__} does not have; install torch 2.13"
-            )
 
 
 def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -128,7 +102,7 @@ def is_in_forward(ddp: DistributedDataParallel) -> bool:
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether synchronised forwards broadcast buffers. Stands in for ``broadcast_buffers`` plus 'has any buffers'."""
     ddp._assign_modules_buffers()
-    return bool(ddp.forward_sync_buffers) and len(ddp.modules_buffers) > 0
+    return forward_sync_buffers(ddp) and len(ddp.modules_buffers) > 0
 
 
 def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
@@ -241,8 +215,13 @@ def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None
 
     with torch.enable_grad():
         reducer.prepare_for_forward()
-        # For find_unused_parameters the graph of the outputs must reach every parameter.
+        # For find_unused_parameters the graph of the outputs must reach every parameter, also one that is frozen now.
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         expect_backward(ddp, [_Reach.apply(*parameters)])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         start = torch.zeros((), requires_grad=True, device=parameters[0].device)
         start.register_hook(arrive)
         start.clone().backward()
@@ -335,6 +314,7 @@ def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is ", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
+    require({"torch.distributed.optim:ZeroRedundancyOptimizer": ("_overlap_with_ddp", "_sync_params")})
     return ZeroRedundancyOptimizer
 
 

@@ -10,7 +10,8 @@ joined rank never comes. One training step::
     forward   header                                   header
               broadcast of buffers (if it has any)     broadcast of buffers
     backward  number of contributors (see Scaling)     number of contributors
-              the first static one: arrivals (max)     arrivals (max)
+              the first of a static graph: how often   how often
+              gradients arrive (max)                   gradients arrive (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map
               the first: header, bucket rebuild        header, bucket rebuild
@@ -33,7 +34,7 @@ know who had data; only where a rank brought gradients of a time before the loop
 number is summed there, too.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
-had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; nothing else that it has does.
+had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; other gradients do not.
 
 *Kept gradients.* DDP reduces what is in ``grad``, and without ``zero_grad`` that has the last result. Contributors give
 it as often as makes the mean have it once (``joinables.ddp.last_result``); under the mean over all ranks that is

@@ -48,7 +48,8 @@ class BufferSync(DDPBurst):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
-        self._after_forward = self._are_new = False
+        self._after_forward = False  # a comm hook synchronises buffers after the forward, not before it
+        self._are_new = False  # the forward has changed them by the time they are broadcast
 
     @override
     def attach(self, join: Block) -> None:
@@ -69,7 +70,7 @@ class BufferSync(DDPBurst):
         self.main_hook()
 
     def announced(self) -> None:
-        """A header that covers the buffers was sent; with a comm hook for after the forward they can wait."""
+        """A header that covers the buffers was sent: broadcast them, or do so after the forward if a comm hook asks."""
         self.state = BurstState.OWED
         if not self._after_forward:
             self.main_hook()
@@ -96,7 +97,7 @@ class BucketRebuild(DDPBurst):
     due = False
     """On a joined rank: whether a backward has been shadowed after which the active ranks announce a rebuild."""
     pending = False
-    """Whether it is still to come, in the life of this module."""
+    """Whether DDP has still to rebuild this module's buckets, which it does once."""
 
     @override
     def attach(self, join: Block) -> None:

@@ -72,7 +72,7 @@ class Contributions:
             self.last_result.aside.clear()
 
     def drop(self) -> None:
-        """Give nothing."""
+        """Contribute nothing to the reduction that comes: drop the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
         reducer.forget_use(self._ddp)

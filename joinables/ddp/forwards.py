@@ -43,8 +43,9 @@ class Forwards:
         """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
-        self._expects_backward_inside = True  # until a forward returns something that a backward can begin at
-        self._written: list[tuple[int, int]] = []  # before the forward
+        # Whether a backward inside the forward is looked for: until a forward returns what a backward can begin at.
+        self._expects_backward_inside = True
+        self._written: list[tuple[int, int]] = []  # each gradient and how often it was written to, before the forward
 
     def attach(
         self, channel: BlockChannel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
@@ -93,7 +94,7 @@ class Forwards:
 
     def _before(self, *_: Any) -> None:
         if self._unseen is not None:
-            self._unseen.remove()  # who calls the module itself goes on to
+            self._unseen.remove()  # the module itself was called, and so it will be
             self._unseen = None
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)

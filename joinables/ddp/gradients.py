@@ -49,7 +49,8 @@ class GradientSync(DDPBurst):
         self._mean, self._weights, self._last_result = given.mean, given.weights, given.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
         self._backwards = 0  # how many were made in this block
-        self._plain_in = -1  # the loop over Join.iterate, by its number, in which a reduction was a plain one
+        # The number of the loop over Join.iterate in which a reduction was found to need nothing done after it.
+        self._plain_in = -1
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -183,7 +184,8 @@ class GradientSync(DDPBurst):
             )
             if not reduces:
                 self._weights.end_refused()
-        if result.kept and (weighted or not reduces or with_data is None):  # else all give theirs, with or without it
+        # Else it is a loop over Join.iterate, where every rank gives what is in its gradients, the last result or None.
+        if result.kept and (weighted or not reduces or with_data is None):
             result.look()
         if weighted:
             self._plain_in = -1

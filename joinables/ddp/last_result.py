@@ -71,7 +71,7 @@ class LastResult:
 
     @torch.no_grad()
     def add(self, times: float) -> None:
-        """Add what was set aside to the gradients."""
+        """Add what was set aside to the gradients, so many ``times``."""
         for index, result in self.aside.items():
             gradient = self._parameters[index].grad
             if gradient is not None:
@@ -82,7 +82,7 @@ class LastResult:
         """A reduction is over: restore the gradients that it did not touch.
 
         Args:
-            used: for each parameter, whether the reduction touched its gradient, and not left it as unused.
+            used: returns for each parameter whether any rank used it; the reduction leaves other gradients alone.
         """
         if not self.aside:
             return

@@ -49,7 +49,7 @@ class ReplayedBackward(ReplayedBurst):
         self._backwards = 0  # how many this rank has made itself, in this block
         self._entered: Graph | None = None  # the forward that the backward which is under way has come to
         self._through: list[Pass] = []  # the forwards that the backward goes through
-        self._several = False
+        self._several = False  # these are not just the last forward
         self._complete = False  # the backward under way completes a reduction over all ranks
         self._contributors = 0.0
         # How often gradients were written to, in place, when the last reduction ended.

@@ -80,7 +80,7 @@ class Call:
 
 
 class Rehearsal:
-    """What to run a module with that has no data.
+    """How ranks without data run one module: with which call, and whether the module can take it.
 
     Args:
         device: where it computes.
@@ -130,7 +130,7 @@ class Rehearsal:
             ) from error
 
     def arguments_of_example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What the user said that the module be called with, if so."""
+        """The ``(args, kwargs)`` of the user's ``example``; ``None`` without one."""
         if self.example is None:
             return None
         return self.example() if callable(self.example) else (self.example, {})

@@ -47,7 +47,8 @@ class ReplayedForward(ReplayedBurst):
         super().__init__(module)
         self.passes: deque[Pass] = deque(maxlen=REMEMBERED)
         """The last forwards with grad, the newest at the end: the same number on all ranks."""
-        self._is_other = self._due = False
+        self._is_other = False  # the module is called in another way than the ranks have agreed on
+        self._due = False  # this forward broadcasts buffers
         self._takes_empty, self._found_in = True, 0  # whether the module can take an empty batch; the loop, by number
         self._stands_in: Arguments | None = None  # on a dummy: what the module was called with, and does not run on
 

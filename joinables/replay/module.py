@@ -40,7 +40,7 @@ class ReplayedModule:
         self.rehearsal = rehearsals.get(module, Rehearsal(self.device, example))
         if self.rehearsal.example is not example:
             self.rehearsal = Rehearsal(self.device, example)
-        self.replaying = False  # this rank runs the module on nobody's behalf
+        self.replaying = False  # this rank runs the module for its collectives alone, so hooks must not announce
 
 
 class Graph:
@@ -51,9 +51,9 @@ class Pass:
     """A forward with grad.
 
     Args:
-        outputs: its outputs that require grad; of a real forward they are held until its backward or the next forward
-            begins, for the graph belongs to the user.
-        graph: of a real forward: what lives as long as its graph. A replayed one has none.
+        outputs: its outputs that require grad. Those of a real forward, on an active rank, are held only until its
+            backward or the next forward begins: how long its graph lives is up to the user.
+        graph: of a real forward, what lives as long as its graph; ``None`` for a replayed one.
     """
 
     def __init__(self, outputs: list[torch.Tensor], graph: Graph | None = None) -> None:

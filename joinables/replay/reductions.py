@@ -19,7 +19,7 @@ from joinables.sharding import is_dtensor, is_sharded
 
 
 class Reduction:
-    """Nobody known reduces the gradients.
+    """What reduces a replayed module's gradients; this base is for a module of which nothing is known to do so.
 
     Args:
         module: the module.
@@ -85,7 +85,12 @@ class Reduction:
         return True, True
 
     def reducing(self, reduces: bool, completely: bool) -> AbstractContextManager[None]:
-        """Within the context, forwards and backwards are such, as told."""
+        """A context in which forwards and backwards reduce gradients, or do not, whatever the module is set to.
+
+        Args:
+            reduces: whether they reduce at all.
+            completely: whether the sum over all ranks is complete then; a mesh of two dimensions may do one part.
+        """
         return nullcontext()
 
     @property

@@ -1,4 +1,4 @@
-"""One suite over every Joinable of this repository: what Join relies on."""
+"""One suite over every Joinable of this repository: the interface that Join relies on, in blocks without a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from join import Burst, Join, Joinable, JoinHook
 from join.collectives import collective_of
 from join.joinable import BurstState
 from join.registry import joinables_of
+from joinables import Metric, Replay, SharedCall
 from tests.join.counter import Counter, Leading
 from tests.joinables.test_state import Summer
 from tests.models import build
 from tests.pool import Pool
+from tests.training import Sharded, shard
 
 
 def make_ddp() -> Any:
@@ -29,11 +31,27 @@ def make_zero() -> Any:
     return ZeroRedundancyOptimizer(make_ddp().parameters(), torch.optim.Adam, lr=0.1)
 
 
+def make_sharded() -> Any:
+    return shard(Sharded())
+
+
+def make_metric(*, every_step: bool) -> Any:
+    from torchmetrics import MeanMetric
+
+    return Metric(MeanMetric(), every_step=every_step)
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "DistributedDataParallel": make_ddp,
     "compiled DistributedDataParallel": lambda: torch.compile(make_ddp(), backend="eager"),
     "ZeroRedundancyOptimizer": make_zero,
     "Optimizer": lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]),
+    "fully_shard": make_sharded,
+    "Optimizer of fully_shard": lambda: torch.optim.Adam(make_sharded().parameters()),
+    "Replay": lambda: Replay(build("mlp")),
+    "SharedCall": lambda: SharedCall(lambda: None),
+    "Metric": lambda: make_metric(every_step=False),
+    "Metric of every step": lambda: make_metric(every_step=True),
     "GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "Module": lambda: build("mlp"),
     "torch Joinable": Summer,

@@ -13,6 +13,7 @@ from tests.dropin.either import either, libraries, run
 from tests.models import OPTIMIZERS, TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 from tests.training import accumulating, branch_of, build, data_of, full_state, loss_of, reference, wrapped
+from tests.versions import OWN_BUFFERS
 
 EVEN = ((2, 2, 2), (3, 3, 3))
 ZEROS = "a rank without data steps its shard on old gradients, or on none"
@@ -121,7 +122,7 @@ def test_equals_one_process(pool: Pool, case: Case, library: str) -> None:
         assert len(told) == sum(case.throw and max(counts) > min(counts) for counts in case.counts)
 
 
-OWN_BUFFERS = Case(model="norm", ddp={"forward_sync_buffers": False})
+WITH_OWN_BUFFERS = Case(model="norm", ddp=OWN_BUFFERS)
 
 
 def with_own_buffers(case: Case) -> list[dict[str, torch.Tensor]]:
@@ -145,6 +146,6 @@ def with_own_buffers(case: Case) -> list[dict[str, torch.Tensor]]:
 
 @either()
 def test_buffers_of_ones_own(pool: Pool, library: str) -> None:
-    states = run(pool, library, train, OWN_BUFFERS)
-    for (state, _), expected in zip(states, with_own_buffers(OWN_BUFFERS), strict=True):
-        assert_same(compared(OWN_BUFFERS, state), expected, TOLERANCE)
+    states = run(pool, library, train, WITH_OWN_BUFFERS)
+    for (state, _), expected in zip(states, with_own_buffers(WITH_OWN_BUFFERS), strict=True):
+        assert_same(compared(WITH_OWN_BUFFERS, state), expected, TOLERANCE)

@@ -129,7 +129,7 @@ class Trouble:
 
     def comes(self, step: int) -> bool:
         """A step begins; whether it is the one in which something goes wrong."""
-        self.reached = bool(self.how) and step == AT
+        self.reached = bool(self.how) and step == (COUNTS[FAILS] if self.how == "left out" else AT)  # with a dummy
         if self.reached:
             say("failed", time.time())
             self._net.broken = self.how

@@ -25,6 +25,11 @@ def alone(fn: Any) -> None:
     run_threads(1, fn)
 
 
+def test_empty_list() -> None:
+    with pytest.raises(ValueError, match=r"joinables=\[\] is empty"):
+        Join([])
+
+
 def test_a_list_of_nothing_and_no_loop() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:

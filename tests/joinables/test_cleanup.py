@@ -22,6 +22,7 @@ from join import Join, JoinError, PeerError
 from joinables import ZeroStep
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.versions import OWN_BUFFERS
 
 RANKS = 3
 
@@ -191,7 +192,7 @@ def test_a_forward_that_calls_itself(pool: Pool) -> None:
 
 def hooked(rank: int) -> float:
     """A hook of the user's changes a buffer, also on dummies, which leave no trace."""
-    ddp = DistributedDataParallel(build("norm"), forward_sync_buffers=False)
+    ddp = DistributedDataParallel(build("norm"), **OWN_BUFFERS)
     ddp.module.register_buffer("calls", torch.zeros(()))
     ddp.register_forward_hook(lambda ddp, *_: ddp.module.calls.add_(1) and None)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     with Join([ddp]) as join:

@@ -19,6 +19,7 @@ from tests.ending import Ending, assert_blamed
 from tests.joinables.ddp.test_comm_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
+from tests.versions import needs_gloo_with_limits
 
 RANKS = 3
 
@@ -381,6 +382,7 @@ def lingering(rank: int, way: str) -> tuple[str, float]:
     return "fine", 0.0
 
 
+@needs_gloo_with_limits
 @pytest.mark.parametrize("way", ["plain", "iterate"])
 def test_a_rank_that_lingers_in_a_burst(ending: Ending, way: str) -> None:
     (first, took), _, (third, took_too) = [end.result or ("", 0) for end in ending.ends(lingering, way)]

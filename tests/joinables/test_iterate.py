@@ -30,6 +30,7 @@ from tests.joinables.test_state import Summer
 from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
 from tests.training import mesh_of
+from tests.versions import all_gather_single
 
 COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
 
@@ -101,7 +102,7 @@ def with_everything(rank: int, ema: str, how: dict[str, Any], steps: Any) -> tup
                 dist.all_reduce(total)
                 means.append((total[0] / total[1]).item())
                 losses = torch.empty(RANKS)
-                dist.all_gather_single(losses, value.detach().reshape(1))
+                all_gather_single(losses, value.detach().reshape(1))
                 gathered.append(losses.tolist())
     return trained.state(), means, gathered
 

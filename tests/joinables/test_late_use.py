@@ -37,6 +37,13 @@ def prefetch_copies(batches: Iterable[Data]) -> Iterator[Data]:
     return prefetch((x.clone(), y.clone()) for x, y in batches)
 
 
+def hands_out_the_first(batches: Iterable[Data]) -> Iterator[Data]:
+    """Reads ahead only once the first batch is on its way."""
+    source = iter(batches)
+    yield from islice(source, 1)
+    yield from prefetch(source)
+
+
 def windows(batches: Iterable[Data], size: int = 4) -> Iterator[Data]:
     """As the Trainer of transformers reads the batches of a window of accumulation."""
     source = iter(batches)
@@ -66,6 +73,7 @@ CONSUMERS: dict[str, Callable[[Iterable[Data]], Iterable[Data]]] = {
     "prefetch": prefetch,
     "prefetch 3": lambda batches: prefetch(batches, 3),
     "prefetch copies": prefetch_copies,
+    "hands out the first": hands_out_the_first,
     "windows": windows,
     "all at once": list,
     "in a thread": in_a_thread,
@@ -91,7 +99,7 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
     ("consumer", "how"),
     [
         *[(each, "mlp") for each in CONSUMERS],
-        *[(each, "shard") for each in ("prefetch", "windows", "in a thread")],
+        *[(each, "shard") for each in ("prefetch", "hands out the first", "windows", "in a thread")],
         ("in a thread", "norm"),
     ],
 )
@@ -145,6 +153,22 @@ class Loop:
             for step, (x, y) in enumerate(join.iterate(self.mine)):
                 if step % 4 == 3:
                     self.train(x, y)
+
+    def skips_the_second(self, join: Join) -> None:
+        for step, (x, y) in enumerate(join.iterate(self.mine)):
+            if step != 1:
+                self.train(x, y)
+
+    def has_noise_of_its_own(self, join: Join) -> None:
+        for step, _ in enumerate(join.iterate(self.mine)):
+            if step != 1:
+                self.ddp(torch.ones_like(self.mine[0][0])).sum().backward()
+
+    def has_two_steps(self, join: Join) -> None:
+        for x, y in join.iterate(self.mine[:2]):
+            self.train(x, y)
+        for x, y in self.mine:
+            self.train(x[:0] if self.rank else x, y[:0] if self.rank else y)
 
     def in_pairs(self, join: Join) -> None:
         before: Any = None

@@ -16,6 +16,7 @@ from join import Join, PeerError
 from joinables import ZeroStep
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.versions import needs_muon
 
 COUNTS = [0, 4, 2]
 
@@ -190,6 +191,7 @@ def with_muon(rank: int, way: str) -> tuple[dict[str, torch.Tensor], Any]:
     return flat_state(ddp.module.state_dict()), [(name, type(value), value) for name, value in numbers]
 
 
+@needs_muon
 @pytest.mark.parametrize("way", ["plain", "declared"])
 def test_hyperparameters_are_those_of_one_active_rank(pool: Pool, way: str) -> None:
     """Muon's number of iterations is a whole number, of which a mean over ranks would make a float."""

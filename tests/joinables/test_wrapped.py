@@ -46,12 +46,13 @@ def things() -> dict[str, tuple[Any, Any]]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9)
     wrapped = Accelerated(sgd)
+    compiled: Any = torch.compile(model, backend="eager")
     return {
         "optimizer": (wrapped, sgd),
         "twice": (Accelerated(wrapped), sgd),
         "scheduler": (AcceleratedScheduler(scheduler, wrapped), scheduler),
         "module": (Fabric(model, model), model),
-        "compiled": (torch.compile(Fabric(torch.compile(model, backend="eager"), model), backend="eager"), model),
+        "compiled": (torch.compile(Fabric(compiled, model), backend="eager"), model),
         "no wrapper: module": (model, model),
         "no wrapper: optimizer": (sgd, sgd),
         "no wrapper: scheduler": (scheduler, scheduler),

@@ -37,6 +37,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 
+from join.collectives.timeouts import timeouts
 from joinables.trainer.launch.environment import Environment
 from joinables.trainer.launch.errors import ABORTED, OWN, Failure, LaunchError, WorkerDied, raise_cause
 from joinables.trainer.launch.folders import temporary_folder
@@ -47,8 +48,6 @@ from joinables.trainer.launch.worker import Job, Queue, as_rank, work
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
-_GRACE_SECONDS = 2.0  # after the first failure: how long to wait for the one that caused it
-_TERM_SECONDS = 5.0  # how long a worker may take over SIGTERM
 
 
 class Launcher:
@@ -215,7 +214,7 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
                 imported = forked or job.payload.has("began", rank)
                 failures[rank] = _death(rank, code, returned, imported)
         if failures and deadline is None:
-            deadline = time.monotonic() + _GRACE_SECONDS
+            deadline = time.monotonic() + timeouts().first
     return list(failures.values())
 
 
@@ -233,7 +232,7 @@ def _reap(workers: Sequence[BaseProcess]) -> None:
     try:
         for worker in started:
             worker.terminate()
-        deadline = time.monotonic() + _TERM_SECONDS
+        deadline = time.monotonic() + timeouts().term
         for worker in started:
             worker.join(max(deadline - time.monotonic(), 0.0))
     finally:  # also if Ctrl-C is pressed again

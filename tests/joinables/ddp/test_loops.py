@@ -22,6 +22,7 @@ from join import Join
 from tests.models import MLP, TOLERANCE, Norm, assert_same, batch, flat_state
 from tests.pool import Pool
 from tests.selection import all_or_pairwise
+from tests.versions import OWN_BUFFERS
 
 Nets = dict[str, Any]
 Data = list[tuple[torch.Tensor, torch.Tensor]]
@@ -149,7 +150,7 @@ PROGRAMS = {
     ),
     "two forwards": Program(((forwards(2), "a"),)),
     "three forwards, batch norm": Program(((forwards(3), "a"),), {"a": Norm}),
-    "buffers of one's own": Program(nets={"a": Norm}, ddp={"forward_sync_buffers": False}),
+    "buffers of one's own": Program(nets={"a": Norm}, ddp=OWN_BUFFERS),
     "two backwards through one graph": Program(((backwards, "a"),)),
     "two backwards through one graph, initial": Program(((backwards, "a"),), initial=True),
     "two forwards, then two backwards": Program(((two_losses, "a"),)),
@@ -259,7 +260,7 @@ def reference(name: str, *, weighted: bool = False) -> dict[str, torch.Tensor]:
 def check(pool: Pool, name: str, dummy: Any = None, *, weighted: bool = False, declared: bool = False) -> None:
     way = partial(run, weighted=weighted, declared=declared)
     states = [*pool.run(way, name, dummy, ranks=RANKS), reference(name, weighted=weighted)]
-    if PROGRAMS[name].ddp.get("forward_sync_buffers") is False:  # each rank keeps statistics of its own
+    if PROGRAMS[name].ddp == OWN_BUFFERS:  # each rank keeps statistics of its own
         states = [{key: value for key, value in s.items() if ".1." not in key} for s in states]
     *states, expected = states
     for other in states[1:]:

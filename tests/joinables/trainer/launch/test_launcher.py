@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
+from join.collectives.timeouts import using
 from joinables.trainer.launch import launcher as module
 from joinables.trainer.launch.environment import LocalEnvironment, Place
 from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
@@ -351,11 +352,9 @@ def stubborn() -> None:
     raise ValueError("no patience")
 
 
-def test_worker_that_ignores_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(module, "_TERM_SECONDS", 0.5)
+def test_worker_that_ignores_sigterm() -> None:
     started = time.monotonic()
-    with pytest.raises(ValueError, match="no patience"):
+    with using(first=0.5, term=0.5), pytest.raises(ValueError, match="no patience"):
         local().launch(stubborn)
     assert time.monotonic() - started < PATIENCE
 

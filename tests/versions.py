@@ -1,0 +1,35 @@
+"""What the versions of torch that are supported differ in, as far as tests are concerned."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_settings = inspect.signature(DistributedDataParallel.__init__).parameters
+_own_buffers = "forward_sync_buffers" if "forward_sync_buffers" in _settings else "broadcast_buffers"
+OWN_BUFFERS: dict[str, Any] = {_own_buffers: False}
+"""What keeps forwards of a DDP module from broadcasting buffers: by its newer name from torch 2.13 on."""
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``all_gather_into_tensor`` by its newer name, from torch 2.13 on."""
+
+is_2_8 = torch.__version__.startswith("2.8.")
+CLIPS_COARSELY = is_2_8
+"""Whether clipping of sharded gradients adds its 1e-6 to the norm of each shard, and not to that of all."""
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+needs_gloo_with_limits = pytest.mark.skipif(
+    is_2_8, reason="torch 2.8 cannot change how long operations of a gloo group may take"
+)
+
+if is_2_8:
+    # gloo sums there where fully_shard asks for the mean: let it ask for the sum and divide, as for some other devices.
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
+
+    _factors = _collectives._get_gradient_divide_factors  # pyright: ignore[reportPrivateUsage]
+    _collectives._get_gradient_divide_factors = lambda *given: _factors(*given[:5], True)  # pyright: ignore

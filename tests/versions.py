@@ -20,6 +20,9 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 """``all_gather_into_tensor`` by its newer name, from torch 2.13 on."""
 
 is_2_8 = torch.__version__.startswith("2.8.")
+CLIPS_COARSELY = is_2_8
+"""Whether clipping of sharded gradients adds its 1e-6 to the norm of each shard, and not to that of all."""
+
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 needs_gloo_with_limits = pytest.mark.skipif(
     is_2_8, reason="torch 2.8 cannot change how long operations of a gloo group may take"

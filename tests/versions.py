@@ -22,7 +22,7 @@ is_2_8 = torch.__version__.startswith("2.8.")
 CLIPS_COARSELY = is_2_8
 """Whether clipping of sharded gradients adds its 1e-6 to the norm of each shard, and not to that of all."""
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no Muon")
 needs_gloo_with_limits = pytest.mark.skipif(
     is_2_8, reason="torch 2.8 cannot change how long operations of a gloo group may take"
 )

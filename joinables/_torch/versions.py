@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 SUPPORTED = "2.8 to 2.15"
-"""The versions with which all tests pass."""
+"""The oldest and the newest version that tests are run with: ``docs/versions.md`` says which tests."""
 
 
 # -- what must be there ---------------------------------------------------------------------------------------------

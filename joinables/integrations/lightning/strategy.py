@@ -38,7 +38,8 @@ class JoinStrategy(DDPStrategy):
         **options: those of Lightning's ``DDPStrategy``, and through it of ``DistributedDataParallel``.
 
     Raises:
-        ValueError: for a ``weigh`` that is none of these.
+        ValueError: for a ``weigh`` that is none of these; on fitting, for a validation in the middle of a window of
+            accumulation.
         TypeError: on fitting, for a module that has ``DistributedDataParallel`` in it, or a step that takes
             ``dataloader_iter``.
     """
@@ -53,13 +54,14 @@ class JoinStrategy(DDPStrategy):
         self._blocks, self._means = Blocks(weigh), StepMeans()
         self._failure: BaseException | None = None  # what closing the block of a run that has failed has raised
         self._trainer: Any = None
+        self._accumulates = False  # whether gradients are there that were not reduced
         self._first = First(self._blocks.end, self._fail)
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Any) -> None:
-        self._trainer, self._failure = trainer, None
+        self._trainer, self._failure, self._accumulates = trainer, None, False
         for name, part in trainer.lightning_module.named_modules():
             if isinstance(part, DistributedDataParallel):
                 raise TypeError(
@@ -108,6 +110,11 @@ class JoinStrategy(DDPStrategy):
                 f" {step}(self, batch, batch_idx)"
             )
         if stage != "train":
+            if self._blocks.trains and self._accumulates:
+                raise ValueError(
+                    "a validation begins in the middle of a window of accumulation, whose weights end with the block:"
+                    " make val_check_interval a multiple of accumulate_grad_batches"
+                )
             return EvaluationFetcher(self._blocks, self._join_of_evaluation)
         return TrainingFetcher(self._blocks, self._join_of_training)
 
@@ -126,7 +133,7 @@ class JoinStrategy(DDPStrategy):
         return Join([NothingListed(None), *metrics_of(self.lightning_module)])
 
     def _close_training(self) -> None:
-        if self._blocks.trains and not self._trainer.interrupted:
+        if self._blocks.trains and not (self._accumulates or self._trainer.interrupted):
             self._blocks.close()
 
     @override
@@ -151,6 +158,7 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._accumulates = not self.model.require_backward_grad_sync
         return super().backward(self.model(closure_loss), optimizer, *args, **kwargs)
 
     @override

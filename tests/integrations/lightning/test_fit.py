@@ -25,7 +25,7 @@ CASES = {
     "accumulation, equal": Case(accumulate=2, weigh="equal"),
     "BatchNorm on a rank without data": Case(norm=True, counts=(0, 3)),
     "validation in the middle": Case(val_counts=(0, 2), validate_every=2),
-    "validation in the middle of a window": Case(val_counts=(2, 1), validate_every=3, accumulate=2, kind="sized"),
+    "validation between windows": Case(val_counts=(2, 1), validate_every=2, accumulate=2, kind="sized"),
     "a window where a rank has nothing": Case(accumulate=3, counts=(7, 1), kind="sized"),
 }
 
@@ -37,3 +37,12 @@ def test_as_one_process(ending: Ending, case: Case) -> None:
     for state, _ in ranks:
         torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
     assert len(ranks[0][1]) == len(ranks[1][1])
+
+
+def validate_in_a_window(rank: int) -> None:
+    with pytest.raises(ValueError, match="make val_check_interval a multiple of accumulate_grad_batches"):
+        fit(rank, Case(val_counts=(2, 1), validate_every=3, accumulate=2))
+
+
+def test_a_validation_in_the_middle_of_a_window(ending: Ending) -> None:
+    ending.run(validate_in_a_window, ranks=2)

@@ -24,7 +24,7 @@ class Loader:
         length: that of the longest.
     """
 
-    _OWN = frozenset({"loader", "length"})
+    OWN = frozenset({"loader", "length"})
 
     def __init__(self, loader: Any, length: int | None) -> None:
         self.loader, self.length = loader, length
@@ -38,19 +38,19 @@ class Loader:
         return self.length
 
     def __getattr__(self, name: str) -> Any:  # sampler, dataset, ...
-        if name in self._OWN or name.startswith("__"):  # while it is being unpickled
+        if name in self.OWN or name.startswith("__"):  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:  # worker_init_fn, ...
-        object.__setattr__(self if name in self._OWN else self.loader, name, value)
+        object.__setattr__(self if name in self.OWN else self.loader, name, value)
 
 
 class StatefulLoader(Loader):
     """A loader with ``state_dict``: its state is that of all ranks' loaders, as of the batches that were used."""
 
-    _OWN = Loader._OWN | {"used"}
+    OWN = Loader.OWN | {"used"}
 
     def __init__(self, loader: Any, length: int | None) -> None:
         super().__init__(loader, length)

@@ -149,6 +149,18 @@ class JoinStrategy(DDPStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        if not (self._blocks.step.is_dummy and module.automatic_optimization):
+            return super().training_step(*args, **kwargs)
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:  # in a window of accumulation, those of a rank with data come with its last backward only
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         pass  # DDP sees a forward, which is the gate's, before each backward
 

@@ -24,6 +24,7 @@ CASES = {
     "accumulation": Case(accumulate=2),
     "accumulation, equal": Case(accumulate=2, weigh="equal"),
     "BatchNorm on a rank without data": Case(norm=True, counts=(0, 3)),
+    "BatchNorm and accumulation": Case(norm=True, counts=(0, 4), accumulate=2),
     "validation in the middle": Case(val_counts=(0, 2), validate_every=2),
     "validation between windows": Case(val_counts=(2, 1), validate_every=2, accumulate=2, kind="sized"),
     "a window where a rank has nothing": Case(accumulate=3, counts=(7, 1), kind="sized"),

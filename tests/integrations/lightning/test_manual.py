@@ -75,7 +75,7 @@ def test_as_one_process(ending: Ending, counts: tuple[int, int]) -> None:
             total = math.fsum(map(len, data))
             for optimizer, loss in ((of_critic, critic_loss), (of_generator, generator_loss)):
                 optimizer.zero_grad()
-                sum(loss(generator, critic, x) * len(x) / total for x in data).backward()
+                torch.stack([loss(generator, critic, x) * len(x) / total for x in data]).sum().backward()
                 optimizer.step()
     expected = [each.detach() for part in (generator, critic) for each in part.parameters()]
     for state, steps in ranks:

@@ -57,7 +57,7 @@ def test_an_exception_ends_all_ranks(ending: Ending, hook: str, failing: int) ->
 
 def wrap_twice(rank: int) -> None:
     quiet(rank)
-    module = Module(Case())
+    module: Any = Module(Case())
     module.net = DistributedDataParallel(module.net)
     with pytest.raises(TypeError, match="'net' of Module is in DistributedDataParallel already"):
         trainer_of(Case()).fit(module, loader_of("stream", rank, 1))
@@ -69,7 +69,7 @@ def test_a_module_that_is_wrapped_already(ending: Ending) -> None:
 
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="weigh='tokens' must be 'samples', 'equal' or a function"):
-        JoinStrategy(weigh="tokens")
+        JoinStrategy(weigh="tokens")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ImportError, match=r"does not support lightning 2\.4\.1; install one of"):
         check_version("2.4.1")
     for version in ("2.5.0rc1", "2.6.6", "3.0"):

@@ -24,7 +24,7 @@ from join.collectives import Collective, Work
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
-from join.joinable import Block, Burst, Joinable
+from join.joinable import Block, Joinable
 from join.loop.loops import Loops
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
@@ -105,13 +105,14 @@ class OpenBlock:
         Raises:
             TypeError: if what stands for it does not need to be told.
         """
-        listed = [member.joinable for member in self._scope.members]
-        joinable = next(each for each in listed if each is caller or each.join_target is caller)
-        if joinable is not caller and isinstance(joinable, Burst):
+        members = self._scope.members
+        member = next(each for each in members if each.joinable is caller or each.joinable.join_target is caller)
+        joinable = member.joinable
+        if joinable is not caller and member.burst is not None:
             raise TypeError(
                 f"notify_join_context is not for a {type(caller).__name__}, which announces by itself; leave it out"
             )
-        if any(member.joinable is joinable for member in self._scope.announcing):
+        if any(each is member for each in self._scope.announcing):
             return self.channel.announce(joinable)
         self.channel.follow(joinable)
         return None

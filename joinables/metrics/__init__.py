@@ -23,6 +23,12 @@ def is_metric(module: torch.nn.Module) -> bool:
     return library is not None and isinstance(module, (library.Metric, library.MetricCollection, library.MetricTracker))
 
 
+def is_mergeable(obj: Any) -> bool:
+    """Whether ``obj`` is a metric of torchmetrics or a collection of them, whose states can be merged."""
+    library = cast("Any", sys.modules.get("torchmetrics"))
+    return library is not None and isinstance(obj, (library.Metric, library.MetricCollection))
+
+
 class Metric:
     """How a metric is synchronised in a block: when the block ends, and with ``every_step`` at every step, too.
 
@@ -40,8 +46,7 @@ class Metric:
     """
 
     def __init__(self, metric: Any, *, every_step: bool = False) -> None:
-        library = cast("Any", sys.modules.get("torchmetrics"))
-        if library is None or not isinstance(metric, (library.Metric, library.MetricCollection)):
+        if not is_mergeable(metric):
             raise TypeError(
                 f"metric is a {type(metric).__name__}; give a torchmetrics.Metric or MetricCollection, and of a"
                 " MetricTracker the metrics in it"

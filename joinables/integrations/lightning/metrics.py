@@ -5,13 +5,13 @@ So no metric communicates by itself, a rank without updates takes part, and stat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from typing_extensions import override
 
+from joinables.metrics import is_mergeable
 from joinables.metrics.at_end import MetricAtEnd
 from joinables.metrics.every_step import twin_of
 
@@ -31,9 +31,8 @@ class LoggedMetric(MetricAtEnd):
 
 def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:
     """What stands for the metrics in ``module`` in a block; those inside of others come with these."""
-    library = cast("Any", sys.modules.get("torchmetrics"))
     for child in module.children():
-        if library is not None and isinstance(child, (library.Metric, library.MetricCollection)):
+        if is_mergeable(child):
             yield LoggedMetric(child)
         else:
             yield from metrics_of(child)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from join import Join
 from join.loop.nothing_listed import NothingListed
+from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.callback import First
 from joinables.integrations.lightning.fetchers import EvaluationFetcher, Fetcher, TrainingFetcher
@@ -153,12 +154,11 @@ class JoinStrategy(DDPStrategy):
         module = self.lightning_module
         if not (self._blocks.step.is_dummy and module.automatic_optimization):
             return super().training_step(*args, **kwargs)
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        before = reducer.copied_buffers(self.model)
         try:
             return super().training_step(*args, **kwargs)
         finally:  # in a window of accumulation, those of a rank with data come with its last backward only
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            reducer.restore_buffers(self.model, before)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

@@ -1,0 +1,42 @@
+"""Ranks of Accelerate: each is a process of the pool, with the process group that it has."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+WHERE = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+
+
+@contextmanager
+def launched(**variables: str) -> Iterator[None]:
+    """As a launcher of Accelerate's would have it, on the CPU; what Accelerate keeps of it is forgotten at the end."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    told = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
+    if dist.is_initialized():
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        told |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    os.environ.update(told)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # theirs
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+
+def accelerator(**arguments: Any) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, **arguments)

@@ -36,7 +36,20 @@ def launched(**variables: str) -> Iterator[None]:
         PartialState._reset_state()
 
 
-def accelerator(**arguments: Any) -> Any:
+def accelerator(*, fsdp: int | None = None, **arguments: Any) -> Any:
+    """An ``Accelerator`` of this rank; ``fsdp`` is the version of FSDP that it shards with."""
     from accelerate import Accelerator
 
-    return Accelerator(cpu=True, **arguments)
+    made = Accelerator(cpu=True, **arguments)
+    if fsdp is not None:
+        shard(fsdp)
+    return made
+
+
+def shard(version: int) -> None:
+    """Have the accelerator that there is shard with FSDP, of which Accelerate takes no notice on the CPU."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False)
+    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}

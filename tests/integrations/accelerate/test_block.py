@@ -69,14 +69,14 @@ def state_of(model: Any, optimizer: Any, scheduler: Any) -> dict[str, torch.Tens
 
 
 def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import FSDPModule
 
     from joinables.integrations.accelerate import join_uneven_inputs
 
-    with launched(ACCELERATE_USE_FSDP=str(case.sharded).lower()):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if case.sharded else None
-        accelerate = accelerator(gradient_accumulation_steps=case.accumulate, fsdp_plugin=plugin)
+    with launched():
+        accelerate = accelerator(gradient_accumulation_steps=case.accumulate, fsdp=2 if case.sharded else None)
         model, optimizer, scheduler = accelerate.prepare(*objects())
+        assert isinstance(model, FSDPModule) is case.sharded
         for epoch in range(len(COUNTS)):
             with join_uneven_inputs(accelerate, [model, optimizer, scheduler]) as join:
                 loader = loader_of(case, rank, epoch)

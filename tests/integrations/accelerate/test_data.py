@@ -85,7 +85,7 @@ def test_samples_that_are_repeated(pool: Pool, given: bool, inside: bool | None)
 
 
 def refused(rank: int) -> list[str]:
-    from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+    from accelerate.utils import GradientAccumulationPlugin
 
     from joinables.integrations.accelerate import join_uneven_inputs
 
@@ -106,8 +106,8 @@ def refused(rank: int) -> list[str]:
         plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
         accelerate = accelerator(gradient_accumulation_plugin=plugin)
         refuse(accelerate, [accelerate.prepare(model)])
-    with launched(ACCELERATE_USE_FSDP="true"):
-        refuse(accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)), [model])
+    with launched():
+        refuse(accelerator(fsdp=1), [model])
     return told
 
 

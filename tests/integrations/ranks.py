@@ -48,8 +48,10 @@ def accelerator(*, fsdp: int | None = None, **arguments: Any) -> Any:
 
 def shard(version: int) -> None:
     """Have the accelerator that there is shard with FSDP, of which Accelerate takes no notice on the CPU."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False)
-    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    for state in (PartialState, AcceleratorState):  # the one takes over from the other
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin

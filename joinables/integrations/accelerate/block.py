@@ -45,9 +45,9 @@ def join_uneven_inputs(
     told nothing, the loss is what Accelerate makes of it, and ``join.weight`` has no effect.
 
     Under ``accelerator.accumulate`` in a plain loop, the window that is not full at the end of a rank's loader makes a
-    step only if that loader is a prepared one, which tells Accelerate that it is at its end; in a loop over
-    ``join.iterate`` any loader will do. ``accelerate.data_loader.prepare_data_loader(loader, num_processes=1,
-    process_index=0)`` prepares a stream of this rank's own.
+    step only if that loader is a prepared one, which tells Accelerate that it is at its end, and the model is not
+    sharded; in a loop over ``join.iterate`` any loader and model will do. To prepare a stream of this rank's own:
+    ``accelerate.data_loader.prepare_data_loader(loader, num_processes=1, process_index=0)``.
 
     In a loop over ``join.iterate``, ``accelerator.gather_for_metrics`` returns the rows of all ranks that have data,
     also where their numbers differ. In a plain one, where ranks without data never come to it, it raises.

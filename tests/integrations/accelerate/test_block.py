@@ -123,6 +123,8 @@ CASES = {
     "iterate, weighted": Case(iterate=True, weighted=True),
     "sharded, plain": Case(sharded=True),
     "sharded, iterate": Case(sharded=True, iterate=True),
+    "sharded, iterate, weighted": Case(sharded=True, iterate=True, weighted=True),
+    "sharded, iterate, accumulates": Case(accumulate=2, sharded=True, iterate=True),
     "sharded, iterate, accumulates, weighted": Case(accumulate=2, sharded=True, iterate=True, weighted=True),
 }
 

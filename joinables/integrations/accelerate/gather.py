@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from join import Join
+from join.collectives._torch_private import pytree
 from join.transfer import gather_trees
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.ranks import accelerator, launched
+from tests.integrations.ranks import accelerator, imported, launched
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
 
@@ -50,10 +50,10 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 
 def loader_of(case: Case, rank: int, epoch: int) -> Any:
-    from accelerate.data_loader import prepare_data_loader
-
     loader: Any = torch.utils.data.DataLoader(Stream(mine(case, rank, epoch)), batch_size=None)
-    return prepare_data_loader(loader, num_processes=1, process_index=0) if case.prepared else loader
+    if not case.prepared:
+        return loader
+    return imported("accelerate.data_loader").prepare_data_loader(loader, num_processes=1, process_index=0)
 
 
 def objects(sharded: bool = False) -> tuple[Any, Any, Any]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from join import JoinError
-from tests.integrations.ranks import accelerator, launched
+from tests.integrations.ranks import accelerator, imported, launched
 from tests.models import batch, build
 from tests.pool import Pool
 
@@ -57,12 +57,10 @@ def test_gathering_in_step(pool: Pool, counts: tuple[int, ...]) -> None:
 
 def read(rank: int, given: bool, inside: bool | None) -> tuple[list[float], list[str], bool]:
     """What a rank reads of a data set of 5 samples, and what it is told."""
-    from accelerate import DataLoaderConfiguration
-
     from joinables.integrations.accelerate import join_uneven_inputs
 
     with launched():
-        accelerate = accelerator(dataloader_config=DataLoaderConfiguration(even_batches=given))
+        accelerate = accelerator(dataloader_config=imported("accelerate").DataLoaderConfiguration(even_batches=given))
         loader = DataLoader(TensorDataset(torch.arange(5.0)), batch_size=2)
         model, loader = accelerate.prepare(build("mlp"), loader)
         with warnings.catch_warnings(record=True) as told:
@@ -85,8 +83,6 @@ def test_samples_that_are_repeated(pool: Pool, given: bool, inside: bool | None)
 
 
 def refused(rank: int) -> list[str]:
-    from accelerate.utils import GradientAccumulationPlugin
-
     from joinables.integrations.accelerate import join_uneven_inputs
 
     told: list[str] = []
@@ -103,7 +99,7 @@ def refused(rank: int) -> list[str]:
         refuse(accelerator(), [DistributedDataParallel(DistributedDataParallel(model))])
         refuse(accelerator(), [model])
     with launched():
-        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+        plugin = imported("accelerate.utils").GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
         accelerate = accelerator(gradient_accumulation_plugin=plugin)
         refuse(accelerate, [accelerate.prepare(model)])
     with launched():

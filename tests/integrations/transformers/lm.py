@@ -17,7 +17,7 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    layers: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=WORDS, hidden_size=8, intermediate_size=8, pad_token_id=0, **layers)
     return LlamaForCausalLM(config)
 

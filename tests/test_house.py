@@ -130,6 +130,10 @@ OF_OTHERS = {
     "_is_synced",
     "_wrap_compute",
     "_was",
+    "_add_dataloader",  # Accelerate's
+    "_dataloaders",
+    "_remove_dataloader",
+    "_get_num_items_in_batch",  # Transformers'
 }  # not torch's
 
 

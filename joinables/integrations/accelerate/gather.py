@@ -1,0 +1,46 @@
+"""Gathering the rows of all ranks in a step of ``Join.iterate``, but not those of dummies: :func:`gather_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from join import Join
+from join.collectives._torch_private import pytree
+from join.transfer import gather_trees
+
+
+def gather_rows(join: Join, data: Any) -> Any:
+    """The rows of ``data`` of all ranks with data in this step, in rank order; ranks may have different numbers.
+
+    All ranks call it in the same step. Without it, what a dummy gives would count as a sample.
+
+    Args:
+        join: the block whose loop over ``iterate`` is under way.
+        data: tensors in lists, tuples and dicts, ``[rows, ...]`` each, all but the rows alike on all ranks; a tensor
+            without dimensions is a row.
+
+    Returns:
+        The same, with the rows of all ranks.
+    """
+    mine: Any = pytree.tree_map_only(torch.Tensor, _rows(none=join.shadowing), data)
+    ranks = [pytree.tree_leaves(each) for each in gather_trees(join.collective, mine)]
+    leaves, spec = pytree.tree_flatten(data)
+    found = [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)]
+    return pytree.tree_unflatten(found, spec)
+
+
+def gather_objects(join: Join, data: list[Any]) -> list[Any]:
+    """The same for a list of any objects that can be pickled: those of all ranks with data."""
+    ranks: list[list[Any]] = join.collective.all_gather_object([] if join.shadowing else list(data))
+    return [each for rank in ranks for each in rank]
+
+
+def _rows(*, none: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor if tensor.dim() else tensor[None]
+        return rows[:0] if none else rows
+
+    return of

@@ -1,0 +1,267 @@
+"""The mixin that trains on uneven streams: :class:`JoinTrainer`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join, JoinReport
+from join.loop.dummies import emptied
+from joinables.integrations.accelerate import check_accelerator, check_wrapping
+from joinables.integrations.transformers.evaluation import in_step
+from joinables.integrations.transformers.loaders import (
+    LoaderOfLength,
+    is_stream,
+    length_on_all_ranks,
+    own_streams,
+    repeat_nothing,
+)
+from joinables.integrations.transformers.windows import Windows
+from joinables.wrapped import unwrapped
+
+_Base: Any = Any if TYPE_CHECKING else object
+
+HOOKS = (
+    "_get_num_items_in_batch",
+    "_init_training_state",
+    "_run_epoch",
+    "_track_num_input_tokens",
+    "evaluation_loop",
+    "get_batch_samples",
+    "set_initial_training_values",
+    "training_step",
+)
+"""What is overridden or called, and must be there."""
+
+
+class JoinTrainer(_Base):
+    """Lets ranks train and evaluate on streams of different lengths, with the result of one process.
+
+    List it first: ``class MyTrainer(JoinTrainer, Trainer)``, or any subclass of ``Trainer`` in its place. All arguments
+    are the Trainer's. An ``IterableDataset`` is read by each rank as it is, so give each rank its own; of a map-style
+    data set each rank reads its share, of which no sample is repeated. With DDP or FSDP2; in one process it is the
+    Trainer that it is mixed into.
+
+    The loss of a window of accumulation is the mean over the tokens that all ranks have in it, or over micro-batches
+    where the model counts no tokens. A window at the end of an epoch that is not full makes a step, too. ``max_steps``
+    counts optimizer steps, which all ranks make. Where a subclass has a ``training_step`` of its own, it calls
+    ``super().training_step``.
+
+    An exception in the loop, in a callback too, is raised on its rank, and :class:`join.PeerError` on the others.
+
+    Attributes:
+        join_report: who had how many windows in the last epoch; ``None`` before that, and in one process.
+
+    Raises:
+        TypeError: on defining a class where it does not come before ``Trainer``.
+        ImportError: on defining a class with a Trainer that it does not know.
+        ValueError: in ``train``, for arguments that do not fit uneven ranks.
+    """
+
+    join_report: JoinReport | None = None
+    _windows: Windows | None = None  # of the epoch under way
+    _join: Join | None = None  # its block
+    _micro_batches = 0  # of all ranks in the window under way, where no tokens are counted
+    _evaluation_group: dist.ProcessGroup | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        try:
+            library: Any = importlib.import_module("transformers")
+        except ImportError as missing:
+            raise ImportError("JoinTrainer needs Transformers: pip install joinables[transformers]") from missing
+        order = cls.__mro__
+        if library.Trainer not in order or order.index(library.Trainer) < order.index(JoinTrainer):
+            raise TypeError(
+                f"{cls.__name__} must list JoinTrainer before transformers.Trainer, or a subclass of it: class"
+                f" {cls.__name__}(JoinTrainer, Trainer)"
+            )
+        missing_hooks = [name for name in HOOKS if not hasattr(library.Trainer, name)]
+        if missing_hooks:
+            raise ImportError(
+                f"JoinTrainer does not know the Trainer of Transformers {library.__version__}, which has no"
+                f" {missing_hooks[0]}; install transformers 5.23"
+            )
+
+    @property
+    def _plain(self) -> Any:
+        """The Trainer that this is mixed into, without this."""
+        return super()
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of this rank's own stream, or of its share of a map-style data set."""
+        if not self._is_distributed:
+            return self._plain.get_train_dataloader()
+        with own_streams(self.accelerator):
+            loader = self._plain.get_train_dataloader()
+        repeat_nothing(loader)
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader of this rank's own stream; that of a map-style data set is the Trainer's."""
+        with own_streams(self.accelerator) if self._is_distributed else nullcontext():
+            return self._plain.get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The loader of this rank's own stream; that of a map-style data set is the Trainer's."""
+        with own_streams(self.accelerator) if self._is_distributed else nullcontext():
+            return self._plain.get_test_dataloader(test_dataset)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """How long an epoch is: as long as that of the rank with most batches."""
+        length = length_on_all_ranks(dataloader) if self._is_distributed else None
+        return self._plain.set_initial_training_values(
+            args, dataloader if length is None else LoaderOfLength(dataloader, length)
+        )
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Where to go on: also in the n-th epoch of a stream, which a Trainer takes for the first one."""
+        found = self._plain._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        file = Path(resume or "", "trainer_state.json")
+        if resume is None or num_update_steps_per_epoch != max_steps or not self._is_distributed or not file.is_file():
+            return found
+        library: Any = importlib.import_module("transformers")
+        saved = library.TrainerState.load_from_json(str(file))
+        part, epoch = math.modf(saved.epoch or 0.0)
+        if self.args.ignore_data_skip:
+            return int(epoch), 0
+        return int(epoch), round(part * saved.max_steps * self.args.gradient_accumulation_steps)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, model: Any, *arguments: Any, **named: Any) -> None:
+        if not self._is_distributed:
+            self._plain._run_epoch(model, *arguments, **named)
+            return
+        self._check_arguments(model)
+        join = self._join = Join([model, self.optimizer, self.lr_scheduler])
+        try:
+            with join:
+                self._plain._run_epoch(model, *arguments, **named)
+        finally:
+            self._join = self._windows = None
+        self.join_report = join.report
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The micro-batches of a window, with dummies where other ranks have more; and how many tokens all have."""
+        if self._join is None:
+            return self._plain.get_batch_samples(epoch_iterator, num_batches, device)
+        if self._windows is None:
+            size = self.args.gradient_accumulation_steps
+            without_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            self._windows = Windows(self._join, epoch_iterator, size, without_tokens=without_tokens)
+        batches = self._windows.next(num_batches)
+        count = self._get_num_items_in_batch(batches, device)
+        if batches and count is None:
+            self._micro_batches = self._windows.batches_of_all_ranks(len(batches))
+        return batches, count
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a micro-batch. A dummy's loss is 0, and where nothing is reduced it is left out."""
+        if self._windows is None:
+            return self._plain.training_step(model, inputs, num_items_in_batch)
+        if num_items_in_batch is None:  # the mean over ranks is then that over the micro-batches there are
+            self.current_gradient_accumulation_steps = self._micro_batches / self.args.world_size
+        self._windows.begin()
+        if not self._windows.is_dummy:
+            return self._plain.training_step(model, inputs, num_items_in_batch)
+        ddp = unwrapped(model)
+        reduces = not isinstance(ddp, DistributedDataParallel) or ddp.require_backward_grad_sync
+        if reduces:
+            backward = self.accelerator.backward
+
+            def backward_of_zero(loss: torch.Tensor, **named: Any) -> None:
+                backward(_silent(loss), **named)
+
+            self.accelerator.backward = backward_of_zero
+            try:
+                self._plain.training_step(model, inputs, num_items_in_batch)
+            finally:
+                del self.accelerator.backward
+        return torch.zeros((), device=self.args.device)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """The operations of a micro-batch; 0 for a dummy."""
+        return 0 if self._is_at_dummy else self._plain.floating_point_ops(inputs)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        self._plain._track_num_input_tokens(emptied(inputs) if self._is_at_dummy else inputs)
+
+    @property
+    def _is_at_dummy(self) -> bool:
+        return self._windows is not None and self._windows.is_dummy
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
+        """Evaluate or predict: over streams in step with the other ranks, over a map-style data set as a Trainer."""
+        with _left_unprepared(self.model) if not self.is_fsdp_enabled else nullcontext():
+            if self._is_distributed and is_stream(dataloader):
+                return self._evaluate_streams(dataloader, *arguments, **named)
+            return self._plain.evaluation_loop(dataloader, *arguments, **named)
+
+    def _evaluate_streams(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
+        if self._join is not None and self._evaluation_group is None:
+            self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
+        group = None if self._join is None else self._evaluation_group
+        with in_step(self, dataloader, group) as loader:
+            output = self._plain.evaluation_loop(loader, *arguments, **named)
+            return output._replace(num_samples=loader.samples_of_all_ranks())
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self.args.world_size > 1
+
+    def _check_arguments(self, model: Any) -> None:
+        check_accelerator(self.accelerator)
+        check_wrapping(unwrapped(model))
+        args = self.args
+        if not args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False weighs each rank's mean alike, also that of no tokens; leave it"
+                " True"
+            )
+        if args.accelerator_config.dispatch_batches:
+            raise ValueError("dispatch_batches=True has rank 0 read for all ranks; leave it out")
+        if args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True begins again on the rank that is out of memory, and not on the others; leave"
+                " it out"
+            )
+        parallel = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
+        for name, size in parallel.items():
+            if size > 1:
+                raise ValueError(f"JoinTrainer cannot train with {name} parallelism; use DDP or FSDP2")
+
+
+@contextmanager
+def _left_unprepared(model: Any) -> Generator[None]:
+    """A context that does not leave Accelerate's mark on a model, unless it is there.
+
+    An evaluation has it prepared as it is. With the mark, a training after that would find it prepared: without DDP.
+    """
+    was_prepared = "_is_accelerate_prepared" in vars(model)
+    try:
+        yield
+    finally:
+        if not was_prepared:
+            vars(model).pop("_is_accelerate_prepared", None)
+
+
+def _silent(loss: torch.Tensor) -> torch.Tensor:
+    """A loss of 0 with the graph of ``loss``, also where that is NaN: the mean over no token."""
+    return loss.nan_to_num(0.0, 0.0, 0.0) * 0

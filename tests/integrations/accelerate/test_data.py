@@ -1,0 +1,138 @@
+"""What ranks read and gather with Accelerate, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from join import JoinError
+from tests.integrations.ranks import accelerator, imported, launched
+from tests.models import batch, build
+from tests.pool import Pool
+
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+
+RANKS = 2
+
+
+def gather(rank: int, counts: tuple[int, ...]) -> tuple[Any, ...]:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        model = accelerate.prepare(build("mlp"))
+        found: list[Any] = []
+        names: list[str] = []
+        data = [batch(rank, 0, step)[0][: 1 + rank + step] for step in range(counts[rank])]
+        with join_uneven_inputs(accelerate, [model]) as join, torch.no_grad():
+            for x in join.iterate(data):
+                gathered = accelerate.gather_for_metrics({"x": x, "y": (model(x), x.sum())})
+                found.append([gathered["x"], gathered["y"][0], gathered["y"][1]])
+                names += accelerate.gather_for_metrics([f"{rank}: {len(x)}"], use_gather_object=True)
+            with pytest.raises(JoinError, match="ranks without data never come to gather_for_metrics in a plain loop"):
+                accelerate.gather_for_metrics(torch.ones(1))
+        return found, names, accelerate.gather_for_metrics(torch.ones(1)).shape
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (0, 2)])
+def test_gathering_in_step(pool: Pool, counts: tuple[int, ...]) -> None:
+    data = [[batch(rank, 0, step)[0][: 1 + rank + step] for step in range(counts[rank])] for rank in range(RANKS)]
+    model = build("mlp")
+    for found, names, after in pool.run(gather, counts, ranks=RANKS):
+        assert after == (RANKS,)
+        for step, (x, y, sums) in enumerate(found):
+            there = [own[step] for own in data if step < len(own)]
+            torch.testing.assert_close(x, torch.cat(there))
+            torch.testing.assert_close(y, model(torch.cat(there)))
+            torch.testing.assert_close(sums, torch.stack([each.sum() for each in there]))
+        steps = range(max(counts))
+        assert names == [f"{rank}: {1 + rank + step}" for step in steps for rank in range(RANKS) if step < counts[rank]]
+
+
+def read(rank: int, given: bool, inside: bool | None) -> tuple[list[float], list[str], bool]:
+    """What a rank reads of a data set of 5 samples, and what it is told."""
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator(dataloader_config=imported("accelerate").DataLoaderConfiguration(even_batches=given))
+        loader = DataLoader(TensorDataset(torch.arange(5.0)), batch_size=2)
+        model, loader = accelerate.prepare(build("mlp"), loader)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with join_uneven_inputs(accelerate, [model], even_batches=inside):
+                found = [sample.item() for (samples,) in loader for sample in samples]
+        return found, [str(each.message) for each in told], loader.batch_sampler.even_batches
+
+
+@pytest.mark.parametrize(("given", "inside"), [(True, None), (True, False), (True, True), (False, None)])
+def test_samples_that_are_repeated(pool: Pool, given: bool, inside: bool | None) -> None:
+    results = pool.run(read, given, inside, ranks=RANKS)
+    found = sorted(sample for samples, *_ in results for sample in samples)
+    repeats = given if inside is None else inside
+    assert (found == [0.0, 1.0, 2.0, 3.0, 4.0]) is not repeats
+    for _, told, after in results:
+        assert after is given
+        texts = [text for text in told if "a prepared loader repeats samples" in text]
+        assert len(texts) == (given and inside is None)
+
+
+def refused(rank: int) -> list[str]:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    told: list[str] = []
+
+    def refuse(accelerate: Any, objects: Any) -> None:
+        try:
+            join_uneven_inputs(accelerate, objects)
+        except (TypeError, ValueError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    with launched():
+        model = build("mlp")
+        refuse(model, [model])
+        refuse(accelerator(), [DistributedDataParallel(DistributedDataParallel(model))])
+        refuse(accelerator(), [model])
+    with launched():
+        plugin = imported("accelerate.utils").GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+        accelerate = accelerator(gradient_accumulation_plugin=plugin)
+        refuse(accelerate, [accelerate.prepare(model)])
+    with launched():
+        refuse(accelerator(fsdp=1), [model])
+    return told
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    expected = [
+        "TypeError: accelerator is a MLP; give an accelerate.Accelerator",
+        "ValueError: the model is wrapped in DistributedDataParallel twice",
+        r"ValueError: joinables=\[MLP\] has no object that communicates",
+        "ValueError: sync_each_batch=True reduces each micro-batch",
+        "ValueError: FSDP1 cannot join",
+    ]
+    for told in pool.run(refused, ranks=RANKS):
+        assert len(told) == len(expected)
+        for text, pattern in zip(told, expected, strict=True):
+            assert re.match(pattern, text), text
+
+
+def test_one_process() -> None:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator(gradient_accumulation_steps=2)
+        model, steps = accelerate.prepare(build("mlp")), []
+        with join_uneven_inputs(accelerate, [model]) as join:
+            for x, y in join.iterate([batch(0, 0, step) for step in range(3)]):
+                with accelerate.accumulate(model):
+                    accelerate.backward(((model(x) - y) ** 2).mean())
+                    steps.append(accelerate.sync_gradients)
+                assert len(accelerate.gather_for_metrics(x)) == len(x)
+            with pytest.warns(UserWarning, match="in one process join.weight does not weigh"):
+                join.weight = 3
+        assert steps == [False, True, True]

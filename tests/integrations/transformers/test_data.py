@@ -1,0 +1,103 @@
+"""What ranks read with a JoinTrainer, how long an epoch is, and what is refused."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.integrations.ranks import launched
+from tests.integrations.transformers.lm import ROWS, SizedStream, Stream, alone, llama, points, sentences
+from tests.integrations.transformers.test_trainer import RANKS, logged, parameters, trainer_of
+from tests.models import assert_same
+from tests.pool import Pool
+
+transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")
+
+
+def read(rank: int) -> tuple[list[float], int]:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        data = [sample for step in range(3) for sample in points(0, 0, step)][:-1]
+        more = {"max_steps": -1, "num_train_epochs": 2}
+        trainer = trainer_of(rank, "samples", folder, train_dataset=data, **more)
+        found = [float(label) for batch in trainer.get_train_dataloader() for label in batch["labels"]]
+        trainer.train()
+        return found, trainer.state.global_step
+
+
+def test_a_map_style_data_set(pool: Pool) -> None:
+    samples = sorted(float(sample["labels"]) for step in range(3) for sample in points(0, 0, step))
+    last = float(points(0, 0, 2)[-1]["labels"])
+    results = pool.run(read, ranks=RANKS, timeout=40)
+    assert sorted(label for found, _ in results for label in found) == [each for each in samples if each != last]
+    assert [steps for _, steps in results] == [4, 4]
+
+
+def train_sized(rank: int, counts: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        stream = SizedStream(sentences, rank, counts)
+        more = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2}
+        trainer = trainer_of(rank, "tokens", folder, train_dataset=stream, **more)
+        trainer.train()
+        return parameters(trainer), logged(trainer, "loss"), trainer.state.epoch
+
+
+def test_streams_that_have_a_length(pool: Pool) -> None:
+    expected, losses, _ = alone(llama(), sentences, 2, 3)
+    for state, told, epoch in pool.run(train_sized, ((5, 2),), ranks=RANKS, timeout=40):
+        assert_same(state, expected, 1e-5)
+        assert told == pytest.approx(losses, abs=1e-5)
+        assert epoch == 1
+
+
+def refused(rank: int) -> list[str]:
+    told: list[str] = []
+    mixed = (SizedStream if rank else Stream)(sentences, rank)
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        for more in (
+            {"average_tokens_across_devices": False},
+            {"auto_find_batch_size": True},
+            {"model": DistributedDataParallel(llama())},
+            {"train_dataset": mixed},
+        ):
+            try:
+                trainer_of(rank, "tokens", folder, **more).train()
+            except ValueError as error:
+                told.append(str(error))
+    return told
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    starts = [
+        "average_tokens_across_devices=False weighs each rank's mean alike",
+        "auto_find_batch_size=True begins again",
+        "the model is wrapped in DistributedDataParallel twice",
+        "the train_dataset of ranks [0] has no length",
+    ]
+    for told in pool.run(refused, ranks=RANKS, timeout=40):
+        assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
+
+
+def test_classes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from joinables.integrations.transformers import JoinTrainer
+
+    with pytest.raises(TypeError, match="Wrong must list JoinTrainer before"):
+        type("Wrong", (transformers.Trainer, JoinTrainer), {})
+    with pytest.raises(TypeError, match="Alone must list JoinTrainer before"):
+        type("Alone", (JoinTrainer,), {})
+    monkeypatch.delattr(transformers.Trainer, "_run_epoch")
+    with pytest.raises(ImportError, match=r"has no _run_epoch; install transformers 5\.23"):
+        type("Old", (JoinTrainer, transformers.Trainer), {})
+
+
+def test_one_process() -> None:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        stream = Stream(sentences, 0, ((3,),))
+        trainer = trainer_of(0, "tokens", folder, train_dataset=stream, max_steps=3)
+        trainer.train()
+        assert trainer.state.global_step == 3
+        assert trainer.join_report is None
+        assert len(trainer.predict(trainer.eval_dataset).predictions) == 3 * ROWS

@@ -1,0 +1,193 @@
+"""Trainers on uneven streams, compared with one process on the same batches."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tests.ending import Ending, assert_blamed
+from tests.integrations.ranks import launched, shard
+from tests.integrations.transformers.lm import (
+    RANKS,
+    ROWS,
+    Stream,
+    alone,
+    collated,
+    llama,
+    points,
+    regression,
+    sentences,
+)
+from tests.models import assert_same
+from tests.pool import Pool
+
+pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
+pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")
+
+STEPS = {1: 10, 2: 6, 3: 5}
+"""By windows; there are as many in all epochs or one less."""
+TO_EVALUATE = ((3, 0),)
+
+
+def trainer_of(
+    rank: int,
+    kind: str,
+    folder: str,
+    *,
+    callbacks: Any = (),
+    model: Any = None,
+    train_dataset: Any = None,
+    **more: Any,
+) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from joinables.integrations.transformers import JoinTrainer
+
+    class Trained(JoinTrainer, Trainer):
+        pass
+
+    given = {"max_steps": STEPS[1], "save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 1} | more
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=ROWS,
+        per_device_eval_batch_size=ROWS,
+        optim="adamw_torch",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        logging_nan_inf_filter=False,
+        **given,
+    )
+    build, samples = (llama, sentences) if kind == "tokens" else (regression, points)
+    return Trained(
+        model=build() if model is None else model,
+        args=arguments,
+        data_collator=collated,
+        train_dataset=Stream(samples, rank) if train_dataset is None else train_dataset,
+        eval_dataset=Stream(samples, rank, TO_EVALUATE),
+        callbacks=list(callbacks),
+        compute_metrics=number_of_rows,
+    )
+
+
+def number_of_rows(prediction: Any) -> dict[str, float]:
+    return {"rows": float(len(prediction.predictions)), "labels": float(len(prediction.label_ids))}
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def parameters(trainer: Any) -> dict[str, torch.Tensor]:
+    from tests.training import whole
+
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    return {name: whole(value).detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["tokens", "samples"])
+def test_it_trains_exactly(pool: Pool, kind: str, accumulate: int) -> None:
+    compare(pool, kind, accumulate, False)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sharded_models(pool: Pool, accumulate: int) -> None:
+    compare(pool, "tokens", accumulate, True)
+
+
+def compare(pool: Pool, kind: str, accumulate: int, fsdp: bool) -> None:
+    model, samples = (llama(), sentences) if kind == "tokens" else (regression(), points)
+    steps = STEPS[accumulate]
+    expected, losses, _ = alone(model, samples, accumulate, steps)
+    for state, told, made in pool.run(train, kind, accumulate, steps, fsdp, ranks=RANKS, timeout=40):
+        assert made == steps
+        assert_same(state, expected, 1e-5)
+        assert told == pytest.approx(losses, abs=1e-5)
+
+
+def train(rank: int, kind: str, accumulate: int, steps: int, fsdp: bool) -> tuple[Any, ...]:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        more = {"gradient_accumulation_steps": accumulate, "max_steps": steps}
+        trainer = trainer_of(rank, kind, folder, **more)
+        if fsdp:
+            shard(2)
+            trainer.is_fsdp_enabled = True
+        trainer.train()
+        assert trainer.join_report is not None
+        assert isinstance(trainer.model_wrapped, FSDPModule) is fsdp
+        return parameters(trainer), logged(trainer, "loss"), trainer.state.global_step
+
+
+def evaluate(rank: int) -> tuple[Any, ...]:
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(rank, "tokens", folder, max_steps=4, eval_strategy="steps", eval_steps=1)
+        before = trainer.evaluate()
+        trainer.train()
+        predicted = trainer.predict(trainer.eval_dataset)
+        return before["eval_loss"], logged(trainer, "eval_loss"), before["eval_rows"], len(predicted.predictions)
+
+
+def test_evaluation_on_uneven_streams(pool: Pool) -> None:
+    batches = [collated(sentences(0, 0, step)) for step in range(TO_EVALUATE[0][0])]
+    _, _, expected = alone(llama(), sentences, 1, 4, evaluated=batches)
+    with torch.no_grad():
+        first = sum(llama().eval()(**batch).loss.item() for batch in batches) / len(batches)
+    for before, during, rows, predicted in pool.run(evaluate, ranks=RANKS, timeout=40):
+        assert before == pytest.approx(first, abs=1e-5)
+        assert during[-4:] == pytest.approx(expected, abs=1e-5)
+        assert rows == predicted == ROWS * len(batches)
+
+
+def train_and_stop(rank: int, folder: str, at: int) -> None:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            control.should_training_stop = state.global_step == at
+
+    with launched():
+        more = {"gradient_accumulation_steps": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": at}
+        trainer_of(rank, "tokens", folder, callbacks=[Stop()], **more).train()
+
+
+def resume(rank: int, folder: str, at: int) -> tuple[Any, ...]:
+    with launched():
+        trainer = trainer_of(rank, "tokens", folder, gradient_accumulation_steps=2, max_steps=6)
+        trainer.train(resume_from_checkpoint=str(Path(folder) / f"checkpoint-{at}"))
+        return parameters(trainer), logged(trainer, "loss")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_resuming_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, at: int) -> None:
+    expected, losses, _ = alone(llama(), sentences, 2, 6)
+    pool.run(train_and_stop, str(tmp_path), at, ranks=RANKS, timeout=40)
+    for state, told in pool.run(resume, str(tmp_path), at, ranks=RANKS, timeout=40):
+        assert_same(state, expected, 1e-5)
+        assert told == pytest.approx(losses, abs=1e-5)
+
+
+def failing(rank: int) -> str:
+    from transformers import TrainerCallback
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if rank == 1 and state.global_step == 2:
+                raise KeyError("in a callback")
+
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer_of(rank, "tokens", folder, callbacks=[Fail()]).train()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_an_exception_in_the_loop_is_told(ending: Ending) -> None:
+    assert_blamed(ending.run(failing, ranks=RANKS), 1, "KeyError: 'in a callback'")

@@ -21,6 +21,18 @@ class JoinError(RuntimeError):
     group_is_usable: bool = True
 
 
+def described(error: BaseException) -> str:
+    """The class of an exception, and its text if it has one."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Have the traceback of an exception say something more; from Python 3.11 on."""
+    add = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)
+
+
 class EarlyTerminationError(JoinError):
     """A rank ran out of inputs under ``throw_on_early_termination=True``; raised on every rank at the same step."""
 

@@ -37,6 +37,19 @@ class Scheduling(LoadScopeScheduling):
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 
 
+LONG = ("tests/joinables/trainer/", "tests/test_scripts.py", "tests/test_wheel.py", "tests/test_package.py")
+"""Tests that wait for new interpreters: were they the last ones, workers would run out of others to run beside them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        long = [item for item in items if item.nodeid.startswith(LONG)]
+        short = [item for item in items if not item.nodeid.startswith(LONG)]
+        between = 3 * len(short) // (4 * max(len(long), 1))  # so that they are begun in the first three quarters
+        items[:] = [each for at, item in enumerate(long) for each in (item, *short[at * between : (at + 1) * between])]
+        items += short[len(long) * between :]
+
+
 @pytest.hookimpl(optionalhook=True)  # there is none where xdist is switched off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)
@@ -67,8 +80,9 @@ def ending() -> Iterator[Ending]:
 
 
 @pytest.fixture
-def short_path() -> Iterator[Path]:
+def short_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a short name: that of a socket may have 107 characters, and ``tmp_path`` has most of them."""
+    tmp_path_factory.getbasetemp()  # made before a test changes where temporary files go
     folder = Path(tempfile.mkdtemp(prefix="join-test-"))
     yield folder
     shutil.rmtree(folder)

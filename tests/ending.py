@@ -6,6 +6,7 @@ program like any script; it is judged from outside.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import importlib
@@ -88,7 +89,7 @@ class Ending:
 
     def run(self, fn: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
         """What ``fn(rank, *args)`` returns on each rank, whose process then ends; ``how`` as for :meth:`start`."""
-        ends = self.ends(fn, *args, **how)
+        ends = self.ends(fn, *args, tidies=False, **how)
         told = "\n".join(f"-- rank {rank}: {end.code}\n{end.text}" for rank, end in enumerate(ends))
         assert [end.code for end in ends] == [0] * len(ends), told
         return [end.result for end in ends]
@@ -104,6 +105,7 @@ class Ending:
         ranks: int = 3,
         over_group: bool = False,
         group: bool = True,
+        tidies: bool = True,
         limit: float = 60.0,
     ) -> Running:
         """Start ``fn(rank, *args)`` in a process for each rank; several of these may run at once.
@@ -114,10 +116,11 @@ class Ending:
             ranks: how many there are.
             over_group: whether headers go over the process group, as between machines.
             group: whether the default process group is set up.
+            tidies: whether torch's libraries take themselves down when the interpreter has; a sixth of a second.
             limit: seconds, after which those that have not ended print their stacks and are killed.
         """
         folder = tempfile.TemporaryDirectory(prefix="ending-")
-        call = _Call(fn, args, ranks, over_group, group, Path(folder.name))
+        call = _Call(fn, args, ranks, over_group, group, tidies, Path(folder.name))
         return Running(self, folder, call, self._ask(pickle.dumps(call)), time.monotonic() + limit)
 
     def look(self) -> dict[int, tuple[int, float]]:
@@ -175,6 +178,7 @@ class _Call:
     ranks: int
     over_group: bool
     group: bool
+    tidies: bool
     folder: Path
 
     def came_out(self, rank: int) -> tuple[str, Any, str]:
@@ -203,6 +207,9 @@ class _Call:
             os.dup2(os.open(self.folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         faulthandler.register(signal.SIGUSR1)
+        if not self.tidies:
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)  # called with the exit code, before what was registered earlier
         os.environ["JOIN_SHARED_MEMORY"] = "0" if self.over_group else "1"
         if self.group:
             import torch.distributed as dist

@@ -6,11 +6,16 @@ Importing torch takes seconds of CPU, which a forked process does not pay.
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 
 for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables.zero", "tests.versions"):
     import_module(name)
 with suppress(ImportError):  # where the framework is not installed
     import_module("joinables.integrations.lightning")
-gc.freeze()  # or each fork looks through all of this when it ends, for a second
+# Or each fork frees all of it when it ends, and first looks through it for cycles: half a second each.
+kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
+kept.append(kept)
+gc.freeze()

@@ -157,15 +157,27 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("missing", LACKING)
-def test_unsupported_torch_is_one_error(missing: str) -> None:
-    ready = "import warnings; warnings.simplefilter('ignore'); import torch.distributed.fsdp, torch._dynamo.decorators"
-    change = f"{ready}; {LACKING[missing]}"
-    imports = "import joinables, joinables.zero, joinables._torch.fsdp"
-    told = python("-c", f"{change}; {imports}").stderr.splitlines()[-1]
-    assert told.startswith("ImportError: joinables needs ")
-    assert missing in told
-    assert told.endswith(f", which torch {torch.__version__} does not have; install one of torch {versions.SUPPORTED}")
+WITHOUT = """
+import os, warnings
+warnings.simplefilter("ignore")
+import torch.distributed.fsdp, torch._dynamo.decorators
+for change in {changes}:
+    if os.fork():
+        os.wait()
+    else:
+        exec(change)
+        import joinables, joinables.zero, joinables._torch.fsdp
+"""
+
+
+def test_unsupported_torch_is_one_error() -> None:
+    stderr = python("-c", WITHOUT.format(changes=list(LACKING.values()))).stderr
+    told = [line for line in stderr.splitlines() if line.startswith("ImportError")]
+    versions_told = f", which torch {torch.__version__} does not have; install one of torch {versions.SUPPORTED}"
+    for missing, text in zip(LACKING, told, strict=True):
+        assert text.startswith("ImportError: joinables needs ")
+        assert missing in text
+        assert text.endswith(versions_told)
 
 
 def test_what_is_said_of_versions_of_torch_agrees() -> None:

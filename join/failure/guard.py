@@ -16,7 +16,7 @@ from join.collectives import Collective, Work
 from join.collectives.board import Progress
 from join.collectives.broken import is_broken
 from join.collectives.timeouts import timeouts
-from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError
+from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, described
 from join.failure.peers import Peers
 
 _LEAST_SECONDS = 0.01  # backends take 0 for their own time limit
@@ -139,7 +139,7 @@ class Guard:
 
     def close_with(self, error: JoinError) -> NoReturn:
         """Raise ``error``, after which nothing can be announced any more."""
-        self.closed = f"{type(error).__name__}: {error}"
+        self.closed = described(error)
         self.group_is_usable &= error.group_is_usable
         raise error
 
@@ -181,7 +181,7 @@ class Guard:
         if cause is None and self.timeout is not None and is_broken(error, stores=False):
             cause = self.time_out(in_collective=True)  # the others are there, but do not come to its end
         if cause is not None:
-            self.closed = self.closed or f"{type(cause).__name__}: {cause}"
+            self.closed = self.closed or described(cause)
             self.group_is_usable = False
         return cause
 

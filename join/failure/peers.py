@@ -22,9 +22,10 @@ from join.collectives import Collective
 from join.collectives.board import Board, Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken
 from join.collectives.timeouts import timeouts
-from join.errors import JoinError, JoinTimeoutError, PeerError
+from join.errors import JoinError, JoinTimeoutError, PeerError, add_note, described
 from join.failure.watch import Watch
 
+_USABLE = "The process group works, but parameters may differ between ranks: go on from a checkpoint"
 _UNUSABLE = "The process group cannot be used any more: restart from a checkpoint"
 
 
@@ -62,9 +63,8 @@ class Peers:
 
     def leave(self, error: BaseException, *, parts: bool = False) -> None:
         """Leave a note: this rank fails with ``error``; ``parts`` as in :class:`Note`."""
-        kind = type(error).__name__
-        text = "\n".join([f"rank {self._rank} failed: {kind}: {error}", *getattr(error, "__notes__", ())])
-        self._leave(Note(self._rank, self._rank, kind, text, parts))
+        text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
+        self._leave(Note(self._rank, self._rank, type(error).__name__, text, parts))
 
     def _leave(self, note: Note) -> None:
         self._watch.leave(note, timeouts().note)
@@ -92,9 +92,12 @@ class Peers:
         notes: list[Note] = []
         while len(notes) < count and time.monotonic() < deadline and self._watch.refresh(timeouts().note, ring=True):
             notes = self._watch.news.notes
-        error = PeerError("; ".join(note.text for note in notes) or "another rank failed")
+        is_usable = all(note.parts for note in notes)  # else it has not waited for this header
+        text = "; ".join(note.text for note in notes) or "another rank failed"
+        error = PeerError(text)
         error.rank = notes[0].cause if notes else None
-        error.group_is_usable = all(note.parts for note in notes)  # else it has not waited for this header
+        error.group_is_usable = is_usable
+        add_note(error, _USABLE if is_usable else _UNUSABLE)
         return error
 
     def ask(self, *, limit: float = 0.0) -> dict[int, Progress]:

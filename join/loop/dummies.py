@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from join.batch import map_tensors
+from join.errors import add_note
 
 
 def emptied(batch: Any) -> Any:
@@ -34,10 +35,9 @@ def duplicate(batch: Any) -> Any:
 
 
 def hint_at_empty_batch(error: BaseException) -> None:
-    """Add to an ``error`` of a loop's body that its batch was an empty one, and the way out; from Python 3.11 on."""
-    add_note = getattr(error, "add_note", None)
-    if add_note is not None:
-        add_note(
-            "This rank had run out of batches and got an empty one. If the loop's body cannot take it, give dummies"
-            " with samples: join.iterate(loader, dummy='last')"
-        )
+    """Add to an ``error`` of a loop's body that its batch was an empty one, and the way out."""
+    add_note(
+        error,
+        "This rank had run out of batches and got an empty one. If the loop's body cannot take it, give dummies with"
+        " samples: join.iterate(loader, dummy='last')",
+    )

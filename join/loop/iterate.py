@@ -29,11 +29,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from enum import Enum, auto
 from typing import Any, Literal, TypeAlias, cast
 
 from join.arguments import check_same
 from join.batch import StepBatch
-from join.errors import JoinError, PeerError, ProtocolError
+from join.errors import JoinError, PeerError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
 from join.loop.step_counts import StepCounts
@@ -44,6 +45,19 @@ from join.transfer import broadcast_tree
 
 Until: TypeAlias = Literal["all", "first"]
 Dummy: TypeAlias = Literal["empty", "last"] | Callable[[Any], Any]
+
+
+class _Phase(Enum):
+    """Where a loop is."""
+
+    NEW = auto()
+    RUNNING = auto()
+    ENDED = auto()
+    """All ranks have come to its end."""
+    LEFT = auto()
+    """By ``break`` or an exception."""
+    GAVE_WAY = auto()
+    """Another loop has begun in the middle of it."""
 
 
 class Iteration:
@@ -64,6 +78,8 @@ class Iteration:
 
     _lockstep: Lockstep
     """The mode of the loop, once it has begun."""
+    _counts: StepCounts
+    """The windows of the loop, once it has begun."""
 
     def __init__(
         self,
@@ -81,18 +97,19 @@ class Iteration:
         self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
         self._length = _length_of(loader) if declared else None
         self._ahead = ReadAhead(loader)
-        self._counts: StepCounts | None = None  # once the loop has begun
+        self._phase = _Phase.NEW
         self._template: Any = None  # what dummies are made of
         self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # in how many of these steps there was no batch
-        self._gave_way = False
         self._failed: BaseException | None = None  # what the next roll call says that this rank raises
-        self._has_ended = False  # all ranks have come to the end
-        self.running = False
-        """Whether the loop has begun and has not come to its end."""
         self.joined_at: float | None = None
         """When this rank ran out of batches, on the monotonic clock."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the loop has begun and has not come to its end."""
+        return self._phase is _Phase.RUNNING
 
     @property
     def pending(self) -> list[Any]:
@@ -106,7 +123,7 @@ class Iteration:
         Raises:
             TypeError, JoinError: as :meth:`ReadAhead.loader_state`.
         """
-        return self._ahead.loader_state(at_end=self._has_ended)
+        return self._ahead.loader_state(at_end=self._phase is _Phase.ENDED)
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -116,9 +133,9 @@ class Iteration:
     @property
     def is_last_step(self) -> bool:
         """Whether the step under way is the last, of all ranks."""
-        counts = self._counts
-        if counts is None or not self.running or counts.at < counts.steps:
+        if not self.running or self._counts.at < self._counts.steps:
             return False
+        counts = self._counts
         return self._length is not None or counts.is_last(f"asked in step {self._step} whether it is the last")
 
     # -- handing out --------------------------------------------------------------------------------------------------
@@ -140,22 +157,26 @@ class Iteration:
 
     def _begin_step(self) -> bool:
         """Begin a step; whether there is one."""
-        if self.running:
+        phase = self._phase
+        if phase is _Phase.RUNNING:
             if not self._guard.closed:
                 self._lockstep.end_step()  # what goes wrong here is known to this rank alone
-        elif self._gave_way:
+        elif phase is _Phase.GAVE_WAY:
             raise JoinError(ONE_AT_A_TIME)
-        elif self._counts is not None:
+        elif phase is not _Phase.NEW:
             return False
         try:
-            counts = self._counts or self._begin()
+            if phase is _Phase.NEW:
+                self._begin()
+            counts = self._counts
             if counts.at == counts.steps:
-                self._begin_next_window(counts)
-                if counts.steps and self._length is None:
-                    self._tell_next_window(counts)
+                if phase is _Phase.RUNNING:
+                    counts.begin_next(f"came to step {self._step + 1} of join.iterate")
                 if not counts.steps:
-                    self._end(counts)
+                    self._end()
                     return False
+            if not counts.at and self._length is None:
+                self._tell_next_window()
             if self._throw and counts.at >= min(counts.batches):
                 self._guard.terminate_early(exhausted=counts.mine <= counts.at)
             self._step += 1
@@ -212,12 +233,13 @@ class Iteration:
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> StepCounts:
+    def _begin(self) -> None:
+        """All ranks begin the loop, and its first window."""
         self._lockstep = begin_loop(self._channel)
         until_first = self._until == "first" and not self._throw
         size = self._lookahead if self._length is None else None
         counts = self._counts = StepCounts(self._channel, self._lockstep, size, until_first=until_first)
-        self.running = True
+        self._phase = _Phase.RUNNING
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
         try:
@@ -225,36 +247,25 @@ class Iteration:
         except ProtocolError as error:
             self._guard.close_with(error)  # on all ranks
         if self._length is None:
-            self._tell_next_window(counts)
+            self._tell_next_window()
+            counts.begin_next("came to step 1 of join.iterate")
         else:
-            self._begin_window(counts, counts.declare(self._length))
-        return counts
+            counts.declare(self._length)
+        if min(counts.batches) == 0 < counts.steps and not self._throw:
+            self._share_template()
 
-    def _begin_next_window(self, counts: StepCounts) -> None:
-        """Wait for the roll call under way, which tells of the window that begins."""
-        if self._length is not None:
-            counts.begin([0] * len(counts.batches))  # there is none
-        else:
-            self._begin_window(counts, counts.read(f"came to step {self._step + 1} of join.iterate"))
+    def _tell_next_window(self) -> None:
+        count = self._ahead.read(self._lookahead)
+        self._counts.call(count if self._ahead.error is None else self._fails(self._ahead.error))
 
-    def _begin_window(self, counts: StepCounts, batches: list[int]) -> None:
-        first = not counts.batches
-        counts.begin(batches)
-        if first and min(batches) == 0 < counts.steps and not self._throw:
-            self._share_template(counts)
-
-    def _tell_next_window(self, counts: StepCounts) -> None:
-        ahead = self._ahead
-        count = ahead.read(self._lookahead)
-        counts.call(count if ahead.error is None else self._fails(counts, ahead.error))
-
-    def _fails(self, counts: StepCounts, error: BaseException) -> int:
+    def _fails(self, error: BaseException) -> int:
         """This rank does not go on; the answer that tells the others, who raise at the same place."""
         self._failed = error
-        return counts.failed(error)
+        return self._counts.failed(error)
 
-    def _share_template(self, counts: StepCounts) -> None:
+    def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
+        counts = self._counts
         source = next(rank for rank, count in enumerate(counts.batches) if count)
         mine = self._own_template(source) if self._channel.collective.rank == source else None
         try:
@@ -275,7 +286,7 @@ class Iteration:
             self._ahead.read(1)
         if self._ahead.error is not None:
             error = self._failed = self._ahead.error
-            return None, PeerError(f"rank {rank} failed: {type(error).__name__}: {error}")
+            return None, PeerError(f"rank {rank} failed: {described(error)}")
         if not self._ahead.batches:
             return None, ProtocolError(f"rank {rank} {self._too_few(0)}")
         first = self._ahead.batches[0]
@@ -290,15 +301,15 @@ class Iteration:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end(self, counts: StepCounts) -> None:
+    def _end(self) -> None:
         """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
             self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
         wrong = ProtocolError(f"rank {self._channel.collective.rank} {self._wrong}") if self._wrong else None
-        counts.call(0 if wrong is None else self._fails(counts, wrong))
-        counts.read("came to the end of join.iterate")
+        self._counts.call(0 if wrong is None else self._fails(wrong))
+        self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
-        self._has_ended = True
+        self._phase = _Phase.ENDED
         self._over()
 
     def give_way(self) -> None:
@@ -307,10 +318,9 @@ class Iteration:
         Raises:
             ProtocolError, PeerError: as :meth:`leave`.
         """
-        self._gave_way = True
-        self.leave()
+        self.leave(_Phase.GAVE_WAY)
 
-    def leave(self) -> None:
+    def leave(self, to: _Phase = _Phase.LEFT) -> None:
         """The loop was left before its end: all ranks must have left it at this step.
 
         Raises:
@@ -318,8 +328,7 @@ class Iteration:
             PeerError: if another rank has failed.
         """
         counts, lockstep = self._counts, self._lockstep
-        assert counts is not None
-        self.running = False
+        self._phase = to
         lockstep.break_out(None)
         try:
             if self._guard.closed:
@@ -328,9 +337,9 @@ class Iteration:
             self._channel.complete_followers()
             lockstep.progress.has_left = True
             if counts.at == counts.steps:
-                self._begin_next_window(counts)
+                counts.begin_next(f"left join.iterate in step {self._step}")
                 if not counts.steps:  # this step was the last
-                    self._end(counts)
+                    self._end()
                     return
             lockstep.agree_to_leave()
             lockstep.end()
@@ -349,7 +358,9 @@ class Iteration:
         self._over()
 
     def _over(self) -> None:
-        self.running, self._template = False, None
+        if self._phase in (_Phase.NEW, _Phase.RUNNING):
+            self._phase = _Phase.LEFT
+        self._template = None
         self._ahead.close()
 
 

@@ -38,12 +38,13 @@ class Answers:
         """The largest packed number."""
 
     def packed(self, answer: int, bursts: int) -> int:
-        """An answer, and how many bursts its rank has begun since its last one."""
+        """An answer, and how many bursts its rank has begun since its last one, or the most that can be told."""
         return answer << self._bits | min(bursts, self._most)
 
     def unpacked(self, packed: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The answers, and the numbers of bursts; one that is too large to be told is the largest that can."""
-        return [each >> self._bits for each in packed], [each & self._most for each in packed]
+        """The answers, and the numbers of bursts."""
+        bits, most = self._bits, self._most
+        return [each >> bits for each in packed], [each & most for each in packed]
 
 
 class StepCounts:
@@ -83,17 +84,28 @@ class StepCounts:
         self.answers = Answers(size)
         self._roll_call = self._lockstep.roll_calls.roll_call(self.answers.largest)
 
-    def declare(self, length: int) -> list[int]:
-        """Tell each other how many batches there are: one all-gather."""
+    def declare(self, length: int) -> None:
+        """Tell each other how many batches there are, by one all-gather, and begin the window of them."""
         lengths = [int(each) for each in self._collective.all_gather(torch.tensor([length]))]
         self._hold_roll_calls(max(lengths))
-        return lengths
+        self._divide(lengths)
 
-    def begin(self, batches: list[int]) -> None:
-        """A window begins in which each rank has so many batches."""
+    def begin_next(self, doing: str) -> None:
+        """The next window begins; nobody has a batch in it if no roll call was started.
+
+        Args:
+            doing: what this rank does while it waits for the roll call, for the others to read.
+
+        Raises:
+            PeerError, ProtocolError: as :meth:`read`.
+        """
+        batches = [0] * len(self.batches) if self.under_way is None else self.read(doing)
         self._steps_before, self.at, self._stretch = self.steps, 0, 0
-        if batches == self.batches:
-            return
+        if batches != self.batches:
+            self._divide(batches)
+
+    def _divide(self, batches: list[int]) -> None:
+        """Each rank has so many batches in the window that begins."""
         self.batches, self.mine, self.steps = batches, batches[self._rank], self._steps_of(batches)
         self._stretches = [
             (end, sum(1 << rank for rank, count in enumerate(batches) if count >= end)) for end in sorted(set(batches))

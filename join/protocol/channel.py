@@ -81,6 +81,7 @@ class Channel:
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
         self._use(make_mode(self))
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
+        self._shadows: Joinable | None = None  # whose main_hook runs
         self._place = Progress()  # where this rank was at the end of the last loop
         self._last_with_data: int | None = None  # the ranks that had data last, if some ran out before others in a loop
 
@@ -148,6 +149,12 @@ class Channel:
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
+        if self._shadows is not None:
+            raise JoinError(
+                f"the main_hook of {self._shadows.join_name} announced {joinable.join_name}. A main_hook issues the"
+                " collectives of a burst that another rank has announced, and announces nothing itself: call what"
+                " communicates in it, and not what calls notify_join_context"
+            )
         index = self.roster.index[id(joinable)]
         member, mode = self.roster.members[index], self.mode
         self.prepare(joinable)
@@ -242,12 +249,16 @@ class Channel:
 
     def shadow_member(self, member: Member) -> None:
         """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
-        if member.burst is None:
-            member.hook.main_hook()
-        else:
-            member.burst.state = BurstState.RUNNING
-            member.hook.main_hook()
-            member.burst.state = BurstState.IDLE
+        self._shadows = member.joinable
+        try:
+            if member.burst is None:
+                member.hook.main_hook()
+            else:
+                member.burst.state = BurstState.RUNNING
+                member.hook.main_hook()
+                member.burst.state = BurstState.IDLE
+        finally:
+            self._shadows = None
         self._outstanding += member.followers
         if not self.holds_followers():
             self.complete_followers()

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -331,9 +332,8 @@ def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
 # -- torch.distributed.algorithms.join ------------------------------------------------------------------------------
 
 
-def is_in_torch_join(joinable: Any) -> bool:
-    """Whether torch's own ``Join`` is around a module or optimizer. Stands in for its ``_join_config``."""
-    return joinable._join_config.enable
+is_in_torch_join: Callable[[Any], bool] = attrgetter("_join_config.enable")
+"""Whether torch's own ``Join`` is around a module or optimizer. Stands in for its ``_join_config``."""
 
 
 @contextmanager

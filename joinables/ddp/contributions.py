@@ -40,6 +40,7 @@ class Contributions:
     def attach(self, join: Block, burst: Burst) -> None:
         """A block is entered, where the reduction is announced as ``burst``."""
         self._channel, self._collective, self._burst = join.channel, join.collective, burst
+        self._world_size = join.collective.world_size
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
         self.weights.attach(join)
         self.used.attach(join)
@@ -91,7 +92,7 @@ class Contributions:
         elif self._channel.ranks_with_data is not None:
             times = 1.0
         elif not self._channel.foresees_bursts:
-            times = self._collective.world_size / self._contributors()
+            times = self._world_size / self._contributors()
         elif result.is_zero:
             return
         else:
@@ -168,7 +169,7 @@ class Contributions:
         sums = mean.weighted or not (mean.over_all_ranks or self._all_know_contributors)
         mean.begin(self._channel.sum(mine) if sums else None)
         if self._normalises and (total := mean.parts(self._contributors)):
-            self.weights.normalise(self._collective.world_size / total)
+            self.weights.normalise(self._world_size / total)
 
     @property
     def _normalises(self) -> bool:
@@ -182,10 +183,13 @@ class Contributions:
             ValueError: on all ranks, if their weights are all 0.
         """
         try:
-            self.last_result.end_reduction(self._used_anywhere)
-            self._scale()
+            if self.last_result.aside:
+                self.last_result.end_reduction(self._used_anywhere)
+            if self.mean.scales:
+                self._scale()
         finally:  # whatever that raises, maybe on this rank alone: the collectives must stay in step
-            self.end_without_result()
+            if self.used.counts:
+                self.end_without_result()
 
     def end_without_result(self) -> None:
         """A reduction is over, of which this rank takes nothing."""
@@ -194,9 +198,7 @@ class Contributions:
             self.used.end_reduction()
 
     def _scale(self) -> None:
-        if not self.mean.scales:
-            return
-        factor = self.mean.factor(self._collective.world_size, self._contributors)
+        factor = self.mean.factor(self._world_size, self._contributors)
         if factor == 1 or self._normalises:
             return
         with torch.no_grad():

@@ -99,7 +99,9 @@ class Forwards:
         if reducer.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
-        channel.module_called()
+        watches = channel.watches_calls
+        if watches:
+            channel.module_called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
         if torch.is_grad_enabled():
@@ -108,7 +110,7 @@ class Forwards:
             self._written = self._gradient_writes()
         if channel.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
-        if channel.watches_calls:
+        if watches:
             self._inner.put()
 
     def _after(self, module: Any, args: Any, output: Any) -> None:

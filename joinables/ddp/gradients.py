@@ -116,8 +116,9 @@ class GradientSync(DDPBurst):
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        covers = self._channel.announces_in_forward(self, saves_header=False, has_buffers=True)
-        return (self._buffers is not None and covers, True, weighted)
+        channel, buffers = self._channel, self._buffers
+        covers = buffers is not None and channel.announces_in_forward(self, saves_header=False, has_buffers=True)
+        return (covers, True, weighted)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +258,8 @@ class GradientSync(DDPBurst):
             self._end_reduction()
         if self._rebuild.pending:
             self._rebuild.run()
-        self._weights.end_refused()
+        if self._weights.refused is not None:
+            self._weights.end_refused()
 
     @override
     def fulfil(self) -> None:

@@ -79,13 +79,11 @@ class LastResult:
 
     @torch.no_grad()
     def end_reduction(self, used: Callable[[], Sequence[int]]) -> None:
-        """A reduction is over: restore the gradients that it did not touch.
+        """A reduction is over: restore what was set aside of the gradients that it did not touch.
 
         Args:
             used: returns for each parameter whether any rank used it; the reduction leaves other gradients alone.
         """
-        if not self.aside:
-            return
         is_used = used()
         for index, result in self.aside.items():
             gradient = self._parameters[index].grad

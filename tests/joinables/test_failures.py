@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError
+from join.collectives import collective_of
 from join.collectives.timeouts import using
 from joinables import State
 from tests.ending import Ending, assert_blamed
+from tests.join.counter import Counter
 from tests.joinables.ddp.test_comm_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
@@ -491,3 +493,37 @@ def test_a_rank_that_fails_where_the_others_do_not_come(ending: Ending) -> None:
     mine, *others = ending.run(failing_alone)
     assert mine == "JoinError: mine False"
     assert all("PeerError: rank 0 failed: JoinError: mine" in each and each.endswith("False") for each in others)
+
+
+class Announcing(Counter):
+    """As a newcomer may write it: the hook of a joined rank calls what active ranks call."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return AnnouncingHook(self)
+
+
+class AnnouncingHook(JoinHook):
+    def __init__(self, counter: Announcing) -> None:
+        self._counter = counter
+
+    def main_hook(self) -> None:
+        self._counter()
+
+
+def announcing_in_the_hook(rank: int) -> str:
+    counter = Announcing(collective_of(None))
+    try:
+        with Join([counter]):
+            for _ in range(2 * rank):
+                counter()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_a_main_hook_that_announces(ending: Ending, over_group: bool) -> None:
+    told = "JoinError: the main_hook of Announcing announced Announcing"
+    ends = ending.run(announcing_in_the_hook, over_group=over_group)
+    assert any(text.startswith(told) for text in ends)
+    assert all(told in text for text in ends)

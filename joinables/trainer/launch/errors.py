@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
 from join.collectives.broken import is_broken
+from join.errors import add_note
 
 
 class LaunchError(RuntimeError):
@@ -128,9 +129,8 @@ class Account:
 def raise_cause(failures: Sequence[Failure]) -> NoReturn:
     """Raise the failure that caused the others; of several such, the lowest rank's."""
     first, *others = sorted(failures, key=lambda failure: (failure.blame, failure.rank))
-    add_note = getattr(first.error, "add_note", None)  # Python 3.11
-    if others and add_note is not None:
-        add_note("; ".join(f"rank {other.rank} failed too: {other.text[:200]}" for other in others))
+    if others:
+        add_note(first.error, "; ".join(f"rank {other.rank} failed too: {other.text[:200]}" for other in others))
     raise first.error from first.cause
 
 

@@ -468,7 +468,7 @@ def test_an_interrupt_in_a_loader(at: int) -> None:
             collective.all_reduce(torch.ones(1)).wait()  # as the others do in the end
             return "interrupted"
 
-    peer = "PeerError: rank 1 failed: KeyboardInterrupt: "
+    peer = "PeerError: rank 1 failed: KeyboardInterrupt"
     assert run_threads(3, run) == [peer, "interrupted", peer]
 
 

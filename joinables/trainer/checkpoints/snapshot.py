@@ -26,13 +26,14 @@ from __future__ import annotations
 import copy
 import io
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
 
 from join.collectives._torch_private import pytree
 from joinables.trainer.loops import rng
+from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import check_groups, optimizer_state
 from joinables.trainer.loops.run import FitRun
 
@@ -50,6 +51,8 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
     """
     part = run.resume_from or {
         "batches": run.batches_read,
+        "start": None if run.sampler is None else run.sampler.start,
+        "used": None if run.sampler is None else run.sampler.used(run.batches_read),
         "metrics": run.epoch_store.state_dict(),
         "random_at_start": run.random_at_start,
         "random_before_read": None if run.random_before_read is None else rng.capture(run.random_before_read),
@@ -119,20 +122,15 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
 
     Raises:
-        ValueError: if it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an
-            epoch by another number of ranks.
+        ValueError: if it was taken from other optimizers, groups of parameters or schedulers; or in the middle of an
+            epoch by another number of ranks, and the rest of it cannot be dealt out.
     """
     for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[what]) != len(mine):
             raise ValueError(
                 f"the state to resume from has {len(state[what])} {what}, configure_optimizers {len(mine)}"
             )
-    parts = state["ranks"]
-    if len(parts) != run.collective.world_size and any(part["batches"] for part in parts):
-        raise ValueError(
-            f"the checkpoint was written in the middle of an epoch by {len(parts)} ranks, and there are"
-            f" {run.collective.world_size}; resume with as many, or from a checkpoint of an epoch's end"
-        )
+    part = _part_of(run, state["ranks"])
     run.module.on_load_checkpoint(dict(state))
     if "module" in state:
         run.module.load_state_dict(state["module"])
@@ -150,7 +148,32 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
         callback.on_load_checkpoint(run.trainer, run.module, state)
-    if len(parts) == run.collective.world_size:
-        part = run.resume_from = parts[run.rank]
+    if part is not None:
+        run.resume_from = part
         if part["random_at_start"] is None:
             rng.restore(part["random"])
+
+
+def _part_of(run: FitRun, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What this rank goes on from; ``None`` if another number of ranks begins an epoch.
+
+    If another number of ranks goes on in the middle of one, the samples that were used are the first of the epoch, and
+    the others are dealt out anew. A rank takes over the random numbers of one rank of before, and the metrics of all
+    whose number is its own, modulo the number of ranks.
+    """
+    rank, ranks, before = run.rank, run.collective.world_size, len(parts)
+    batches, used = [part["batches"] for part in parts], parts[0]["used"]
+    if before == ranks or not any(part["batches"] or part["start"] for part in parts):
+        return parts[rank] if before == ranks else None
+    total = sum(batches)
+    if run.sampler is None or used is None or batches != [len(range(each, total, before)) for each in range(before)]:
+        raise ValueError(
+            f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}. What is"
+            " left of it can be dealt out anew if the trainer deals out the samples: give it a DataLoader without a"
+            " sampler; or resume with as many ranks, or from a checkpoint of an epoch's end"
+        )
+    metrics = MetricStore()
+    for part in parts[rank::ranks]:
+        metrics.merge(part["metrics"])
+    anew = {"batches": 0, "start": used, "metrics": metrics.state_dict()}
+    return {**parts[rank % before], **anew}

@@ -32,6 +32,9 @@ from join.collectives import Collective
 class UnevenDistributedSampler(Sampler[int]):
     """Deals out a data set to the ranks, every sample once, without padding and without dropping.
 
+    Also what is left of an epoch: ``used`` says how many samples all ranks have used together, for a checkpoint, and
+    ``set_epoch(epoch, start)`` deals out the others, to as many ranks as there are then.
+
     Args:
         dataset: the data set; only its length is used.
         num_replicas: the number of ranks; by default, that of the default process group.
@@ -61,11 +64,29 @@ class UnevenDistributedSampler(Sampler[int]):
             raise ValueError(f"block_size={block_size} must be at least 1")
         self.total = len(dataset)
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
-        self.epoch = 0
+        self.epoch = self.start = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of another epoch."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the order of another epoch.
+
+        Args:
+            epoch: its number.
+            start: how many samples of it all ranks have used before, which are the first ones in that order.
+
+        Raises:
+            ValueError: if there are not as many.
+        """
+        if not 0 <= start <= self.total:
+            raise ValueError(f"start={start} must be from 0 to the {self.total} samples of the data set")
+        self.epoch, self.start = epoch, start
+
+    def used(self, steps: int) -> int:
+        """How many samples of the epoch all ranks have used together, each of them for ``steps`` batches if it has any.
+
+        Args:
+            steps: of the rank with most batches since ``start``: rank 0.
+        """
+        return min(self.start + steps * self.num_replicas * self.block_size, self.total)
 
     @override
     def __iter__(self) -> Iterator[int]:
@@ -74,11 +95,11 @@ class UnevenDistributedSampler(Sampler[int]):
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = cast("list[int]", torch.randperm(self.total, generator=generator).tolist())
         block = self.block_size
-        for start in range(self.rank * block, self.total, self.num_replicas * block):
-            yield from order[start : start + block]
+        for first in range(self.start + self.rank * block, self.total, self.num_replicas * block):
+            yield from order[first : first + block]
 
     def __len__(self) -> int:
-        rounds, rest = divmod(self.total, self.num_replicas * self.block_size)
+        rounds, rest = divmod(self.total - self.start, self.num_replicas * self.block_size)
         return rounds * self.block_size + min(max(rest - self.rank * self.block_size, 0), self.block_size)
 
 
@@ -96,12 +117,10 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         seed: of the order.
         shuffle: whether the order changes with the epoch; by default, if the loader shuffles.
     """
-    if not _is_data_loader(loader) or not _is_dealt_out(loader):
+    if not _is_dealt_out(loader):
         return loader
     batches, order = _samplers(loader)
     shuffles = type(order) is RandomSampler
-    if world_size == 1 and not shuffles:
-        return loader
     sampler = UnevenDistributedSampler(
         cast("Sized", loader.dataset),
         world_size,
@@ -129,8 +148,10 @@ def _samplers(loader: DataLoader[Any]) -> tuple[Any, Any]:
     return batches, order if batches is None else getattr(batches, "sampler", None)
 
 
-def _is_dealt_out(loader: DataLoader[Any]) -> bool:
+def _is_dealt_out(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether the trainer deals out this loader: its samplers are those that ``DataLoader`` itself makes."""
+    if not _is_data_loader(loader):
+        return False
     batches, order = _samplers(loader)
     if isinstance(loader.dataset, IterableDataset) or type(batches) not in (BatchSampler, type(None)):
         return False
@@ -162,6 +183,12 @@ def _is_predictable(loader: DataLoader[Any]) -> bool:
 def _is_permutation(order: Any, loader: DataLoader[Any]) -> bool:
     """Whether a ``RandomSampler`` takes every sample once."""
     return not order.replacement and order.num_samples == len(cast("Sized", loader.dataset))
+
+
+def sampler_of(loader: Any) -> UnevenDistributedSampler | None:
+    """What deals out a loader's samples, if :func:`distribute` has made it."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if type(sampler) is UnevenDistributedSampler else None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -29,7 +29,7 @@ from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.collective_calls import Meeting
-from joinables.trainer.loops.data import Plan, distribute, set_epoch
+from joinables.trainer.loops.data import Plan, distribute, sampler_of, set_epoch
 from joinables.trainer.loops.evaluate import evaluate, local_loader
 from joinables.trainer.loops.optimizers import check_closure, parse_optimizers, retarget
 from joinables.trainer.loops.run import FitRun
@@ -51,6 +51,7 @@ class FitLoop:
         self._run = run
         self._trainer, self._module, self._strategy = run.trainer, run.module, run.strategy
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
+        run.sampler = sampler_of(self._loader)
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
         self._hooks: list[Any] = []
@@ -163,6 +164,8 @@ class FitLoop:
         run, trainer = self._run, self._trainer
         run.epoch, run.random_to_resume = run.counters.epochs, rng.glance()
         set_epoch(self._loader, run.epoch)
+        if run.sampler is not None and run.resume_from is not None:
+            run.sampler.set_epoch(run.epoch, run.resume_from["start"] or 0)
         plan = Plan.agree(run.collective, self._loader)
         trainer.plan = plan
         self._module.on_train_epoch_start()

@@ -165,17 +165,21 @@ class MetricStore:
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
-        merged: dict[str, Metric] = {}
+        merged = MetricStore()
         for part in collective.all_gather_object(self.state_dict()):
-            for name, state in part.items():
-                metric = Metric(**state)
-                if name in merged:
-                    merged[name].merge(metric)
-                else:
-                    merged[name] = metric
-        values = {name: metric.value for name, metric in sorted(merged.items())}
-        self.reduced.update({name: value for name, value in values.items() if merged[name].logger})
+            merged.merge(part)
+        values = {name: metric.value for name, metric in sorted(merged.metrics.items())}
+        self.reduced.update({name: value for name, value in values.items() if merged.metrics[name].logger})
         return values
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another store has recorded, as its ``state_dict`` says."""
+        for name, values in state.items():
+            metric = Metric(**values)
+            if name in self.metrics:
+                self.metrics[name].merge(metric)
+            else:
+                self.metrics[name] = metric
 
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, as plain data."""

@@ -18,6 +18,7 @@ from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.transfer import broadcast_tree
 from joinables.trainer.loops.collective_calls import Counters, Meeting, Ticker
+from joinables.trainer.loops.data import UnevenDistributedSampler
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import Scheduler
 from joinables.trainer.loops.precision import Precision
@@ -126,6 +127,8 @@ class FitRun(Run):
         """The metrics of the epoch under way, also while those of its validation are recorded."""
         self.batches_read = 0
         """How many batches of the epoch under way this rank has trained on; 0 between epochs."""
+        self.sampler: UnevenDistributedSampler | None = None
+        """What deals out the samples to train on, if the trainer does."""
         self.random_at_start: dict[str, Any] | None = None
         """The random state before the epoch's first batch was read; ``None`` between epochs."""
         self.random_before_read: dict[str, Any] | None = None

@@ -69,8 +69,8 @@ def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
 
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-SPAWNING = {"01_uneven_ddp", "04_trainer", "05_gan"}
-"""Always run as their readers do: of each way to start processes one, and one that tells its processes how to log."""
+SPAWNING = {"01_uneven_ddp", "05_gan"}
+"""Always run as their readers do: one by ``mp.spawn``, and one by the trainer that tells its processes how to log."""
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

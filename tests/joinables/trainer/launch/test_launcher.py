@@ -36,6 +36,7 @@ from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTra
 from joinables.trainer.launch.launched import TorchrunEnvironment
 from joinables.trainer.launch.launcher import Launcher
 from joinables.trainer.launch.worker import Queue
+from tests.selection import ALL
 
 ROOT = Path(join.__file__).parent.parent
 PATIENCE = 30.0  # seconds in which a forked launch must be over, whatever happens; a slow name server takes 5 of them
@@ -518,7 +519,8 @@ SLEEPER = """
 
 
 @pytest.mark.parametrize(
-    ("start_method", "sent"), [("spawn", "SIGINT"), ("fork", "SIGINT"), ("spawn", "SIGKILL"), ("fork", "SIGKILL")]
+    ("start_method", "sent"),
+    [("spawn", "SIGINT"), ("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGKILL")] if ALL else [])],
 )
 def test_end_of_the_parent_is_the_end_of_its_workers(
     start_method: str, sent: str, folder: Path, tmp_path: Path

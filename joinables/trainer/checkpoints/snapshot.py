@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 
 from join.collectives._torch_private import pytree
+from joinables._torch.reducer import mark_stepped
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import check_groups, optimizer_state
@@ -137,6 +138,8 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         check_groups(optimizer, saved)
         optimizer.load_state_dict(saved)
+        if state["global_step"]:  # or a scheduler that steps before it does warns, where no batch is left of the epoch
+            mark_stepped(optimizer)
     for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
         scheduler.scheduler.load_state_dict(saved)
     if run.scaler is not None and state["scaler"] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def remove_temporary_folders(folder: Path) -> None:
     """Remove what a killed process leaves there because torch 2.8 makes a temporary folder when it is imported."""
     if is_2_8:
         for left in folder.glob("tmp*"):
-            left.rmdir()
+            shutil.rmtree(left)
 
 
 if is_2_8:

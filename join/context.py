@@ -4,10 +4,12 @@ It checks its arguments, turns objects into joinables, attaches and detaches the
 The order of collectives inside the block is the business of ``join.protocol``; around it stand, on all ranks alike::
 
     enter    one all-reduce: do all ranks list the same? (``join.arguments``)
+             the first block of a group: what carries headers (shared memory: a broadcast and an all-reduce)
+             with ``steps=n``: an all-gather of the numbers
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active
              even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
-             uneven: an election of the last joiner; then the state is synchronised (``join.open_block``)
+             uneven: an election of the last joiner, unless that has shown it; then the state is synchronised
              one all-reduce for the report
 """
 
@@ -352,8 +354,7 @@ class Join:
                 settings |= {"steps": "declared", "weighted": self._weight is not None}
             elif self._steps is not None:
                 settings |= {"steps": self._steps}
-            check_agreement(self._collective, self._joinables, settings, block.channel.guard.wait)
-            block.begin()
+            block.begin(lambda wait: check_agreement(self._collective, self._joinables, settings, wait))
             self._configure()
             block.attach(self)
         except BaseException:

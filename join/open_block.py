@@ -73,9 +73,20 @@ class OpenBlock:
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """All ranks have entered, and agree on what they list."""
-        self.channel.agree()
+    def begin(self, check: Callable[[Callable[[Work, str], None]], None]) -> None:
+        """All ranks have entered, and agree on what they list.
+
+        Args:
+            check: compares what they list; it is given what waits for a message.
+        """
+        try:
+            check(self.channel.guard.wait)
+            self.channel.agree()
+        except JoinError:
+            raise
+        except BaseException as error:  # of which this rank alone knows, while the others wait for it
+            self.channel.guard.peers.leave(error)
+            raise
         if self._scope.timeout is not None:  # no burst begins before all ranks have come to it
             self._limit_before = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
 

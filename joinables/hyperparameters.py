@@ -34,7 +34,6 @@ class Hyperparameters:
 
     def __init__(self, optimizer: torch.optim.Optimizer, join: Block) -> None:
         self._optimizer, self._channel, self._collective = optimizer, join.channel, join.collective
-        self._numbers = _Number.all_in(self._groups)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -45,12 +44,13 @@ class Hyperparameters:
         if self._channel.all_announced():
             return
         leads = self._channel.lead() == self._collective.rank
-        mine = [number.read() if leads else 0.0 for number in self._numbers]
+        numbers = _Number.all_in(self._groups)  # load_state_dict makes new groups
+        mine = [number.read() if leads else 0.0 for number in numbers]
         self._sums = torch.tensor(mine, dtype=torch.float64)  # kept while it is under way
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()
-            for number, value in zip(self._numbers, cast("list[float]", self._sums.tolist()), strict=True):
+            for number, value in zip(numbers, cast("list[float]", self._sums.tolist()), strict=True):
                 number.write(value)
 
     def broadcast(self, source: int) -> None:

@@ -32,8 +32,8 @@ class Mean:
         """A reduction begins.
 
         Args:
-            parts: waits for the sum of all ranks' weights, or of those that contribute, which is under way; ``None``
-                where all ranks know the number of contributors.
+            parts: waits for the sum under way: of the ranks' weights if ``weighted``, else the number of ranks that
+                contribute; ``None`` where all ranks know that number.
         """
         self._awaits, self._sum = parts, None
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from typing_extensions import override
 
 from join import Join, JoinHook
+from join.arguments import check_initialised
 from join.joinable import Block
 from joinables._torch.reducer import routed_notifications
 from joinables.adapter import StandIn
@@ -23,8 +24,7 @@ class TorchJoinable(StandIn):
 
     def __init__(self, target: TorchJoinableBase) -> None:
         super().__init__(target)
-        if not hasattr(target, "_join_config"):
-            raise TypeError(f"check that the constructor of {type(target).__name__} calls Joinable.__init__(self)")
+        check_initialised(target)
         self._routes = ExitStack()
 
     @override

@@ -6,7 +6,8 @@ their weights, is the weighted mean. A comm hook, which may round gradients or c
 given parts of that mean itself: there the sum of weights is awaited before the backward.
 
 Where weights do not fit, on this rank or with those of others, a DDP module's reduction still runs as on the other
-ranks, and raises when it is over (``refused``). A replayed module's raises before its own collectives, on all ranks.
+ranks, and raises when it is over (``refused``). A replayed module's raises before its own collectives: on all ranks,
+or, where this rank has changed its mind inside a loop, on this one alone, of which the others learn as of any failure.
 
 In a loop over ``Join.iterate`` no header tells of weights. There the first reduction begins with one more all-reduce::
 
@@ -70,19 +71,20 @@ class Weights:
 
     # -- whether all ranks use weights --------------------------------------------------------------------------------
 
-    def agree_in_header(self, burst: Burst) -> ValueError | None:
+    def agree_in_header(self, burst: Burst, flag: int) -> ValueError | None:
         """In a plain block, as a reduction begins: set ``in_headers`` as all active ranks announced ``burst``.
 
         If they did not announce the same, it stays what it was in the last burst, on all ranks, so that their
         collectives match.
 
         Args:
-            burst: the reduction, whose last flag says whether weights are used.
+            burst: the reduction.
+            flag: the place of the flag that says whether weights are used.
 
         Returns:
             What is wrong, if ranks did not announce the same.
         """
-        using, announced = self._channel.flags(burst)[-1], self._channel.announced(burst)
+        using, announced = self._channel.flags(burst)[flag], self._channel.announced(burst)
         if using in (0, announced):
             self.in_headers = using > 0
             return None

@@ -22,6 +22,7 @@ import joinables.trainer
 from joinables.trainer import Launcher, ddp_strategy
 from tests.ending import Ending
 from tests.selection import ALL
+from tests.versions import own_lines
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -38,7 +39,7 @@ def run(*args: str, timeout: float = 110, **environment: str) -> str:
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, ""), result.stdout
-    return result.stdout
+    return own_lines(result.stdout)
 
 
 class Forking(Launcher):
@@ -65,7 +66,7 @@ def as_script(rank: int, script: str, *arguments: str) -> None:
 def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
     (end,) = ending.ends(as_script, *args, ranks=1, group=False, limit=limit)
     assert (end.code, end.stderr) == (0, ""), end.text
-    return end.text
+    return own_lines(end.text)
 
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))

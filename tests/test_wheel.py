@@ -61,9 +61,9 @@ def test_sdist_and_wheel(tmp_path: Path) -> None:
     clean = tmp_path / "clean"
     venv.EnvBuilder(symlinks=True).create(clean)
     (site,) = clean.glob("lib/python*/site-packages")
-    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))  # what is editable there stays unknown
     python = clean / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))  # what is editable there stays unknown
     seen = json.loads(run(python, "-I", "-W", "error", "-c", LOOK))
     assert seen["same Join"]
     assert seen["files"] == [str(site / package / "__init__.py") for package in ("join", "joinables")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,26 @@ is_2_8 = torch.__version__.startswith("2.8.")
 CLIPS_COARSELY = is_2_8
 """Whether clipping of sharded gradients adds its 1e-6 to the norm of each shard, and not to that of all."""
 
+GATHERS_WHAT_IS_USED_AGAIN = not is_2_8
+"""Whether ``fully_shard`` gathers a module that is used again after a checkpointed one that it is in."""
+
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no Muon")
 needs_gloo_with_limits = pytest.mark.skipif(
     is_2_8, reason="torch 2.8 cannot change how long operations of a gloo group may take"
 )
+
+
+def own_lines(stdout: str) -> str:
+    """What a program has printed, without what gloo prints in torch 2.8."""
+    return "".join(line for line in stdout.splitlines(keepends=True) if not line.startswith("[Gloo] "))
+
+
+def remove_temporary_folders(folder: Path) -> None:
+    """Remove what a killed process leaves there because torch 2.8 makes a temporary folder when it is imported."""
+    if is_2_8:
+        for left in folder.glob("tmp*"):
+            shutil.rmtree(left)
+
 
 if is_2_8:
     # gloo sums there where fully_shard asks for the mean: let it ask for the sum and divide, as for some other devices.

@@ -67,7 +67,7 @@ class Guard:
         self._away, self._came = now - self._came, now
 
     def wait(self, work: Work, doing: str = "") -> None:
-        """Wait for ``work`` of the control line, and look meanwhile whether others fail.
+        """Wait for a message of this package's own, a sum on a line or an all-reduce; look meanwhile if others fail.
 
         Args:
             work: what to wait for.

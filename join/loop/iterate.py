@@ -6,6 +6,8 @@ many is told in one roll call for every window of ``lookahead`` steps::
     rank with data                                   rank without
     --------------                                   ------------
     begin     header of the channel                  the same
+              all-reduce: do all give the same       the same
+              arguments?
               read a window; roll call 0             roll call 0
               a rank has none: template (broadcast)  template
     window w  roll call w is read                    the same
@@ -34,6 +36,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from join.arguments import check_same
 from join.batch import StepBatch
+from join.collectives.broken import is_broken
 from join.errors import JoinError, PeerError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
@@ -270,7 +273,9 @@ class Iteration:
         mine = self._own_template(source) if self._channel.collective.rank == source else None
         try:
             template, problem = broadcast_tree(self._channel.collective, mine, source)
-        except TypeError as error:
+        except (RuntimeError, TypeError) as error:
+            if is_broken(error):
+                raise  # another rank is gone
             raise JoinError(
                 f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"
                 " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body"

@@ -83,7 +83,9 @@ class Channel:
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadows: Joinable | None = None  # whose main_hook runs
         self._place = Progress()  # where this rank was at the end of the last loop
-        self._last_with_data: int | None = None  # the ranks that had data last, if some ran out before others in a loop
+        # The ranks that had data last in the last loop, if some ran out before others; and how many headers there were
+        # at its end: those that come later are of steps after it.
+        self._last_with_data: tuple[int | None, int] = (None, 0)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -232,8 +234,10 @@ class Channel:
             EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
-        outcome, with_data = self.mode.drain(), self._last_with_data
-        if outcome.even and with_data:
+        with_data, headers = self._last_with_data
+        is_at_its_end = headers == self.headers.tally.headers
+        outcome = self.mode.drain()
+        if outcome.even and with_data and is_at_its_end:
             # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
             self.headers.leader = lowest(with_data)
             return Outcome(even=False, last=bool(with_data >> self.collective.rank & 1))
@@ -291,10 +295,11 @@ class Channel:
             self.late_use.loop_ended(begun)
             if self.late_use.is_ruled_out:
                 self.late_use = None
+        self._last_with_data = last_with_data, self.headers.tally.headers
+        self._outstanding = []  # in a loop, a follower may be left out
         if last_with_data:
-            self._last_with_data = last_with_data
-            for _, burst in self.roster.bursts:
-                burst.synchronise_own(lowest(last_with_data))
+            for member in [member for scope in self.roster.scopes for member in scope.members]:
+                member.joinable.synchronise_own(lowest(last_with_data))
 
     # -- failing ------------------------------------------------------------------------------------------------------
 

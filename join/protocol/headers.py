@@ -82,7 +82,8 @@ class Headers:
         try:
             return self.read()
         finally:
-            self.tally.idle += time.monotonic() - started
+            if not active:
+                self.tally.idle += time.monotonic() - started
 
     def send(self, fields: list[int], index: int | None = None, *, active: bool = True) -> Sum:
         """Start a header, in which this rank announces member ``index``, if any."""

@@ -154,7 +154,6 @@ class Lockstep(Mode):
             PeerError: if another one has, or has failed, or is gone.
             JoinTimeoutError: if another one does not come within ``timeout``.
         """
-        self.progress.has_left = True
         try:
             self._wait_until_all_have_left()
         except (PeerError, JoinTimeoutError) as error:

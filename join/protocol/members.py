@@ -93,8 +93,8 @@ class Roster:
             under ``timeout``, where an announcement means that the burst starts now, or a rank that sleeps between the
             two would not be missed.
         tracks_leader: whether any burst needs to know the lowest active rank.
-        throws: whether all ranks raise as soon as one has run out.
-        timeout: seconds after which a rank that does not come is an error, if any.
+        throws: whether all ranks raise as soon as one has run out, as the innermost block says.
+        timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
         awaits_all: whether every header is awaited, so that no burst runs ahead of its own.
     """
 

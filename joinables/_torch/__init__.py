@@ -1,4 +1,7 @@
-"""Every private API of torch that this package calls, and nothing else. An unsupported torch is one error here."""
+"""What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here.
+
+Here is what ``reducer`` needs; ``fsdp`` asks for its own.
+"""
 
 from joinables._torch.versions import require
 

@@ -11,7 +11,7 @@ Nothing else in ``joinables`` touches a name that starts with an underscore and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -127,18 +127,22 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
         ddp._sync_module_buffers(source)
 
 
-def copied_buffers(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    """Copies of the module's buffers."""
-    return [buffer.clone() for buffer in ddp.module.buffers()]
+def copied_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Copies of the module's buffers, by name."""
+    return {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
 
 
 @torch.no_grad()
-def restore_buffers(ddp: DistributedDataParallel, copies: Sequence[torch.Tensor]) -> None:
-    """Put copies of the module's buffers back; the buffers' versions are kept because autograd may have saved them."""
-    buffers = list(ddp.module.buffers())
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-        for buffer, copy in zip(buffers, copies, strict=True):
-            buffer.copy_(copy)
+def restore_buffers(ddp: DistributedDataParallel, copies: Mapping[str, torch.Tensor]) -> None:
+    """Put copies of the module's buffers back, but for those that the forward has made anew, such as caches of masks.
+
+    The buffers' versions are kept because autograd may have saved them.
+    """
+    buffers = dict(ddp.module.named_buffers())
+    kept = [name for name, copy in copies.items() if name in buffers and buffers[name].shape == copy.shape]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers[name] for name in kept)):
+        for name in kept:
+            buffers[name].copy_(copies[name])
 
 
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:

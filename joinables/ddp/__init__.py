@@ -14,12 +14,14 @@ joined rank never comes. One training step::
               gradients arrive (max)                   gradients arrive (max)
               all-reduce of each bucket                all-reduce of each bucket (the reducer's own backward, empty)
               all-reduce of the used map, if asked     all-reduce of the used map
-              the first: header, bucket rebuild        header, bucket rebuild
+              until they are rebuilt: header, bucket   header, bucket rebuild
+              rebuild (a static graph: after the second)
 
 The header is sent in the forward and hides behind it. Not so with several DDP modules in the blocks of a group, where
 forward order is not backward order, when gradients are still there in the forward under the mean over all ranks, and
-where the number of contributors is wanted and there are no buffers: then the header is sent when the backward begins,
-and buffers, if any, have one of their own in the forward.
+where the number of contributors is wanted and there are no buffers; nor under ``timeout``, or beside a burst that may
+come between forward and backward (a metric at every step). Then the header is sent when the backward begins, and
+buffers, if any, have one of their own in the forward.
 
 ``no_sync`` forwards and forwards without grad communicate nothing. A forward that finds a header open (the backward was
 skipped, or two forwards go before one backward) communicates nothing either.

@@ -127,7 +127,7 @@ class Contributions:
 
     def weigh_as_all(self) -> ValueError | None:
         """Sum weights in this reduction, or not, as all active ranks do; what is wrong if they do not do the same."""
-        wrong = self.weights.agree_in_header(self._burst)
+        wrong = self.weights.agree_in_header(self._burst, WEIGHTED)
         self.mean.weighted = self.weights.in_headers
         return wrong
 

@@ -42,7 +42,8 @@ class Forwards:
         self.armed = False
         """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        self._buffers_before: list[torch.Tensor] = []  # of a dummy's forward
+        self._buffers_before: dict[str, torch.Tensor] = {}  # of a dummy's forward
+        self._hidden: Any = None  # the handle of what waits for any gradient, where a forward shows no output
         # Whether a backward inside the forward is looked for: until a forward returns what a backward can begin at.
         self._expects_backward_inside = True
         self._written: list[tuple[int, int]] = []  # each gradient and how often it was written to, before the forward
@@ -76,6 +77,9 @@ class Forwards:
     def detach(self) -> None:
         """The block is left, and the handles are removed."""
         self._inner.remove()
+        if self._hidden is not None:
+            self._hidden.remove()
+            self._hidden = None
         del self._inner, self._channel, self._begins, self._enters  # a batch, and what holds the module
         self._ddp.require_forward_param_sync = self._param_sync
         self.armed = False
@@ -116,7 +120,7 @@ class Forwards:
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if self._channel.shadowing:
             reducer.restore_buffers(self._ddp, self._buffers_before)
-            self._buffers_before = []
+            self._buffers_before = {}
         if not torch.is_grad_enabled():
             return
         if self._buffers is not None:
@@ -135,8 +139,13 @@ class Forwards:
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._handles.append(handle)
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
-            watch = torch.autograd.graph.register_multi_grad_hook
-            self._handles.append(watch(self._parameters, cast("Any", hook), mode="any"))
+            self._watch_gradients(hook)
+
+    def _watch_gradients(self, enters: Callable[[torch.Tensor], None]) -> None:
+        if self._hidden is not None:
+            self._hidden.remove()  # one of an earlier forward, which would tell first
+        watch = torch.autograd.graph.register_multi_grad_hook
+        self._hidden = watch(self._parameters, cast("Any", enters), mode="any")
 
     def _gradient_writes(self) -> list[tuple[int, int]]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]

@@ -170,7 +170,7 @@ class GradientSync(DDPBurst):
         self._backwards += 1
         weighted = self._join.weight is not None
         reduces = self._forwards.armed or synchronised
-        if reduces and not weighted and self._plain_in == channel.loop and channel.is_in_loop_body:
+        if reduces and not weighted and not result.aside and self._plain_in == channel.loop and channel.is_in_loop_body:
             if not (self._forwards.armed and self.state is BurstState.OWED):
                 self._announce_backward(weighted)
             self._end_reduction()
@@ -228,7 +228,7 @@ class GradientSync(DDPBurst):
         if self._last_result.kept:
             self._given.add_last_result()
         self.state = BurstState.RUNNING
-        scales = mean.weighted or not mean.over_all_ranks
+        scales = mean.scales
         if scales:
             # What is refused must not leave others with a sum of 0, which is another mistake.
             self._given.begin(
@@ -297,6 +297,8 @@ class GradientSync(DDPBurst):
             takes_part: whether to take what they gave, if there are no gradients here.
         """
         kept, window = [parameter.grad for parameter in self._parameters], replace(self._given.window)
+        if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
+            kept = [None if gradient is None else gradient.clone() for gradient in kept]
         with_data, has_result = self._channel.ranks_with_data, False
         takes_part = takes_part and self._last_result.has_no_gradient
         try:

@@ -208,7 +208,6 @@ class ReplayedBackward(ReplayedBurst):
         self._several = self._through != passes[-1:]
         self._mean.weighted = self._weights.in_use
         self._channel.announce(self)
-        self._channel.read()
         if self._join.weight is not None:
             self._window.weight += self._weights.begin_backward()
         self._begin(complete=self._reduction.reduces[1])

@@ -19,6 +19,7 @@ from join import JoinError
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.collectives.broken import is_broken
+from join.errors import described
 from join.loop.dummies import emptied
 from join.transfer import broadcast_tree
 from joinables.train_mode import keeping_modes
@@ -65,11 +66,10 @@ class Call:
             args, kwargs = emptied((self.args, self.kwargs))
         return Call(args, kwargs, self.require_grad, self.autocast)
 
-    @staticmethod
-    def told(mine: Call | None, collective: Collective, source: int) -> Call:
-        """Rank ``source``'s call, on every rank."""
-        parts = None if mine is None else (mine.args, mine.kwargs, mine.require_grad, mine.autocast)
-        return Call(*broadcast_tree(collective, parts, source)).prepared
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What it is made of, to be sent."""
+        return self.args, self.kwargs, self.require_grad, self.autocast
 
     @property
     def prepared(self) -> Call:
@@ -118,16 +118,23 @@ class Rehearsal:
             args, kwargs = example
             self.call = Call.of(args, kwargs, self._device)
             return
+        parts: tuple[Any, ...] | None = None
+        wrong = ""
+        if collective.rank == source:
+            assert mine is not None
+            try:
+                parts = Call.of(*mine, self._device).without_rows.parts
+            except Exception as error:  # the others wait to be told
+                wrong = described(error)
         try:
-            call = None if mine is None else Call.of(*mine, self._device).without_rows
-            self.call = Call.told(call, collective, source)
-        except RuntimeError as error:
+            parts, wrong = broadcast_tree(collective, (parts, wrong), source)
+        except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # another rank is gone
-            # of pickling, on all ranks
-            raise JoinError(
-                f"a rank without data cannot be told what to call the module with: {error}. {_HINT}"
-            ) from error
+            wrong = str(error)  # of pickling, on all ranks
+        if wrong or parts is None:
+            raise JoinError(f"a rank without data cannot be told what to call the module with: {wrong}. {_HINT}")
+        self.call = Call(*parts).prepared
 
     def arguments_of_example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The ``(args, kwargs)`` of the user's ``example``; ``None`` without one."""

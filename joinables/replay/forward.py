@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -154,12 +155,17 @@ class ReplayedForward(ReplayedBurst):
     def _find_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the module can take a call without rows, that of the lowest rank with data; the same on all ranks."""
         of, source = self._of, self._channel.first_with_data
+        mine: Arguments | None = None
+        if self._collective.rank == source:
+            with suppress(Exception):  # it has no rows to take away, such as a sparse matrix
+                mine = emptied((args, kwargs))
         try:
-            mine = emptied((args, kwargs)) if self._collective.rank == source else None
-            told = cast("Arguments", broadcast_tree(self._collective, mine, source))
+            told: Arguments | None = broadcast_tree(self._collective, mine, source)
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # another rank is gone
+            told = None
+        if told is None:
             return True  # it cannot be sent to all ranks: an error, if there is one, comes from the module itself
         of.replaying = True
         try:

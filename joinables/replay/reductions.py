@@ -101,7 +101,6 @@ class Reduction:
     def set_aside(self) -> None:
         """A reduction begins whose result will be scaled: keep what is in ``grad`` out of it."""
 
-    @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the result of the reduction that is over, and add what was set aside."""
 

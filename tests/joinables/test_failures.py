@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError
+from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError, context
 from join.collectives import collective_of
 from join.collectives.timeouts import using
 from joinables import State
@@ -527,3 +527,25 @@ def test_a_main_hook_that_announces(ending: Ending, over_group: bool) -> None:
     ends = ending.run(announcing_in_the_hook, over_group=over_group)
     assert any(text.startswith(told) for text in ends)
     assert all(told in text for text in ends)
+
+
+def failing_between(rank: int) -> str:
+    """Rank 1 is interrupted when all compare what they list."""
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        if rank == 1:
+            context.check_agreement = interrupted
+        with Join([ddp]):
+            ddp(batch(rank, 0, 0)[0]).sum().backward()
+    except (PeerError, KeyError) as error:
+        time.sleep(5 if rank == 1 else 0)  # its process is there for long
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyError("amid entering")
+
+
+def test_a_rank_that_fails_amid_entering(ending: Ending) -> None:
+    assert_blamed(ending.run(failing_between), 1, "KeyError: 'amid entering'")

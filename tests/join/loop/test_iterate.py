@@ -822,3 +822,45 @@ def test_a_block_that_is_over() -> None:
             join.iterate([])
 
     run_threads(1, run)
+
+
+class Own(Counter):
+    """Remembers from whom it was to take over what each rank has for itself."""
+
+    sources: list[int]
+
+    def synchronise_own(self, source: int) -> None:
+        self.sources = [*getattr(self, "sources", []), source]
+
+
+@pytest.mark.parametrize("steps_after", [0, 2])
+def test_what_a_loop_leaves_to_the_rest_of_its_block(steps_after: int) -> None:
+    """A follower that a step has left out may come in the next; who had data in the loop matters at its end only."""
+
+    def run(collective: ThreadCollective) -> Any:
+        first, follower = Own(collective), Own(collective)
+        with Join([first, follower]) as join:
+            for _ in join.iterate(batches(collective.rank, 2 + collective.rank)):
+                first()  # the follower is left out
+            for _ in range(steps_after):
+                first()
+                follower()
+        return first.sources, follower.sources, follower.last_joiner, join.report.ranks[0].idle
+
+    (*zero, idle), (*one, _) = run_threads(2, run)
+    at_the_end = [0] if steps_after else []
+    assert zero == [[1, *at_the_end], [1, *at_the_end], steps_after > 0]
+    assert one == [[1, *at_the_end], [1, *at_the_end], True]
+    assert idle < 10
+
+
+def test_waiting_for_others_to_begin_is_not_idle() -> None:
+    def run(collective: ThreadCollective) -> float:
+        counter = Counter(collective)
+        with Join([counter]) as join:
+            time.sleep(0.5 * collective.rank)
+            for _ in join.iterate(batches(collective.rank, 2)):
+                counter()
+        return join.report.ranks[0].idle
+
+    assert max(run_threads(2, run)) < 0.4

@@ -92,7 +92,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file.ckpt"
     write_checkpoint({"number": 1}, path)
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match=r"pickle|local object"):
         write_checkpoint({"number": lambda: None}, path)
     assert read_checkpoint(path) == {"number": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["file.ckpt"]

@@ -698,6 +698,7 @@ def refuses_lbfgs(rank: int, kind: type[WithLBFGS], shard: bool) -> None:
         trainer(strategy={"shard_optimizers": shard}).fit(kind(), loader(24))
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8 does
 def test_an_optimizer_that_needs_a_closure(pool: Pool) -> None:
     with pytest.raises(ValueError, match=r"LBFGS needs a closure .* set automatic_optimization = False"):
         trainer().fit(WithLBFGS(), loader(24))

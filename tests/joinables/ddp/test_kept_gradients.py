@@ -1,0 +1,129 @@
+"""Gradients that no reduction of Join's may lose: what was set aside, what a skipped backward leaves, local ones."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from tests.pool import Pool
+from tests.versions import OWN_BUFFERS
+
+
+def one_weight(**options: Any) -> DistributedDataParallel:
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(net.weight)
+    return DistributedDataParallel(net, **options)
+
+
+def grad_of(ddp: Any) -> float:
+    return ddp.module.weight.grad.item()
+
+
+def windows_that_are_kept(rank: int, lockstep: bool) -> list[list[float]]:
+    """Steps without and with a reduction in turn, and ``zero_grad`` before each fourth one: with Join, and without."""
+    found: list[list[float]] = []
+    for joined in (True, False):
+        ddp = one_weight()
+        with Join([ddp], enable=joined) as join:
+            grads: list[float] = []
+            steps = join.iterate(range(1, 9)) if lockstep else range(1, 9)
+            for step in steps:
+                if step % 4 == 1:
+                    ddp.zero_grad()
+                with ddp.no_sync() if step % 2 else nullcontext():
+                    ddp(torch.full((1, 1), float(step))).sum().backward()
+                grads.append(grad_of(ddp))
+        found.append(grads)
+    return found
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_result_that_is_kept_over_windows(pool: Pool, lockstep: bool) -> None:
+    for with_join, without in pool.run(windows_that_are_kept, lockstep, ranks=2):
+        assert with_join[1::2] == without[1::2]  # between reductions, what was reduced may stand aside
+
+
+def skips_a_backward(rank: int, views: bool, lockstep: bool) -> tuple[float, str]:
+    """Rank 0 skips a backward that rank 1 runs, with gradients of the step before."""
+    ddp = one_weight(gradient_as_bucket_view=views)
+    told, grad = "", 0.0
+    try:
+        with Join([ddp], divide_by_initial_world_size=False) as join:
+            for step in join.iterate(range(2)) if lockstep else range(2):
+                output = ddp(torch.full((1, 1), 2.0 + step))
+                if step == 0 or rank == 1:
+                    output.sum().backward()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    grad = grad_of(ddp)
+    return grad, told
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_skipped_backward_leaves_gradients_as_they_were(pool: Pool, views: bool) -> None:
+    (grad, _), _ = pool.run(skips_a_backward, views, True, ranks=2)
+    assert grad == 2
+
+
+class Opaque:
+    """An output that shows no tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._hidden = [tensor]
+
+    def get(self) -> torch.Tensor:
+        return self._hidden[0]
+
+
+class Hiding(nn.Linear):
+    def forward(self, input: torch.Tensor) -> Any:
+        return Opaque(super().forward(input))
+
+
+def hides_outputs(rank: int) -> list[int]:
+    """How many headers each backward sends: those under ``no_sync`` none."""
+    net = Hiding(1, 1, bias=False)
+    ddp = DistributedDataParallel(net)
+    found: list[int] = []
+    with Join([ddp]) as join:
+        tally = join.channel.headers.tally
+        for step in range(6):
+            with ddp.no_sync() if step % 3 else nullcontext():
+                before = tally.headers
+                ddp(torch.ones(1, 1)).get().sum().backward()
+                found.append(tally.headers - before)
+    return found
+
+
+def test_outputs_that_show_no_tensor(pool: Pool) -> None:
+    for found in pool.run(hides_outputs, ranks=2):
+        assert found[1:3] == found[4:6] == [0, 0]
+        assert min(found[0], found[3]) >= 1
+
+
+class Caching(nn.Linear):
+    """Makes a buffer when it is first called, and another one for each size of batch."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("mask", torch.ones(len(input), 1))
+        return super().forward(input) * self.mask
+
+
+def caches(rank: int) -> float:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Caching(1, 1, bias=False), **OWN_BUFFERS)
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([torch.ones(2, 1)] * 2 * rank):
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+    return ddp.module.weight.grad.item()  # pyright: ignore
+
+
+def test_a_buffer_that_a_forward_makes(pool: Pool) -> None:
+    assert pool.run(caches, ranks=2) == [2, 2]

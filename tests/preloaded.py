@@ -16,7 +16,6 @@ for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables
 with suppress(ImportError):  # where the framework is not installed
     import_module("joinables.integrations.lightning")
 # Or each fork frees all of it when it ends, and first looks through it for cycles: half a second each.
-if not any(name.startswith("triton.") for name in sys.modules):  # which says so when it ends and is not freed
-    kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
-    kept.append(kept)
+kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
+kept.append(kept)
 gc.freeze()

@@ -24,7 +24,7 @@ is_2_8 = torch.__version__.startswith("2.8.")
 CLIPS_COARSELY = is_2_8
 """Whether clipping of sharded gradients adds its 1e-6 to the norm of each shard, and not to that of all."""
 
-GATHERS_WHAT_IS_USED_AGAIN = not is_2_8
+GATHERS_WHAT_IS_USED_AGAIN = not (is_2_8 or torch.__version__.startswith("2.10."))
 """Whether ``fully_shard`` gathers a module that is used again after a checkpointed one that it is in."""
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.8 has no Muon")

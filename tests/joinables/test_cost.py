@@ -68,7 +68,7 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
 
     x, y = batch(rank, 0, 9)
     steps: Any = TOTAL if "declared" in setup else "loader" if "known lengths" in setup else None
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
     block: Any = nullcontext()
     if joining:
         block = Join(listed, divide_by_initial_world_size=initial, steps=steps)
@@ -164,7 +164,7 @@ def profile_entering(rank: int, kind: str) -> dict[str, int]:
     with Join([model, optimizer]):
         pass  # what connects the ranks is made in the first block
     join = Join([model, optimizer], steps=3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         join.__enter__()
         time.sleep(0.1)  # what is under way is counted when it is done
     for step in range(3):
@@ -277,7 +277,9 @@ def shadow_memory(rank: int, model_size: int) -> tuple[int, int]:
             ddp.zero_grad()
             ddp(x).sum().backward()
         ddp.zero_grad()
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
         profile.__enter__()
     profile.__exit__(None, None, None)
     held = 0

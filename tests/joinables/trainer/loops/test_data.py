@@ -42,12 +42,37 @@ def test_ranks_have_the_batches_of_one_process(total: int, ranks: int, block: in
         assert samples(ranks, rank) == [index for each in blocks[rank::ranks] for index in each]
 
 
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6))
+def test_what_is_left_of_an_epoch_is_dealt_out_anew(
+    total: int, before: int, after: int, block: int, steps: int
+) -> None:
+    def sampler(ranks: int, rank: int) -> UnevenDistributedSampler:
+        return UnevenDistributedSampler(range(total), ranks, rank, shuffle=True, block_size=block)
+
+    used = sampler(before, 0).used(steps)
+    first = [sample for rank in range(before) for sample in list(sampler(before, rank))[: steps * block]]
+    assert len(first) == used
+    rest: list[int] = []
+    for rank in range(after):
+        mine = sampler(after, rank)
+        mine.set_epoch(0, used)
+        found = list(mine)
+        assert len(mine) == len(found)
+        rest += found
+    assert sorted(first + rest) == list(range(total))
+
+
 def test_shuffled_order_changes_with_the_epoch() -> None:
     sampler = UnevenDistributedSampler(range(50), 1, 0, shuffle=True)
     first = list(sampler)
     assert first == list(sampler)
     sampler.set_epoch(1)
     assert first != list(sampler)
+
+
+def test_a_start_beyond_the_data() -> None:
+    with pytest.raises(ValueError, match=r"start=4 must be from 0 to the 3 samples"):
+        UnevenDistributedSampler(range(3), 1, 0).set_epoch(0, 4)
 
 
 @pytest.mark.parametrize(("options", "text"), [({"rank": 2}, "rank=2"), ({"block_size": 0}, "block_size=0")])

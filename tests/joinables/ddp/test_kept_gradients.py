@@ -110,6 +110,8 @@ def test_outputs_that_show_no_tensor(pool: Pool) -> None:
 class Caching(nn.Linear):
     """Makes a buffer when it is first called, and another one for each size of batch."""
 
+    mask: torch.Tensor
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.register_buffer("mask", torch.ones(len(input), 1))
         return super().forward(input) * self.mask

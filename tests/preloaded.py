@@ -6,6 +6,7 @@ Importing torch takes seconds of CPU, which a forked process does not pay.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -15,6 +16,9 @@ for name in ("pytest", "torch.distributed.fsdp", "joinables.trainer", "joinables
     import_module(name)
 with suppress(ImportError):  # where the framework is not installed
     import_module("joinables.integrations.lightning")
+torch = import_module("torch")
+# Or two threads of a fork's first backward renew torch's pool of threads at once, and one of them finds none.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 # Or each fork frees all of it when it ends, and first looks through it for cycles: half a second each.
 kept: list[Any] = [dict(vars(module)) for module in list(sys.modules.values())]
 kept.append(kept)

@@ -10,15 +10,15 @@ from tests.two_hosts.fleet import Fleet, text_of
 from tests.two_hosts.ranks import Call
 from tests.versions import is_2_8
 
+LIMITED = [Loop(iterate, group_timeout=10.0) for iterate in (False, True)]
 TIMED = [Loop(iterate, timeout=5.0) for iterate in (False, True)]
+BUSY = [Loop(iterate, timeout=5.0, busy=True) for iterate in (False, True)]
 LOOPS = {
-    "one memory": [] if is_2_8 else TIMED,  # there, headers come through, and bursts do not: as needs_gloo_with_limits
-    "each host its own memory": [
-        *TIMED,
-        *(Loop(iterate, group_timeout=10.0) for iterate in (False, True)),
-        *(Loop(iterate, timeout=5.0, busy=True) for iterate in (False, True)),
-    ],
+    "one memory": TIMED,  # there, headers come through, and bursts do not
+    "each host its own memory": [*TIMED, *LIMITED, *BUSY],
 }
+if is_2_8:  # as needs_gloo_with_limits
+    LOOPS = {"each host its own memory": LIMITED}
 CALLS = {
     (memory, loop): Call(f"cut-{number}", train_until_cut, (loop,), timeout=loop.group_timeout)
     for memory, loops in LOOPS.items()

@@ -182,7 +182,7 @@ class OpenBlock:
             for member in mine:
                 member.joinable.synchronise_own(headers.leader)
         else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
-            for member in [member for scope in self.channel.roster.scopes for member in scope.members]:
+            for member in self.channel.roster.listed:
                 member.joinable.synchronise(headers.leader)
         for member in mine:
             member.hook.post_hook(outcome.last)

@@ -23,18 +23,18 @@ The order of collectives::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from typing_extensions import override
 
-from join import Burst, Join, JoinError, JoinHook
+from join import Burst, Join, JoinError
 from join.joinable import Block, BurstState
+from join.on_group import OnGroup
 
 T = TypeVar("T")
 
 
-class SharedCall(Burst, JoinHook, Generic[T]):
+class SharedCall(OnGroup, Burst, Generic[T]):
     """A function that all ranks call at the same places, joined ranks too; outside a block, just the function.
 
     Args:
@@ -46,13 +46,11 @@ class SharedCall(Burst, JoinHook, Generic[T]):
         TypeError: if it cannot be called.
     """
 
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
     def __init__(self, function: Callable[[], T], process_group: Any = None) -> None:
-        super().__init__()
+        super().__init__(process_group)
         if not callable(function):
             raise TypeError(f"function is a {type(function).__name__}, which cannot be called")
-        self._function, self._group = function, process_group
+        self._function = function
         self._join: Block | None = None
 
     def __call__(self) -> T:
@@ -71,24 +69,10 @@ class SharedCall(Burst, JoinHook, Generic[T]):
             raise JoinError(f"{self.join_name} communicates inside a Join block that does not list it; list it")
         return self._function()
 
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
     @property
     @override
     def join_name(self) -> str:
         return f"the call of {getattr(self._function, '__qualname__', type(self._function).__name__)}"
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return self._group
 
     @override
     def attach(self, join: Block) -> None:

@@ -136,9 +136,11 @@ class Iteration:
     @property
     def is_last_step(self) -> bool:
         """Whether the step under way is the last, of all ranks."""
-        if not self.running or self._counts.at < self._counts.steps:
+        if not self.running:
             return False
         counts = self._counts
+        if counts.at < counts.steps:
+            return False
         return self._length is not None or counts.is_last(f"asked in step {self._step} whether it is the last")
 
     # -- handing out --------------------------------------------------------------------------------------------------

@@ -2,37 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
-from typing_extensions import override
-
-from join.joinable import Burst, JoinHook
+from join.joinable import Burst
+from join.on_group import OnGroup
 
 
-class NothingListed(Burst, JoinHook):
-    """Has a group, and no collectives: what its ranks keep in step is their loops over ``Join.iterate``.
-
-    Args:
-        process_group: the ranks; ``None`` is the default group.
-    """
-
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
-    def __init__(self, process_group: Any) -> None:
-        super().__init__()
-        self._group = process_group
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return self._group
+class NothingListed(OnGroup, Burst):
+    """Has a group, and no collectives: what its ranks keep in step is their loops over ``Join.iterate``."""

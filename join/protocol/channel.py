@@ -298,7 +298,7 @@ class Channel:
         self._last_with_data = last_with_data, self.headers.tally.headers
         self._outstanding = []  # in a loop, a follower may be left out
         if last_with_data:
-            for member in [member for scope in self.roster.scopes for member in scope.members]:
+            for member in self.roster.listed:
                 member.joinable.synchronise_own(lowest(last_with_data))
 
     # -- failing ------------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ class Channel:
     @property
     def targets(self) -> Sequence[object]:
         """The objects that are listed in the blocks of the group."""
-        return [member.joinable.join_target for scope in self.roster.scopes for member in scope.members]
+        return [member.joinable.join_target for member in self.roster.listed]
 
     def end_broken_loop(self) -> None:
         """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""

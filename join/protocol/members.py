@@ -83,6 +83,7 @@ class Roster:
 
     Attributes:
         scopes: these blocks.
+        listed: all that are listed in them, also what does not announce.
         members: all that announce in them, in the order in which headers count them.
         index: of each member, by the ``id`` of its joinable.
         bursts: those that announce by nature, with their index.
@@ -100,6 +101,7 @@ class Roster:
 
     def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
         self.scopes = scopes
+        self.listed = [member for scope in scopes for member in scope.members]
         self.members = [member for scope in scopes for member in scope.announcing]
         self.index = {id(member.joinable): index for index, member in enumerate(self.members)}
         self.bursts = [(index, member.burst) for index, member in enumerate(self.members) if member.burst is not None]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TypeVar
 
-import torch
 from typing_extensions import override
 
-from join import Join, Joinable, JoinHook
+from join import Join
 from join.collectives import Collective
+from join.on_group import OnGroup
 from joinables.shared_call import SharedCall
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Counters:
         self.global_step, self.epochs = state["global_step"], state["epochs"]
 
 
-class Ticker(Joinable, JoinHook):
+class Ticker(OnGroup):
     """Calls a function on a rank that has run out of data, once for each backward of the others that it shadows.
 
     It has no collective of its own.
@@ -46,30 +46,14 @@ class Ticker(Joinable, JoinHook):
         tick: the function.
     """
 
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
     def __init__(self, collective: Collective, tick: Callable[[], None]) -> None:
-        super().__init__()
-        self._collective, self._tick = collective, tick
+        super().__init__(collective)
+        self._tick = tick
 
     def __call__(self) -> None:
         """Note that this rank, which has data, has run a backward."""
         if self.join_config.enable:
             Join.notify_join_context(self)
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> Collective:
-        return self._collective
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
 
     @override
     def main_hook(self) -> None:

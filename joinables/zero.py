@@ -68,13 +68,13 @@ class ZeroStep(OptimizerStep):
         if not isinstance(optimizer, ZeroRedundancyOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__}; ZeroStep is for ZeroRedundancyOptimizer, list others as"
-                " they are"
+                " they are [J285]"
             )
         super().__init__(optimizer)
         if overlaps_with_ddp(optimizer):
             raise ValueError(
                 "optimizer has overlap_with_ddp=True: its step runs inside DDP's communication hook and cannot be"
-                " shadowed; build it with overlap_with_ddp=False"
+                " shadowed; build it with overlap_with_ddp=False [J286]"
             )
         self._zero = optimizer
         self._transform_gradients = transform_gradients

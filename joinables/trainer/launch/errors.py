@@ -54,10 +54,10 @@ class WorkerDied(LaunchError):
     @override
     def __str__(self) -> str:
         if self.signal is not None:
-            text = f"rank {self.rank} was killed by {self.signal}"
+            text = f"rank {self.rank} was killed by {self.signal} [J218]"
         else:
             when = "after fn had returned" if self.returned else "before it returned a result"
-            text = f"rank {self.rank} exited with code {self.exit_code} {when}"
+            text = f"rank {self.rank} exited with code {self.exit_code} {when} [J219]"
         return f"{text}. {self.hint}" if self.hint else text
 
 
@@ -115,13 +115,15 @@ class Account:
 
     def failure(self, rank: int) -> Failure:
         """Make an exception of it again, in the parent."""
-        error: BaseException = WorkerRaised(f"rank {rank} raised an exception that cannot be pickled: {self.text}")
+        error: BaseException = WorkerRaised(
+            f"rank {rank} raised an exception that cannot be pickled: {self.text} [J220]"
+        )
         if self.pickled is not None:
             try:
                 error = _revived(self.pickled)
             except Exception as lost:  # its class cannot be imported here
                 error = WorkerRaised(
-                    f"rank {rank} raised an exception that cannot be loaded here ({lost}): {self.text}"
+                    f"rank {rank} raised an exception that cannot be loaded here ({lost}): {self.text} [J221]"
                 )
         return Failure(rank, error, self.blame, self.text, RemoteTraceback(f"on rank {rank}\n{self.traceback}"))
 

@@ -65,17 +65,19 @@ class Launched(Environment):
     def _text(self, *names: str) -> tuple[str, str]:
         found = self._find(*names)
         if found is None:
-            raise ValueError(f"{' or '.join(names)} is not set; {self._way_out(names[0])}")
+            raise ValueError(f"{' or '.join(names)} is not set; {self._way_out(names[0])} [J222]")
         return found
 
     def _number(self, *names: str, least: int = 0, below: tuple[str, int] | None = None) -> int:
         name, text = self._text(*names)
         if not re.fullmatch(r"\d+", text):
-            raise ValueError(f"{name}={text!r} must be a whole number; {self._way_out(name)}")
+            raise ValueError(f"{name}={text!r} must be a whole number; {self._way_out(name)} [J223]")
         if int(text) < least:
-            raise ValueError(f"{name}={text!r} must be at least {least}; {self._way_out(name)}")
+            raise ValueError(f"{name}={text!r} must be at least {least}; {self._way_out(name)} [J224]")
         if below is not None and int(text) >= below[1]:
-            raise ValueError(f"{name}={text!r} must be below {below[0]}, which is {below[1]}; {self._way_out(name)}")
+            raise ValueError(
+                f"{name}={text!r} must be below {below[0]}, which is {below[1]}; {self._way_out(name)} [J225]"
+            )
         return int(text)
 
     def _port(self) -> int:
@@ -177,7 +179,7 @@ class SlurmEnvironment(Launched):
             try:
                 found = name, first_host(nodes)
             except ValueError as unreadable:
-                raise ValueError(f"{name}={nodes!r}: {unreadable}; set MASTER_ADDR to the node of rank 0") from None
+                raise ValueError(f"{name}={nodes!r}: {unreadable}") from None
         if self._find("MASTER_PORT"):
             return found[1], self._port()
         return found[1], _FIRST_PORT + self._number("SLURM_JOB_ID") % _PORTS
@@ -227,7 +229,7 @@ class MpiEnvironment(Launched):
         raise ValueError(
             f"{' and '.join(missing)} must be set: mpirun does not say where rank 0 can be reached. Export the name"
             " of its node, and a free port of it, to all processes: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
-            " with Open MPI, mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 with MPICH and Intel MPI"
+            " with Open MPI, mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 with MPICH and Intel MPI [J226]"
         )
 
 
@@ -253,7 +255,7 @@ def first_host(nodes: str) -> str:
     """
     found = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
     if found is None:
-        raise ValueError("not a list of nodes like node[003-005,9]")
+        raise ValueError("not a list of nodes like node[003-005,9]; set MASTER_ADDR to the node of rank 0 [J227]")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", found.group())
 
 

@@ -23,8 +23,8 @@ CODE = re.compile(r" ?\[(J\d{3})\]")
 WAYS_OUT = [
     re.compile(begin) for begin in (r"(?<=[\w*)])\. (?=[A-Z])", "; ", " (?=(must|is none of|is neither) )", ": ")
 ]
-# What nobody should see; what is the cause of a PeerError, which has a code; Python's own text; and no text of ours.
-WITHOUT_CODE = {"AssertionError", "BrokenCollective", "AttributeError", "RemoteTraceback"}
+# What nobody should see, what tells of an error that has a code, and Python's own text.
+WITHOUT_CODE = {"AssertionError", "BrokenCollective", "PeerError", "RemoteTraceback", "AttributeError"}
 TITLES = {
     "join": "Join",
     "join/collectives": "Collectives",
@@ -49,11 +49,12 @@ TOP = """# Errors
 <!-- Written by `python -m docs.errors`, from the code. -->
 
 The text of an error has a code, such as `[J053]`. Search this page for yours: there is the text, with `<what differs>`
-from one error to the next, and after the arrow the way out. In a text with several codes, the first is that of the
-error which the others come of.
+from one error to the next, and after the arrow the way out.
 
-torch's own texts have none: "Rank 0 exhausted all inputs." and "Detected at least one rank that exhausted inputs." are
-those of `EarlyTerminationError`, which `throw_on_early_termination=True` asks for.
+Two kinds of error have no code of their own. `PeerError` is what the other ranks raise when one has failed: it tells of
+that one's error. Look for its code, or mend what it says, then go on from a checkpoint; restart the processes unless
+`error.group_is_usable`. And `EarlyTerminationError`, which `throw_on_early_termination=True` asks for, has torch's own
+texts: a rank has run out of inputs.
 """
 
 
@@ -85,9 +86,9 @@ class Text:
 
     @property
     def room(self) -> str:
-        """The folder; for an integration, the one that all are in."""
+        """The folder, or the one of ``TITLES`` that it is in."""
         folder = self.path.relative_to(ROOT).parent.as_posix()
-        return folder[: folder.find("/integrations") + len("/integrations")] if "/integrations" in folder else folder
+        return max((room for room in TITLES if f"{folder}/".startswith(f"{room}/")), key=len)
 
 
 def texts() -> Iterator[Text]:
@@ -142,16 +143,18 @@ def written(node: ast.expr, constants: Mapping[str, str]) -> str:
     source = ast.unparse(node.value)
     if source.startswith("did_you_mean"):
         return ""
-    return constants[source] if source in constants else f"*{in_short(source)}*"
+    return constants[source] if source in constants else f"*{in_short(node.value)}*"
 
 
-def in_short(expression: str) -> str:
+def in_short(node: ast.expr) -> str:
     """What an expression is, in a word or two."""
-    names = re.findall(
-        r"[a-z][a-z_]*", re.sub(r"(['\"]).*?\1|\d|\b(and|or|if|else|for|in|not|None)\b.*", "", expression)
-    )
-    names = [name for name in names if name not in WITHOUT_MEANING]
-    return names[-1].replace("_", " ") if names else "..."
+    if isinstance(node, ast.IfExp):
+        return in_short(node.orelse)
+    source = re.sub(r"(['\"]).*?\1", "", ast.unparse(node))
+    if isinstance(node, ast.BinOp):
+        return re.sub(r"\b(self\.)?_?", "", source)
+    names = [name.strip("_") for name in re.findall(r"[A-Za-z]\w*", source) if name not in WITHOUT_MEANING]
+    return names[-1].replace("_", " ") if names else "class"
 
 
 WITHOUT_MEANING = {
@@ -162,11 +165,11 @@ WITHOUT_MEANING = {
     "sorted",
     "str",
     "len",
-    "list",
-    "name",
     "type",
     "name__",
     "qualname__",
+    "decode",
+    "or",
 }
 
 
@@ -182,7 +185,7 @@ def page() -> str:
     """The page."""
     told = [TOP]
     for room, here in groupby(sorted(texts(), key=lambda text: (text.room, text.codes)), key=lambda text: text.room):
-        told.append(f"## {TITLES.get(room, room)}\n")
+        told.append(f"## {TITLES[room]}\n")
         told += map(entry, here)
     return "\n".join(told)
 

@@ -224,6 +224,7 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
             continue
         known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
         hint = did_you_mean(name, [*taken, *own])
+        #: Leave it out, or mend its name: the text has those that are known.
         raise TypeError(
             f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint} [J018]"
         )
@@ -288,6 +289,7 @@ def check_same(collective: Collective, name: str, mine: Sequence[str], wait: Cal
     for rank, parts in enumerate(own if any(own) else said):  # else it is their order
         ranks_of.setdefault(", ".join(parts) or "nothing more", []).append(rank)
     told = "; ".join(f"ranks {ranks}: {parts}" for parts, ranks in ranks_of.items())
+    #: List the same objects in the same order on all ranks, and give the same arguments. The text says who gave what.
     raise ProtocolError(
         f"all ranks must enter {name} with the same, in the same order. They differ in this: {told} [J020]"
     )

@@ -193,8 +193,8 @@ class Join:
         declared = self._block is not None and isinstance(self._steps, int)
         if declared and (checked is None) != (self._weight is None):
             raise JoinError(
-                "with steps=, all ranks must know on entering whether weights are in use, and they are in all of the"
-                " block or in none of it: join = Join(..., steps=n); join.weight = w; with join: ... [J053]"
+                "with steps=, all ranks must know on entering whether weights are in use: in all of the block or in"
+                " none of it. Set it first: join = Join(..., steps=n); join.weight = w; with join: ... [J053]"
             )
         self._weight = checked
 

@@ -12,7 +12,7 @@ from joinables.namesake import found_instead
 
 if (_other := found_instead()) is not None:
     raise ImportError(
-        f"joinables needs its own package join, and import finds {_other} in its place; rename that [J105]"
+        f"joinables needs its own package join, and import finds {_other} in its place; rename that [J101]"
     )
 
 import torch
@@ -94,7 +94,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
-            " apply fully_shard to it, or list Replay(module), which leaves gradients alone [J106]"
+            " apply fully_shard to it, or list Replay(module), which leaves gradients alone [J102]"
         )
     return Metric(module).joinable() if is_metric(module) else State(module)
 

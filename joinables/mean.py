@@ -61,6 +61,6 @@ class Mean:
         if self.weighted and parts == 0:
             raise ValueError(
                 "join.weight is 0 on all ranks at once, so their gradients have no mean; give one of them a weight"
-                " above 0 [J144]"
+                " above 0 [J140]"
             )
         return world_size / parts if parts else 1.0

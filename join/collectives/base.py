@@ -173,7 +173,7 @@ class Collective(ABC):
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source).wait()
         if not ok:
             raise RuntimeError(
-                f"rank {source} cannot pickle what it should broadcast: {data.decode()}; broadcast what it can [J024]"
+                f"rank {source} cannot pickle what it should broadcast: {data.decode()}; send what pickle takes [J024]"
             )
         return value if self.rank == source else pickle.loads(data)
 
@@ -240,7 +240,7 @@ class Collective(ABC):
         failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
         if failed:
             raise RuntimeError(
-                f"not every rank can pickle what it should send: {', '.join(failed)}; send what it can [J026]"
+                f"not every rank can pickle what it should send: {', '.join(failed)}; send what pickle takes [J026]"
             )
         return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
 

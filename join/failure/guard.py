@@ -125,6 +125,7 @@ class Guard:
                 " join.iterate [J060]"
             )
         elif in_collective:
+            #: A rank does not come to a collective of the group: run the same ones on all, or give a longer timeout.
             text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing} [J061]"
         else:
             text = (

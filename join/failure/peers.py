@@ -94,7 +94,7 @@ class Peers:
             notes = self._watch.news.notes
         is_usable = all(note.parts for note in notes)  # else it has not waited for this header
         text = "; ".join(note.text for note in notes) or "another rank failed"
-        error = PeerError(f"{text} [J064]")
+        error = PeerError(text)
         error.rank = notes[0].cause if notes else None
         error.group_is_usable = is_usable
         add_note(error, _USABLE if is_usable else _UNUSABLE)
@@ -166,7 +166,7 @@ class Peers:
         first = [note for note in notes if note.rank == note.cause] or notes
         text = "; ".join(dict.fromkeys(note.text for note in first))
         gave_up = all(note.kind == JoinTimeoutError.__name__ for note in first)
-        error = (JoinTimeoutError if gave_up else PeerError)(f"{text}. {_UNUSABLE} [J065]")
+        error = (JoinTimeoutError if gave_up else PeerError)(f"{text}. {_UNUSABLE}")
         return self._blaming(error, first[0].cause, first[0].kind, text)
 
     def _gone(self, ranks: list[int]) -> JoinError:
@@ -174,8 +174,9 @@ class Peers:
         who = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
         if not ranks:
             who = "another rank is gone, and with it the store in which ranks leave word"
-        text = f"{who}, without an exception that could be told: killed, ended by os._exit, or cut off"
-        return self._blaming(PeerError(f"{text}. {_UNUSABLE} [J066]"), ranks[0] if ranks else None, "", text)
+        #: Its output may say why, or the kernel's log, if memory has run out. Restart from a checkpoint.
+        text = f"{who}, without an exception that could be told: killed, ended by os._exit, or cut off [J064]"
+        return self._blaming(PeerError(f"{text}. {_UNUSABLE}"), ranks[0] if ranks else None, "", text)
 
     def _blaming(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:
         error.group_is_usable = False

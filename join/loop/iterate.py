@@ -224,8 +224,8 @@ class Iteration:
         return batch
 
     def _miscounts(self, how: str) -> str:
-        declared = f"rank {self._channel.collective.rank} has a loader of len {self._length}"
-        return f"{declared} that {how}; give it a length that is right, or leave steps out [J067]"
+        rank, length = self._channel.collective.rank, self._length
+        return f"rank {rank} has a loader of len {length} that {how}; mend its length, or leave steps out [J065]"
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -281,7 +281,7 @@ class Iteration:
                 raise  # another rank is gone
             raise JoinError(
                 f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"
-                " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body [J068]"
+                " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body [J066]"
             ) from error
         if problem is not None:
             self._guard.close_with(problem)
@@ -294,7 +294,7 @@ class Iteration:
             self._ahead.read(1)
         if self._ahead.error is not None:
             error = self._failed = self._ahead.error
-            return None, PeerError(f"rank {rank} failed: {described(error)} [J069]")
+            return None, PeerError(f"rank {rank} failed: {described(error)}")
         if not self._ahead.batches:
             return None, ProtocolError(self._miscounts("ended after 0 batches"))
         first = self._ahead.batches[0]
@@ -303,8 +303,7 @@ class Iteration:
         except Exception as error:
             return None, JoinError(
                 f"ranks without data need a dummy, and rank {rank} cannot make one of its first batch"
-                f" ({type(error).__name__}: {error}); give join.iterate(..., dummy=function) a function that makes a"
-                " dummy of a batch [J070]"
+                f" ({described(error)}); give join.iterate(..., dummy=function) a function that makes one [J067]"
             )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -379,15 +378,15 @@ def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None
         TypeError, ValueError: that name the argument, the value and the way out.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J072]")
+        raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J068]")
     if until not in ("all", "first"):
-        raise ValueError(f"until={until!r} must be 'all' or 'first': the loop ends when those ranks run out [J073]")
+        raise ValueError(f"until={until!r} must be 'all' or 'first': the loop ends when those ranks run out [J069]")
     if dummy not in ("empty", "last") and not callable(dummy):
-        raise ValueError(f"dummy={dummy!r} must be 'empty', 'last', or a function that makes a dummy of a batch [J074]")
+        raise ValueError(f"dummy={dummy!r} must be 'empty', 'last', or a function that makes a dummy of a batch [J070]")
     if isinstance(lookahead, bool) or not isinstance(lookahead, int):
-        raise TypeError(f"lookahead={lookahead!r} must be a whole number of batches [J075]")
+        raise TypeError(f"lookahead={lookahead!r} must be a whole number of batches [J071]")
     if lookahead < 1:
-        raise ValueError(f"lookahead={lookahead} must be at least 1 batch [J076]")
+        raise ValueError(f"lookahead={lookahead} must be at least 1 batch [J072]")
 
 
 def _length_of(loader: Iterable[Any]) -> int:
@@ -397,5 +396,5 @@ def _length_of(loader: Iterable[Any]) -> int:
         if "has no len()" not in str(error):  # a DataLoader asks what it reads, which may have none
             raise
         raise TypeError(
-            f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out [J077]"
+            f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out [J073]"
         ) from error

@@ -54,11 +54,11 @@ class Declared(Mode):
         if len(roster.scopes) > 1:
             raise JoinError(
                 "a block with steps= is open on this group; there can be no other in it; leave steps out, or begin the"
-                " other after it [J087]"
+                " other after it [J083]"
             )
         ahead = [member.joinable.join_name for member in roster.members if member.burst and member.burst.runs_ahead]
         if len(ahead) > 1:
-            raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out [J088]")
+            raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out [J084]")
         self._covers = any(burst.is_covered for _, burst in roster.bursts)
         self._cycle = [
             index
@@ -97,14 +97,14 @@ class Declared(Mode):
             raise ProtocolError(
                 f"rank {self._rank} ran {members[index].joinable.join_name} in step {step + 1} where"
                 f" {members[self._cycle[place]].joinable.join_name} was due; with steps=, each step runs every joinable"
-                " of the list once, in its order [J089]"
+                " of the list once, in its order [J085]"
             )
         if self._channel.roster.throws and step >= self._sorted[0]:
             self._guard.terminate_early(exhausted=False)
         if step >= self._mine:
             raise ProtocolError(
                 f"rank {self._rank} declared steps={self._mine} and began step {step + 1}; declare as many as it makes"
-                " [J090]"
+                " [J086]"
             )
 
     def _run(self, index: int, *, mine: bool) -> Header:
@@ -130,7 +130,7 @@ class Declared(Mode):
             unfinished = f" and {part} of {len(self._cycle)} parts of another" if part else ""
             raise ProtocolError(
                 f"rank {self._rank} declared steps={self._mine} and made {made}{unfinished}; declare as many as it"
-                " makes [J091]"
+                " makes [J087]"
             )
         even = self._sorted[0] == longest
         if self._channel.roster.throws and not even:

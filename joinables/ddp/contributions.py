@@ -97,7 +97,7 @@ class Contributions:
             return
         else:
             raise ValueError(
-                "with steps=, gradients still hold the last result; call zero_grad() between backwards [J109]"
+                "with steps=, gradients still hold the last result; call zero_grad() between backwards [J105]"
             )
         if times != 1 and not (window.own or result.aside):
             result.set_aside()
@@ -122,7 +122,7 @@ class Contributions:
         mean, weights = self.mean, self.weights
         if mean.weighted != weights.in_use:
             weights.refused = ValueError(
-                "join.weight was set or unset between forward and backward; set it before the forward [J110]"
+                "join.weight was set or unset between forward and backward; set it before the forward [J106]"
             )
         if mean.weighted != weights.in_headers:
             weights.refused = self.weigh_as_all() or weights.refused

@@ -38,17 +38,17 @@ class TrainModule(ModuleHooks, torch.nn.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of one batch, its mean over the samples: a tensor, or a dict with it under ``"loss"``."""
-        raise NotImplementedError(f"{type(self).__name__} has no training_step, which fit needs; write one [J264]")
+        raise NotImplementedError(f"{type(self).__name__} has no training_step, which fit needs; write one [J257]")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, without grad; ``self.log`` the metrics."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no validation_step, which validate needs; write one [J265]"
+            f"{type(self).__name__} has no validation_step, which validate needs; write one [J258]"
         )
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, without grad; ``self.log`` the metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step, which test needs; write one [J266]")
+        raise NotImplementedError(f"{type(self).__name__} has no test_step, which test needs; write one [J259]")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the outputs for one batch; by default, the module's output for it, or for a tuple's first element."""
@@ -62,7 +62,7 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no configure_optimizers, which fit needs; write one [J267]"
+            f"{type(self).__name__} has no configure_optimizers, which fit needs; write one [J260]"
         )
 
     # -- what a user calls --------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         """
         if self._trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} is not in a run of a Trainer; call this in a hook or a step [J268]"
+                f"{type(self).__name__} is not in a run of a Trainer; call this in a hook or a step [J261]"
             )
         return self._trainer
 
@@ -152,7 +152,7 @@ class TrainModule(ModuleHooks, torch.nn.Module):
             # DDP waits for the gradients of all parameters, and would wait for those that inputs= leaves out.
             raise TypeError(
                 f"manual_backward takes retain_graph and create_graph, and not {', '.join(sorted(unknown))}; leave it"
-                " out [J269]"
+                " out [J262]"
             )
         self.trainer.backward(loss, **options)
 

@@ -80,7 +80,7 @@ class Environment(ABC):
             NotImplementedError: unless ``creates_processes``.
         """
         raise NotImplementedError(
-            f"the processes under {self.name} are there already; hosting() is for those that start some [J217]"
+            f"the processes under {self.name} are there already; hosting() is for those that start some [J213]"
         )
 
 

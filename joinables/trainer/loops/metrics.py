@@ -26,7 +26,7 @@ def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
     """Return the metric that a callback or a scheduler monitors; one that was not logged is a ``ValueError``."""
     if monitor is None or monitor not in metrics:
         raise ValueError(
-            f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'} [J249]"
+            f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'} [J242]"
         )
     return metrics[monitor]
 
@@ -104,7 +104,7 @@ class Metric:
         if other.reduce_fx != self.reduce_fx:
             raise ValueError(
                 f"reduce_fx={other.reduce_fx!r} on one rank and {self.reduce_fx!r} on another; log it alike on all"
-                " ranks [J250]"
+                " ranks [J243]"
             )
         for partial in other.partials:
             self.partials = add_exactly(self.partials, partial)
@@ -155,11 +155,11 @@ class MetricStore:
         """
         if reduce_fx not in get_args(Reduction):
             raise ValueError(
-                f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(get_args(Reduction))} [J251]"
+                f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(get_args(Reduction))} [J244]"
             )
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise ValueError(f"metric {name!r} has {value.numel()} elements; log a number [J252]")
+                raise ValueError(f"metric {name!r} has {value.numel()} elements; log a number [J245]")
             value = float(value.detach())
         metric = self.metrics.get(name)
         if metric is None:
@@ -167,7 +167,7 @@ class MetricStore:
         if metric.reduce_fx != reduce_fx:
             raise ValueError(
                 f"metric {name!r} was logged with reduce_fx={metric.reduce_fx!r} before; log it in the same way each"
-                " time [J253]"
+                " time [J246]"
             )
         metric.add(float(value), weight)
         if metric.on_step and metric.logger:

@@ -162,9 +162,9 @@ def keeps_result(rank: int, forgetful: list[int]) -> str:
 def test_gradients_that_hold_the_last_result(ending: Ending, forgetful: list[int]) -> None:
     for rank, told in enumerate(ending.run(keeps_result, forgetful)):
         if rank in forgetful:
-            assert told.startswith("ValueError: steps= needs zero_grad()")
+            assert told.startswith("ValueError: with steps=, gradients still hold")
         else:
-            assert told.startswith(f"PeerError: rank {forgetful[0]} failed: ValueError: steps= needs zero_grad()")
+            assert told.startswith(f"PeerError: rank {forgetful[0]} failed: ValueError: with steps=, gradients still")
 
 
 def refused(rank: int) -> None:

@@ -88,9 +88,9 @@ def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
 
 @every_way
 def test_weight_0_on_all_ranks(pool: Pool, way: str, kind: str) -> None:
-    told = "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
+    told = "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean; "
     texts = pool.run(outcome, ((2, 0), (1, 0), ()), way, kind)
-    assert told in texts
+    assert any(text.startswith(told) for text in texts)
     assert all(told in text for text in texts)  # who sees others leave first says that of them
 
 

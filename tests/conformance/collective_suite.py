@@ -197,7 +197,7 @@ def check_objects(collective: Collective) -> None:
     # an error on every rank, and what follows still meets
     with pytest.raises(RuntimeError, match="rank 0 cannot pickle"):
         collective.broadcast_object(lambda: None, 0)
-    with pytest.raises(RuntimeError, match=f"not every rank can pickle what it should send; rank {last}: .*lambda"):
+    with pytest.raises(RuntimeError, match=f"not every rank can pickle what it should send: rank {last}: .*lambda"):
         collective.all_gather_object((lambda: None) if rank == last else "fine")
     assert collective.all_gather_object(rank) == list(range(size))
 

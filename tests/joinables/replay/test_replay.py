@@ -658,6 +658,40 @@ def test_a_module_that_takes_no_empty_batch_in_lockstep(ending: Ending) -> None:
     assert_blamed(ending.run(locked), 1, "OSError: disk")
 
 
+class TakesSparse(torch.nn.Sequential):
+    """Is called with a sparse matrix, whose rows cannot be taken away."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to_dense())
+
+
+def with_sparse_calls(rank: int) -> dict[str, torch.Tensor]:
+    """Rank 0 runs out first; its dummies are dense, and have no rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(TakesSparse(*build("mlp")), mesh=mesh_of())  # pyright: ignore[reportGeneralTypeIssues]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model, optimizer]) as join:
+        mine = [batch(rank, 0, step) for step in range(2 * rank)]
+        for x, y in join.iterate(mine, dummy="empty"):
+            optimizer.zero_grad()
+            ((model(x.to_sparse() if len(x) else x) - y) ** 2).sum().backward()
+            optimizer.step()
+    return flat_state(whole(model.state_dict()))
+
+
+def test_calls_that_cannot_be_emptied(pool: Pool) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        x, y = batch(1, 0, step)
+        (((model(x) - y) ** 2).sum() / 2).backward()  # the mean over two ranks, of which one adds nothing
+        optimizer.step()
+    for state in pool.run(with_sparse_calls, ranks=2):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
 def train_two_loops(rank: int, in_one_block: bool) -> dict[str, torch.Tensor]:
     """A norm whose statistics are each rank's own; in the first loop rank 0 runs out first, in the second rank 1."""
     from torch.distributed.fsdp import fully_shard

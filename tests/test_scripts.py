@@ -21,7 +21,7 @@ import torch.multiprocessing
 import joinables.trainer
 from joinables.trainer import Launcher, ddp_strategy
 from tests.ending import Ending
-from tests.selection import ALL
+from tests.selection import ALL, at_night
 from tests.versions import own_lines
 
 ROOT = Path(__file__).parent.parent
@@ -71,8 +71,8 @@ def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
 
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-SPAWNING = {"01_uneven_ddp", "05_gan"}
-"""Always run as their readers do: one by ``mp.spawn``, and one by the trainer that tells its processes how to log."""
+SPAWNING = {"01_uneven_ddp"}
+"""Always run as their readers do."""
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
@@ -82,6 +82,7 @@ def test_tutorial(ending: Ending, path: Path) -> None:
     assert told.strip()
 
 
+@at_night
 def test_tutorial_says_the_same_under_torchrun(ending: Ending) -> None:
     path = str(ROOT / "tutorials" / "07_torchrun.py")
     alone, launched = run_forked(ending, path).splitlines(), run(*TORCHRUN, path, OMP_NUM_THREADS="1").splitlines()
@@ -122,6 +123,7 @@ def test_demo_without_its_extra_says_what_to_install() -> None:
     assert "Traceback" not in result.stderr
 
 
+@at_night
 def test_the_benchmark_of_overhead_runs_every_way() -> None:
     few = ("--only", "MLP", "--rounds", "1", "--launches", "1", "--steps", "4")
     table = run("benchmarks/overhead.py", *few).splitlines()

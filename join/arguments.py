@@ -42,9 +42,9 @@ def checked_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout={timeout!r} must be a number of seconds, or None to wait for ever")
+        raise TypeError(f"timeout={timeout!r} must be a number of seconds, or None to wait for ever [J001]")
     if not (math.isfinite(timeout) and timeout > 0):
-        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever")
+        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever [J002]")
     return timeout
 
 
@@ -60,11 +60,14 @@ def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
     if isinstance(steps, bool) or not isinstance(steps, Integral):
         raise TypeError(
             f"steps={steps!r} must be a whole number, 'loader' for a loop over join.iterate, or None if it is not known"
+            " [J003]"
         )
     if steps < 0:
-        raise ValueError(f"steps={steps} must not be negative")
+        raise ValueError(f"steps={steps} must not be negative [J004]")
     if timeout is not None:
-        raise ValueError(f"timeout={timeout!r} watches headers, which steps={steps} does without; give one of them")
+        raise ValueError(
+            f"timeout={timeout!r} watches headers, which steps={steps} does without; give one of them [J005]"
+        )
     return int(steps)
 
 
@@ -80,10 +83,10 @@ def checked_weight(weight: Any) -> float | None:
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"weight={weight!r} must be a number of samples or tokens, or None")
+        raise TypeError(f"weight={weight!r} must be a number of samples or tokens, or None [J006]")
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"weight={weight!r} must be finite and not negative: a number of samples or tokens")
+        raise ValueError(f"weight={weight!r} must be finite and not negative: a number of samples or tokens [J007]")
     return number
 
 
@@ -95,9 +98,9 @@ def checked_divisor(divisor: Any) -> int:
         ValueError: if it is less than 1.
     """
     if isinstance(divisor, bool) or not isinstance(divisor, Integral):
-        raise TypeError(f"loss_divided_by={divisor!r} must be a whole number: the micro-batches in a window")
+        raise TypeError(f"loss_divided_by={divisor!r} must be a whole number: the micro-batches in a window [J008]")
     if divisor < 1:
-        raise ValueError(f"loss_divided_by={divisor} must be at least 1: the micro-batches in a window")
+        raise ValueError(f"loss_divided_by={divisor} must be at least 1: the micro-batches in a window [J009]")
     return int(divisor)
 
 
@@ -114,12 +117,12 @@ def listed(objects: Any, group: Any) -> list[Any]:
     """
     # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
-        raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...])")
+        raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...]) [J010]")
     found = list(cast("Iterable[Any]", objects))
     if not found and group is ...:
         raise ValueError(
             "joinables=[] is empty: Join requires at least one joinable; for loops over join.iterate that train nothing"
-            " write Join([], process_group=None), or give their group"
+            " write Join([], process_group=None), or give their group [J011]"
         )
     return found
 
@@ -141,7 +144,7 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
             if id(target) in seen:
                 raise ValueError(
                     f"joinables[{seen[id(target)]}] and joinables[{position}] are the same {type(target).__name__};"
-                    " list it once"
+                    " list it once [J012]"
                 )
             seen[id(target)] = position
         expanded += found
@@ -149,7 +152,7 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
         names = ", ".join(joinable.join_name for joinable in expanded)
         raise ValueError(
             f"joinables=[{names}] has no object that communicates; list the module wrapped in DistributedDataParallel"
-            " (or another Joinable) too"
+            " (or another Joinable) too [J013]"
         )
     return expanded
 
@@ -163,7 +166,7 @@ def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
     hook: Any = joinable.join_hook(**kwargs)
     if callable(getattr(hook, "main_hook", None)) and callable(getattr(hook, "post_hook", None)):
         return hook
-    raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook")
+    raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook [J014]")
 
 
 def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
@@ -183,17 +186,20 @@ def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
         if collective_of(other.join_process_group) is not collective:
             raise ValueError(
                 f"using Join with multiple process groups: that of {first.join_name} is not that of"
-                f" {other.join_name}; use a block for each group"
+                f" {other.join_name}; use a block for each group [J015]"
             )
     if given is not ... and collective_of(given) is not collective:
-        raise ValueError(f"process_group={given!r} is not that of {first.join_name}; leave it out")
+        raise ValueError(f"process_group={given!r} is not that of {first.join_name}; leave it out [J016]")
     return collective
 
 
 def check_initialised(joinable: Any) -> None:
     """Raise a ``TypeError`` for what is no ``Joinable``, or whose constructor did not call ``Joinable.__init__``."""
     if not hasattr(joinable, "_join_config"):
-        raise TypeError(f"check that the constructor of {type(joinable).__name__} calls Joinable.__init__(self)")
+        raise TypeError(
+            f"joinables has an object that is not initialised; check that the constructor of {type(joinable).__name__}"
+            " calls Joinable.__init__(self) [J017]"
+        )
 
 
 def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
@@ -218,14 +224,17 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
             continue
         known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
         hint = did_you_mean(name, [*taken, *own])
-        raise TypeError(f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint}")
+        #: Leave it out, or mend its name: the text has those that are known.
+        raise TypeError(
+            f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint} [J018]"
+        )
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise a ``TypeError`` for an argument that is neither true nor false."""
     for name, value in flags.items():
         if value not in (True, False):  # numpy's are fine
-            raise TypeError(f"{name}={value!r} must be True or False")
+            raise TypeError(f"{name}={value!r} must be True or False [J019]")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -280,4 +289,7 @@ def check_same(collective: Collective, name: str, mine: Sequence[str], wait: Cal
     for rank, parts in enumerate(own if any(own) else said):  # else it is their order
         ranks_of.setdefault(", ".join(parts) or "nothing more", []).append(rank)
     told = "; ".join(f"ranks {ranks}: {parts}" for parts, ranks in ranks_of.items())
-    raise ProtocolError(f"all ranks must enter {name} with the same, in the same order. They differ in this: {told}")
+    #: List the same objects in the same order on all ranks, and give the same arguments. The text says who gave what.
+    raise ProtocolError(
+        f"all ranks must enter {name} with the same, in the same order. They differ in this: {told} [J020]"
+    )

@@ -32,5 +32,5 @@ def _hint(package: ModuleType, name: str) -> str | None:
         return None
     return (
         f"{name!r} is of a block, and {package.__name__!r} is the package here; name the block:"
-        f" `with {package.__name__}.Join([...]) as block:`, and use block.{name}"
+        f" `with {package.__name__}.Join([...]) as block:`, and use block.{name} [J021]"
     )

@@ -116,9 +116,7 @@ class Join:
         check_keywords(self._joinables, kwargs, own=OWN_KEYWORDS)
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
-        self._enable = enable
-        self._throw = throw_on_early_termination
-        self._kwargs = kwargs
+        self._enable, self._throw, self._kwargs = enable, throw_on_early_termination, kwargs
         self._divisor = checked_divisor(loss_divided_by)
         self._weight = None if loss_divided_by == 1 else 1.0
         self._weight_outside: float | None = None  # what it is again after the block
@@ -136,7 +134,7 @@ class Join:
     def report(self) -> JoinReport:
         """Who did what in the last block, rank by rank; available if that ended without an exception."""
         if self._report is None:
-            raise JoinError("there is no report: it is made at the end of a block that ends without an exception")
+            raise JoinError("there is no report: read it after a block that has ended without an exception [J051]")
         return self._report
 
     @staticmethod
@@ -160,7 +158,9 @@ class Join:
         check_initialised(joinable)
         if Join.is_open_on(joinable.join_process_group):
             name = type(joinable).__name__
-            raise JoinError(f"{name} called notify_join_context inside a Join block that does not list it; list it")
+            raise JoinError(
+                f"{name} called notify_join_context inside a Join block that does not list it; list it [J052]"
+            )
         return None
 
     @staticmethod
@@ -193,8 +193,8 @@ class Join:
         declared = self._block is not None and isinstance(self._steps, int)
         if declared and (checked is None) != (self._weight is None):
             raise JoinError(
-                "with steps=, all ranks must know on entering whether weights are in use, and they are in all of the"
-                " block or in none of it: join = Join(..., steps=n); join.weight = w; with join: ..."
+                "with steps=, all ranks must know on entering whether weights are in use: in all of the block or in"
+                " none of it. Set it first: join = Join(..., steps=n); join.weight = w; with join: ... [J053]"
             )
         self._weight = checked
 
@@ -239,7 +239,7 @@ class Join:
             TypeError: if the loader has no ``state_dict``.
         """
         if self._loops.last is None:
-            raise JoinError("join.loader_state() is of a loop over join.iterate, and there was none in this block")
+            raise JoinError("no loop was in this block; join.loader_state() is of one over join.iterate [J054]")
         return self._loops.last.loader_state
 
     def iterate(
@@ -274,12 +274,12 @@ class Join:
             PeerError: if a rank fails, in its loader or in the body.
         """
         if not self._is_open:
-            raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ...")
+            raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ... [J055]")
         if self._block is None:  # enable=False
             check_arguments(loader, until, dummy, lookahead)
             return self._loops.begin_alone(loader)
         if isinstance(self._steps, int):
-            raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader'")
+            raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader' [J056]")
         told = {"declared": self._steps == "loader", "throw": self._throw}
         return self._loops.begin(self._block.channel, loader, until, dummy, lookahead, **told)
 
@@ -289,7 +289,7 @@ class Join:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
-            raise AttributeError(f"Join has no attribute {name!r} to set; did you mean weight?")
+            raise AttributeError(f"Join has no attribute {name!r} to set; did you mean weight? [J057]")
         object.__setattr__(self, name, value)
 
     # -- for joinables ------------------------------------------------------------------------------------------------
@@ -329,12 +329,12 @@ class Join:
 
     def __enter__(self) -> Self:
         if self._is_open:
-            raise JoinError("this Join is open: leave its block before it is entered again, or build another Join")
+            raise JoinError("this Join is open: leave its block before it is entered again, or build another [J058]")
         self._begin_anew()
         self._weight_outside = self._weight
         for joinable in self._joinables:
             if block_of(joinable.join_target) is not None:
-                raise JoinError(f"{joinable.join_name} is inside another Join block already")
+                raise JoinError(f"{joinable.join_name} is inside another Join block already; leave that first [J059]")
         if not self._enable:
             self._configure()
             self._report = JoinReport()

@@ -65,7 +65,9 @@ class OpenBlock:
             mode = Announced if steps is None else partial(Declared, steps=steps, weighted=weighted)
             channel = Channel(collective, mode)
         elif steps is not None:
-            raise JoinError("steps= needs a block of its own, and another is open on this group")
+            raise JoinError(
+                "steps= needs a block of its own, and another is open on this group; begin it after that one [J077]"
+            )
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
         self._attached: list[Joinable] = []
@@ -122,6 +124,7 @@ class OpenBlock:
         if joinable is not caller and member.burst is not None:
             raise TypeError(
                 f"notify_join_context is not for a {type(caller).__name__}, which announces by itself; leave it out"
+                " [J078]"
             )
         if any(each is member for each in self._scope.announcing):
             return self.channel.announce(joinable)
@@ -207,6 +210,7 @@ class OpenBlock:
             raise ProtocolError(
                 "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
                 f" {[row.headers for row in report.ranks]} headers. Run them after the block, or make them a joinable"
+                " [J079]"
             )
         return report
 

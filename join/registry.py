@@ -33,9 +33,11 @@ def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[J
         TypeError: if ``cls`` is not a class or ``adapter`` cannot be called.
     """
     if not isinstance(cls, type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"cls={cls!r} is not a class")
+        raise TypeError(f"cls={cls!r} is not a class; give a class [J094]")
     if not callable(adapter):
-        raise TypeError(f"adapter={adapter!r} cannot be called; give a function from the object to its joinables")
+        raise TypeError(
+            f"adapter={adapter!r} cannot be called; give a function from the object to its joinables [J095]"
+        )
     _adapters[cls] = adapter
 
 
@@ -68,13 +70,13 @@ def joinables_of(obj: Any) -> list[Joinable]:
         raise TypeError(
             f"{kind} cannot join: it is no Joinable, has no state_dict and load_state_dict, and no adapter is"
             f" registered for it. Derive it from join.Joinable, or call join.register_joinable({type(obj).__name__},"
-            " adapter)"
+            " adapter) [J096]"
         )
     found = adapter(obj)
     listed = [found] if isinstance(found, Joinable) else found
     if not (isinstance(listed, Sequence) and listed and all(isinstance(item, Joinable) for item in listed)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"the adapter registered for {type(obj).__qualname__} returned {found!r}; it must return a Joinable, or a"
-            " list of them"
+            " list of them [J097]"
         )
     return list(listed)

@@ -47,7 +47,10 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
         try:
             skeleton = pytree.tree_map_only(torch.Tensor, _Slot.of, tree)
         except Exception as error:  # some look at what they get, such as PackedSequence
-            refused = TypeError(f"something in it cannot be sent to other ranks: {type(error).__name__}: {error}")
+            #: Give plain tensors in lists, tuples or dicts.
+            refused = TypeError(
+                f"something in it cannot be sent to other ranks: {type(error).__name__}: {error} [J100]"
+            )
             collective.broadcast_object(refused, source)
             raise refused from error
         collective.broadcast_object(skeleton, source)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from joinables.namesake import found_instead
 
 if (_other := found_instead()) is not None:
-    raise ImportError(f"joinables needs its own package join, and import finds {_other} in its place; rename that")
+    raise ImportError(
+        f"joinables needs its own package join, and import finds {_other} in its place; rename that [J101]"
+    )
 
 import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
@@ -92,7 +94,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
-            " apply fully_shard to it, or list Replay(module), which leaves gradients alone"
+            " apply fully_shard to it, or list Replay(module), which leaves gradients alone [J102]"
         )
     return Metric(module).joinable() if is_metric(module) else State(module)
 

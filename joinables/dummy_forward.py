@@ -88,6 +88,7 @@ def emptied_output(output: Any, arguments: Any) -> Any:
         raise JoinError(
             f"a module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
             " to empty; return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')"
+            " [J115]"
         )
     linked = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
     emptied = iter(cast("tuple[torch.Tensor, ...]", _Emptied.apply(len(tensors), *tensors, *linked)))

@@ -59,5 +59,8 @@ class Mean:
         """
         parts = self.parts(contributors)
         if self.weighted and parts == 0:
-            raise ValueError("join.weight is 0 on all ranks at once, so their gradients have no mean")
+            raise ValueError(
+                "join.weight is 0 on all ranks at once, so their gradients have no mean; give one of them a weight"
+                " above 0 [J140]"
+            )
         return world_size / parts if parts else 1.0

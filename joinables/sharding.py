@@ -53,5 +53,5 @@ def group_of(tensors: Iterable[torch.Tensor], name: str) -> Any:
     raise ValueError(
         f"the parameters of {name} are spread over {mesh}, which has {mesh.size()} of {dist.get_world_size()} ranks and"
         " several dimensions; make a process group of these ranks and give Replay(module, process_group=...),"
-        " ShardStep(optimizer, process_group=...)"
+        " ShardStep(optimizer, process_group=...) [J160]"
     )

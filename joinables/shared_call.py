@@ -49,7 +49,7 @@ class SharedCall(OnGroup, Burst, Generic[T]):
     def __init__(self, function: Callable[[], T], process_group: Any = None) -> None:
         super().__init__(process_group)
         if not callable(function):
-            raise TypeError(f"function is a {type(function).__name__}, which cannot be called")
+            raise TypeError(f"function is a {type(function).__name__}, which cannot be called; give a function [J161]")
         self._function = function
         self._join: Block | None = None
 
@@ -66,7 +66,7 @@ class SharedCall(OnGroup, Burst, Generic[T]):
             self.state = BurstState.IDLE
             return result
         if Join.is_open_on(self._group):
-            raise JoinError(f"{self.join_name} communicates inside a Join block that does not list it; list it")
+            raise JoinError(f"{self.join_name} communicates inside a Join block that does not list it; list it [J162]")
         return self._function()
 
     @property

@@ -69,7 +69,8 @@ class State(Silent):
             try:
                 state = self._stateful.state_dict()
             except Exception as failure:
-                error = f"rank {source} has no state of {self.join_name}: {type(failure).__name__}: {failure}"
+                told = f"{type(failure).__name__}: {failure}"
+                error = f"rank {source} has no state of {self.join_name}: {told}; mend its state_dict [J163]"
         state, error, stepped = broadcast_tree(collective, (state, error, stepped), source)
         if error:
             raise RuntimeError(error)

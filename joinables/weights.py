@@ -116,7 +116,7 @@ class Weights:
         """
         agreed = self._channel.ranks_with_data is not None and self.agreed_in == self._channel.loop
         if agreed and self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
-            return ValueError("join.weight was set or unset inside the loop; set it at every step or at none")
+            return ValueError("join.weight was set or unset inside the loop; set it at every step or at none [J276]")
         return None
 
     def end_refused(self) -> None:
@@ -175,4 +175,6 @@ class Weights:
 
 def weighs_on_some(using: int, not_using: int) -> ValueError:
     """The error for weights that are in use on so many ranks and not on others."""
-    return ValueError(f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none")
+    return ValueError(
+        f"join.weight is set on {using} ranks and not on {not_using}; set it on all ranks or on none [J277]"
+    )

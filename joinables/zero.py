@@ -67,14 +67,14 @@ class ZeroStep(OptimizerStep):
     ) -> None:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}; ZeroStep is for ZeroRedundancyOptimizer, list others as"
-                " they are"
+                f"optimizer is a {type(optimizer).__name__}, and ZeroStep is for ZeroRedundancyOptimizer; list others"
+                " as they are [J278]"
             )
         super().__init__(optimizer)
         if overlaps_with_ddp(optimizer):
             raise ValueError(
                 "optimizer has overlap_with_ddp=True: its step runs inside DDP's communication hook and cannot be"
-                " shadowed; build it with overlap_with_ddp=False"
+                " shadowed; build it with overlap_with_ddp=False [J279]"
             )
         self._zero = optimizer
         self._transform_gradients = transform_gradients

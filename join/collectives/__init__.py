@@ -47,10 +47,15 @@ def collective_of(group: Any) -> Collective:
         return group
     if group is None:
         if not dist.is_initialized():
-            raise ValueError("process group None means the default one, but torch.distributed is not initialised")
+            raise ValueError(
+                "process group None means the default one, but torch.distributed is not initialised; call"
+                " init_process_group() first, or give a group [J022]"
+            )
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{group!r} is neither a ProcessGroup nor a join.collectives.Collective")
+        raise TypeError(
+            f"{group!r} is neither a ProcessGroup nor a join.collectives.Collective; give one of these [J023]"
+        )
     found = _of_group.get(group)
     if found is None:
         found = _of_group[group] = TorchCollective(group)

@@ -172,7 +172,9 @@ class Collective(ABC):
         data = data or bytearray(size)
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source).wait()
         if not ok:
-            raise RuntimeError(f"rank {source} cannot pickle what it should broadcast: {data.decode()}")
+            raise RuntimeError(
+                f"rank {source} cannot pickle what it should broadcast: {data.decode()}; send what pickle takes [J024]"
+            )
         return value if self.rank == source else pickle.loads(data)
 
     @final
@@ -212,7 +214,7 @@ class Collective(ABC):
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = self.all_gather_object((tensor.dtype, tuple(tensor.shape)))
         if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
             given = ", ".join(f"rank {rank} {describe(*each)}" for rank, each in enumerate(shapes))
-            raise ValueError(f"ranks must gather tensors of one dtype and number of dimensions, not {given}")
+            raise ValueError(f"ranks must gather tensors of one dtype and number of dimensions, not {given} [J025]")
         sizes = [torch.Size(shape).numel() for _, shape in shapes]
         padded = tensor.new_zeros(max(sizes))
         padded[: tensor.numel()] = tensor.reshape(-1)
@@ -237,7 +239,9 @@ class Collective(ABC):
         texts = [each[:size] for each, size in zip(received, sizes, strict=True)]
         failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
         if failed:
-            raise RuntimeError(f"not every rank can pickle what it should send; {', '.join(failed)}")
+            raise RuntimeError(
+                f"not every rank can pickle what it should send: {', '.join(failed)}; send what pickle takes [J026]"
+            )
         return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
 
     @final
@@ -257,7 +261,9 @@ class Collective(ABC):
         _check_op(op, get_args(ResultOp))
         if op == "mean":
             if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise TypeError(f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum'")
+                raise TypeError(
+                    f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum' [J027]"
+                )
             result = tensor.clone(memory_format=torch.contiguous_format)
             self.all_reduce(result, "sum").wait()
             return result.div_(self.world_size)
@@ -284,36 +290,40 @@ class Collective(ABC):
     @final
     def _check_setup(self, rank: int, world_size: int) -> None:
         if self.is_set_up:
-            raise RuntimeError(f"{type(self).__name__} is set up already: call teardown() before another setup()")
+            raise RuntimeError(
+                f"{type(self).__name__} is set up already: call teardown() before another setup() [J028]"
+            )
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks, counted from 0")
+            raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks; they are counted from 0 [J029]")
 
     @final
     def _check_agrees(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
         if (rank, world_size) != (own_rank, own_world_size):
             raise RuntimeError(
                 f"setup(rank={rank}, world_size={world_size}) contradicts the backend of {type(self).__name__}, which"
-                f" says rank {own_rank} of {own_world_size}"
+                f" says rank {own_rank} of {own_world_size}; call setup() with that [J030]"
             )
 
     @final
     def _check_source(self, source: int) -> None:
         if not 0 <= source < self.world_size:
-            raise ValueError(f"source={source} is not a rank of this group: they are 0 to {self.world_size - 1}")
+            raise ValueError(f"source={source} is not a rank of this group: they are 0 to {self.world_size - 1} [J031]")
 
     @final
     def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], *, contiguous: bool = True) -> None:
         if len(outputs) != self.world_size:
-            raise ValueError(f"{len(outputs)} outputs given: give one for each of {self.world_size} ranks")
+            raise ValueError(f"{len(outputs)} outputs given: give one for each of {self.world_size} ranks [J032]")
         wanted = (tensor.dtype, tensor.shape, tensor.device)
         for rank, each in enumerate(outputs):
             if (each.dtype, each.shape, each.device) != wanted:
                 raise ValueError(
                     f"the output for rank {rank} is {describe(each.dtype, each.shape)} on {each.device}, but the"
-                    f" tensor {describe(tensor.dtype, tensor.shape)} on {tensor.device}"
+                    f" tensor {describe(tensor.dtype, tensor.shape)} on {tensor.device}; make it like that [J033]"
                 )
             if contiguous and not each.is_contiguous():
-                raise ValueError(f"the output for rank {rank} is not contiguous; all_gather() takes such outputs")
+                raise ValueError(
+                    f"the output for rank {rank} is not contiguous; make it so, or use all_gather() [J034]"
+                )
 
 
 def check_op(op: str) -> None:
@@ -337,7 +347,7 @@ def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def _check_op(op: str, known: tuple[str, ...]) -> None:
     if op not in known:
-        raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))}")
+        raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))} [J035]")
 
 
 def _pickled(value: Any) -> tuple[bytearray, bool]:

@@ -53,7 +53,10 @@ class _Handle:
             deadline = time.monotonic() + timeout.total_seconds()
             while not self._hvd.poll(self._handle):
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"timed out after {timeout.total_seconds():g} s waiting for Horovod")
+                    raise RuntimeError(
+                        f"timed out after {timeout.total_seconds():g} s waiting for Horovod; see what the other ranks"
+                        " do, or allow more time [J036]"
+                    )
                 time.sleep(_POLL_SECONDS)
         received = self._hvd.synchronize(self._handle)
         with torch.no_grad():
@@ -79,7 +82,7 @@ class HorovodCollective(StoreCollective):
         except ImportError as missing:
             raise ImportError(
                 "HorovodCollective needs Horovod for PyTorch: HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation"
-                " horovod"
+                " horovod [J037]"
             ) from missing
         self._given_store, self._opened = store, None
         self._is_set_up, self._made = False, False
@@ -123,14 +126,13 @@ class HorovodCollective(StoreCollective):
     @property
     def _joint(self) -> Any:
         if not self._is_set_up:
-            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first")
+            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first [J038]")
         return self._hvd
 
     @property
     @override
     def _store(self) -> dist.Store:
-        if self._opened is None:
-            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first")
+        assert self._joint and self._opened is not None
         return self._opened
 
     def _next_name(self) -> str:

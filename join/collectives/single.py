@@ -69,7 +69,9 @@ class SingleCollective(Collective):
     @override
     def get(self, key: str) -> str:
         if key not in self._texts:
-            raise RuntimeError(f"key {key!r} is not in the store, and no other rank can put it there")
+            raise RuntimeError(
+                f"key {key!r} is not in the store, and no other rank can put it there; set it first [J040]"
+            )
         return self._texts[key]
 
     @override

@@ -50,7 +50,10 @@ class _Meeting:
         limit = self.world.timeout if timeout is None else timeout.total_seconds()
         if not self.done.wait(limit):
             missing = sorted(set(range(self.world.size)) - set(self.tensors))
-            raise RuntimeError(f"timed out after {limit:g} s in {self.what}: ranks {missing} did not come")
+            raise RuntimeError(
+                f"timed out after {limit:g} s in {self.what}: ranks {missing} did not come; see what they do, or allow"
+                " more time [J041]"
+            )
         if self.failure is not None:
             raise self.failure
         return True
@@ -147,7 +150,7 @@ class ThreadCollective(Collective):
 
     def _check_is_set_up(self) -> None:
         if not self._is_set_up:
-            raise RuntimeError("ThreadCollective is not set up: call setup(rank, world_size) first")
+            raise RuntimeError("ThreadCollective is not set up: call setup(rank, world_size) first [J042]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -186,7 +189,8 @@ class ThreadCollective(Collective):
             meeting = world.meetings.setdefault(self._count, _Meeting(world, what))
             if meeting.what != what:
                 where = f"ranks disagree on collective {self._count}"
-                why = f"{where}: rank {self._rank} called {what}, rank {min(meeting.tensors)} {meeting.what}"
+                others = f"rank {min(meeting.tensors)} {meeting.what}"
+                why = f"{where}: rank {self._rank} called {what}, {others}; call the same on all [J043]"
                 meeting.fail(RuntimeError(why))
                 raise RuntimeError(why)
             for rank, failure in world.ended.items():
@@ -217,7 +221,9 @@ class ThreadCollective(Collective):
         self._check_is_set_up()
         with self._world.lock:
             if not self._world.lock.wait_for(lambda: key in self._world.store, self._world.timeout):
-                raise RuntimeError(f"timed out waiting for key {key!r}")
+                raise RuntimeError(
+                    f"timed out waiting for key {key!r}; see who should set it, or allow more time [J044]"
+                )
             return self._world.store[key]
 
     @override
@@ -276,7 +282,7 @@ def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: f
             released with a ``RuntimeError``.
     """
     if world_size < 1:
-        raise ValueError(f"world_size={world_size}: give at least 1 rank")
+        raise ValueError(f"world_size={world_size}: give at least 1 rank [J045]")
     world = _World(world_size, timeout)
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -91,7 +91,9 @@ class TorchCollective(StoreCollective):
         timeout: timedelta | None = None,
     ) -> None:
         if group is not None and not (backend is store is timeout is None):
-            raise ValueError("backend, store and timeout are for the default group that setup() makes: leave out group")
+            raise ValueError(
+                "backend, store and timeout are for the default group that setup() makes: leave out group [J046]"
+            )
         self._backend, self._given_store, self._timeout = backend, store, timeout
         self._group: dist.ProcessGroup | None = None
         self._last_group: dist.ProcessGroup | None = None
@@ -112,7 +114,9 @@ class TorchCollective(StoreCollective):
             RuntimeError: if the collective is not set up.
         """
         if self._group is None:
-            raise RuntimeError("TorchCollective is not set up: call setup(rank, world_size) first, or give it a group")
+            raise RuntimeError(
+                "TorchCollective is not set up: call setup(rank, world_size) first, or give it a group [J047]"
+            )
         return self._group
 
     @property
@@ -134,7 +138,10 @@ class TorchCollective(StoreCollective):
             wanted = str(BackendConfig(cast("dist.Backend", dist.Backend(self._backend))))
             there = dist.get_backend_config(default)
             if wanted != there:
-                raise RuntimeError(f"backend={self._backend!r} contradicts the default group, whose backend is {there}")
+                raise RuntimeError(
+                    f"backend={self._backend!r} contradicts the default group, whose backend is {there}; leave backend"
+                    " out [J048]"
+                )
         self._connect(default)
 
     def _store_of_setup(self, rank: int, world_size: int) -> dist.Store:

@@ -45,7 +45,7 @@ class XlaCollective(StoreCollective):
             self._model: Any = importlib.import_module("torch_xla.core.xla_model")
             self._runtime: Any = importlib.import_module("torch_xla.runtime")
         except ImportError as missing:
-            raise ImportError("XlaCollective needs PyTorch/XLA: pip install torch_xla") from missing
+            raise ImportError("XlaCollective needs PyTorch/XLA: pip install torch_xla [J049]") from missing
         self._given_store, self._opened = store, None
         self._is_set_up, self._setups, self._blocks = False, 0, 0
 
@@ -140,4 +140,4 @@ class XlaCollective(StoreCollective):
 
     def _check_is_set_up(self) -> None:
         if not self._is_set_up:
-            raise RuntimeError("XlaCollective is not set up: call setup(rank, world_size) first")
+            raise RuntimeError("XlaCollective is not set up: call setup(rank, world_size) first [J050]")

@@ -20,6 +20,7 @@ from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, Peer
 from join.failure.peers import Peers
 
 _LEAST_SECONDS = 0.01  # backends take 0 for their own time limit
+_PENDING = "The process group has a collective pending and cannot be used any more: restart from a checkpoint"
 
 
 class Guard:
@@ -107,7 +108,7 @@ class Guard:
             if now - started >= limit:
                 raise self.time_out()
             if self.leaving and now >= self._gives_up_at:
-                raise TimeoutError("the others do not come to the next header")
+                raise TimeoutError  # the others do not come to the next header
 
     def time_out(self, *, in_collective: bool = False) -> JoinTimeoutError:
         """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
@@ -121,13 +122,16 @@ class Guard:
                 f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
                 " a collective that this rank does not come to: in join.iterate, run the whole body on all ranks; else"
                 " list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop over"
-                " join.iterate"
+                " join.iterate [J060]"
             )
         elif in_collective:
-            text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing}"
+            #: A rank does not come to a collective of the group: run the same ones on all, or give a longer timeout.
+            text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing} [J061]"
         else:
-            text = f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same"
-        error = JoinTimeoutError(f"{text}. The process group has a collective pending and cannot be used any more")
+            text = (
+                f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same [J062]"
+            )
+        error = JoinTimeoutError(f"{text}. {_PENDING}")
         self.peers.leave(error)
         return error
 
@@ -135,7 +139,7 @@ class Guard:
 
     def refuse(self) -> NoReturn:
         """Raise a :class:`JoinError`, since nothing can be announced any more."""
-        raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on")
+        raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on [J063]")
 
     def close_with(self, error: JoinError) -> NoReturn:
         """Raise ``error``, after which nothing can be announced any more."""

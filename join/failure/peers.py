@@ -174,7 +174,8 @@ class Peers:
         who = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
         if not ranks:
             who = "another rank is gone, and with it the store in which ranks leave word"
-        text = f"{who}, without an exception that could be told: killed, ended by os._exit, or cut off"
+        #: Its output may say why, or the kernel's log, if memory has run out. Restart from a checkpoint.
+        text = f"{who}, without an exception that could be told: killed, ended by os._exit, or cut off [J064]"
         return self._blaming(PeerError(f"{text}. {_UNUSABLE}"), ranks[0] if ranks else None, "", text)
 
     def _blaming(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:

@@ -209,9 +209,9 @@ class Iteration:
             if self._ahead.error is not None:
                 raise self._ahead.error
             if not self._ahead.batches:
-                self._wrong = self._wrong or self._too_few(self._step - 1)
+                self._wrong = self._wrong or self._miscounts(f"ended after {self._step - 1} batches")
                 if self._template is None:
-                    raise ProtocolError(f"rank {self._channel.collective.rank} {self._wrong}")
+                    raise ProtocolError(self._wrong)
                 return self._make_dummy()
         batch = self._ahead.take()
         if self._length is None:
@@ -223,8 +223,9 @@ class Iteration:
         self._lockstep.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
 
-    def _too_few(self, count: int) -> str:
-        return f"has a loader of len {self._length} that ended after {count} batches"
+    def _miscounts(self, how: str) -> str:
+        rank, length = self._channel.collective.rank, self._length
+        return f"rank {rank} has a loader of len {length} that {how}; mend its length, or leave steps out [J065]"
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -280,7 +281,7 @@ class Iteration:
                 raise  # another rank is gone
             raise JoinError(
                 f"ranks without data need a dummy, and the first batch of rank {source} does not reach them ({error});"
-                " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body"
+                " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body [J066]"
             ) from error
         if problem is not None:
             self._guard.close_with(problem)
@@ -295,15 +296,14 @@ class Iteration:
             error = self._failed = self._ahead.error
             return None, PeerError(f"rank {rank} failed: {described(error)}")
         if not self._ahead.batches:
-            return None, ProtocolError(f"rank {rank} {self._too_few(0)}")
+            return None, ProtocolError(self._miscounts("ended after 0 batches"))
         first = self._ahead.batches[0]
         try:
             return emptied(first) if self._dummy == "empty" else first, None
         except Exception as error:
             return None, JoinError(
                 f"ranks without data need a dummy, and rank {rank} cannot make one of its first batch"
-                f" ({type(error).__name__}: {error}); give join.iterate(..., dummy=function) a function that makes a"
-                " dummy of a batch"
+                f" ({described(error)}); give join.iterate(..., dummy=function) a function that makes one [J067]"
             )
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ class Iteration:
     def _end(self) -> None:
         """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
         if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
-            self._wrong = f"has a loader of len {self._length} that goes on after as many batches"
-        wrong = ProtocolError(f"rank {self._channel.collective.rank} {self._wrong}") if self._wrong else None
+            self._wrong = self._miscounts("goes on after as many batches")
+        wrong = ProtocolError(self._wrong) if self._wrong else None
         self._counts.call(0 if wrong is None else self._fails(wrong))
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
@@ -378,15 +378,15 @@ def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None
         TypeError, ValueError: that name the argument, the value and the way out.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list of batches or a generator")
+        raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J068]")
     if until not in ("all", "first"):
-        raise ValueError(f"until={until!r} must be 'all' or 'first': run until all ranks, or the first, have run out")
+        raise ValueError(f"until={until!r} must be 'all' or 'first': the loop ends when those ranks run out [J069]")
     if dummy not in ("empty", "last") and not callable(dummy):
-        raise ValueError(f"dummy={dummy!r} must be 'empty', 'last', or a function that makes a dummy of a batch")
+        raise ValueError(f"dummy={dummy!r} must be 'empty', 'last', or a function that makes a dummy of a batch [J070]")
     if isinstance(lookahead, bool) or not isinstance(lookahead, int):
-        raise TypeError(f"lookahead={lookahead!r} must be a whole number of batches")
+        raise TypeError(f"lookahead={lookahead!r} must be a whole number of batches [J071]")
     if lookahead < 1:
-        raise ValueError(f"lookahead={lookahead} must be at least 1 batch")
+        raise ValueError(f"lookahead={lookahead} must be at least 1 batch [J072]")
 
 
 def _length_of(loader: Iterable[Any]) -> int:
@@ -396,5 +396,5 @@ def _length_of(loader: Iterable[Any]) -> int:
         if "has no len()" not in str(error):  # a DataLoader asks what it reads, which may have none
             raise
         raise TypeError(
-            f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out"
+            f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out [J073]"
         ) from error

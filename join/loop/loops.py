@@ -29,7 +29,7 @@ class Loops:
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if dummy == "last" and mixed:
             raise ValueError(
-                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one"
+                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one [J074]"
             )
         if self.running is not None:
             self.running.give_way()

@@ -80,12 +80,12 @@ class ReadAhead:
         if not self._has_state:
             raise TypeError(
                 f"join.loader_state() needs a loader with state_dict and load_state_dict, and {self._name} has none;"
-                " use torchdata's StatefulDataLoader, or count the batches that were handed out"
+                " use torchdata's StatefulDataLoader, or count the batches that were handed out [J075]"
             )
         is_used_up = at_end and self._state_at_end is not None and not self.batches
         state = self._state_at_end if is_used_up else self._state
         if isinstance(state, _NoState):
-            raise JoinError(f"state_dict of {self._name} has raised") from state.error
+            raise JoinError(f"state_dict of {self._name} has raised; see the exception above [J076]") from state.error
         return state
 
     def _state_now(self) -> object:

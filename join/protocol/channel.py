@@ -155,7 +155,7 @@ class Channel:
             raise JoinError(
                 f"the main_hook of {self._shadows.join_name} announced {joinable.join_name}. A main_hook issues the"
                 " collectives of a burst that another rank has announced, and announces nothing itself: call what"
-                " communicates in it, and not what calls notify_join_context"
+                " communicates in it, and not what calls notify_join_context [J080]"
             )
         index = self.roster.index[id(joinable)]
         member, mode = self.roster.members[index], self.mode
@@ -166,7 +166,7 @@ class Channel:
                 why = (
                     f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must"
                     " notify once after each of its bursts; one that keeps its own time comes first in the list, or"
-                    " derives from join.Burst; one without collectives in the loop has communicates = False"
+                    " derives from join.Burst; one without collectives in the loop has communicates = False [J081]"
                 )
                 self.break_off(JoinError(why))
             self._outstanding = list(member.followers)
@@ -190,7 +190,7 @@ class Channel:
             why = (
                 f"{joinable.join_name} follows another joinable, but notified without an announcement of that one"
                 " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
-                " derive it from join.Burst"
+                " derive it from join.Burst [J082]"
             )
             self.break_off(JoinError(why))
 

@@ -15,7 +15,6 @@ burst, or when it leaves. The others learn of that as of any failure (``join.fai
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NoReturn
 
 import torch
 from typing_extensions import override
@@ -53,10 +52,13 @@ class Declared(Mode):
     @override
     def check(self, roster: Roster) -> None:
         if len(roster.scopes) > 1:
-            raise JoinError("a block with steps= is open on this group; there can be no other in it")
+            raise JoinError(
+                "a block with steps= is open on this group; there can be no other in it; leave steps out, or begin the"
+                " other after it [J083]"
+            )
         ahead = [member.joinable.join_name for member in roster.members if member.burst and member.burst.runs_ahead]
         if len(ahead) > 1:
-            raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out")
+            raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out [J084]")
         self._covers = any(burst.is_covered for _, burst in roster.bursts)
         self._cycle = [
             index
@@ -92,18 +94,18 @@ class Declared(Mode):
     def _check_turn(self, index: int) -> None:
         members, (step, place) = self._channel.roster.members, divmod(self._events, len(self._cycle))
         if index != self._cycle[place]:
-            self._mistake(
-                f"ran {members[index].joinable.join_name} in step {step + 1} where"
+            raise ProtocolError(
+                f"rank {self._rank} ran {members[index].joinable.join_name} in step {step + 1} where"
                 f" {members[self._cycle[place]].joinable.join_name} was due; with steps=, each step runs every joinable"
-                " of the list once, in its order"
+                " of the list once, in its order [J085]"
             )
         if self._channel.roster.throws and step >= self._sorted[0]:
             self._guard.terminate_early(exhausted=False)
         if step >= self._mine:
-            self._mistake(f"declared steps={self._mine} and began step {step + 1}")
-
-    def _mistake(self, what: str) -> NoReturn:
-        raise ProtocolError(f"rank {self._rank} {what}")
+            raise ProtocolError(
+                f"rank {self._rank} declared steps={self._mine} and began step {step + 1}; declare as many as it makes"
+                " [J086]"
+            )
 
     def _run(self, index: int, *, mine: bool) -> Header:
         """A burst of member ``index`` comes, on this rank or on others; what its header would have said."""
@@ -126,7 +128,10 @@ class Declared(Mode):
         (made, part), longest = divmod(self._events, len(self._cycle)), self._sorted[-1]
         if (made, part) != (self._mine, 0):
             unfinished = f" and {part} of {len(self._cycle)} parts of another" if part else ""
-            self._mistake(f"declared steps={self._mine} and made {made}{unfinished}")
+            raise ProtocolError(
+                f"rank {self._rank} declared steps={self._mine} and made {made}{unfinished}; declare as many as it"
+                " makes [J087]"
+            )
         even = self._sorted[0] == longest
         if self._channel.roster.throws and not even:
             self._guard.terminate_early(exhausted=True)

@@ -219,6 +219,6 @@ class Headers:
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
                 f" {self._rank} announced {'none' if mine is None else mine.joinable.join_name}. All ranks"
-                " must call forward, backward and step in the same order"
+                " must call forward, backward and step in the same order [J088]"
             )
         )

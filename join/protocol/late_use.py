@@ -146,5 +146,5 @@ class LateUse:
         raise ProtocolError(
             f"on rank {self._rank}, a module {what} {where} of join.iterate: batches are read ahead of the loop's body,"
             " which then takes dummies for data. Put what reads ahead inside: for batch in"
-            " join.iterate(prefetch(loader)), or join.iterate(loader, lookahead=k)"
+            " join.iterate(prefetch(loader)), or join.iterate(loader, lookahead=k) [J089]"
         )

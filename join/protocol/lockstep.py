@@ -34,7 +34,7 @@ from join.protocol.mode import Mode, Outcome
 
 ONE_AT_A_TIME = (
     "one loop over join.iterate in another, on the same process group, is not possible. Run the inner one before or"
-    " after the outer one, or without join.iterate: an evaluation with DDP communicates nothing"
+    " after the outer one, or without join.iterate: an evaluation with DDP communicates nothing [J090]"
 )
 
 
@@ -62,7 +62,7 @@ def begin_loop(channel: Channel) -> Lockstep:
         channel.break_off(
             ProtocolError(
                 f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left the"
-                " block. Also a rank without batches loops over join.iterate"
+                " block. Also a rank without batches loops over join.iterate [J091]"
             )
         )
     channel.settle()

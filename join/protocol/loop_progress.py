@@ -91,7 +91,7 @@ class LoopProgress:
             if self.has_left and (is_elsewhere or other.step > self.steps):
                 raise ProtocolError(
                     f"rank {self._rank} left the loop over join.iterate in step {self.steps}, and rank {rank} went on."
-                    " End it on all ranks at the same place of the same step, by something that all ranks know"
+                    " End it on all ranks at the same place of the same step, by something that all ranks know [J092]"
                 )
             if is_behind and is_elsewhere:
                 what = other.burst if other.bursts == before + 1 else "something"
@@ -119,5 +119,5 @@ class LoopProgress:
         raise ProtocolError(
             f"rank {self._rank} left {what} out of {where} of join.iterate, and rank {rank} did not. All ranks must"
             " run the same body at every step, also on a dummy, or they wait for each other for ever; to leave a batch"
-            " out, use join.weight, with 0 for it"
+            " out, use join.weight, with 0 for it [J093]"
         )

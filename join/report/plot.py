@@ -27,7 +27,7 @@ def draw(report: JoinReport) -> Any:
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
-        raise ImportError('report.plot() needs matplotlib: pip install "joinables[plot]"') from error
+        raise ImportError('report.plot() needs matplotlib: pip install "joinables[plot]" [J098]') from error
     ranks = report.ranks
     # Not by pyplot, which would choose a backend and keep the figure.
     figure = figures.Figure(figsize=(10, 5 + 0.2 * min(len(ranks), 2 * _MANY)), layout="constrained")
@@ -43,7 +43,7 @@ def draw(report: JoinReport) -> Any:
 def save(figure: Any, path: Path) -> None:
     """Write under another name first, so that nobody ever sees half a file, even if all ranks write it."""
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+        raise FileNotFoundError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}; make it first [J099]")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)

@@ -42,7 +42,7 @@ def require(needed: Mapping[str, Sequence[str]]) -> None:
     if missing:
         raise ImportError(
             f"joinables needs {', '.join(missing)}, which torch {torch.__version__} does not have;"
-            f" install one of torch {SUPPORTED}"
+            f" install one of torch {SUPPORTED} [J103]"
         )
 
 

@@ -70,7 +70,7 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
             if getattr(cast("object", ddp.module), "forward_is_over", False):
                 raise ValueError(
                     f"the module contains SyncBatchNorm ({name!r}), whose forward communicates outside DDP's and cannot"
-                    " be shadowed; use BatchNorm, or feed all ranks evenly"
+                    " be shadowed; use BatchNorm, or feed all ranks evenly [J104]"
                 )
             return Replay(ddp).joinables()
     rebuild = BucketRebuild(ddp)

@@ -96,7 +96,9 @@ class Contributions:
         elif result.is_zero:
             return
         else:
-            raise ValueError("steps= needs zero_grad() between backwards: gradients still hold the last result")
+            raise ValueError(
+                "with steps=, gradients still hold the last result; call zero_grad() between backwards [J105]"
+            )
         if times != 1 and not (window.own or result.aside):
             result.set_aside()
         result.add(times)
@@ -120,7 +122,7 @@ class Contributions:
         mean, weights = self.mean, self.weights
         if mean.weighted != weights.in_use:
             weights.refused = ValueError(
-                "join.weight was set or unset between forward and backward; set it before the forward"
+                "join.weight was set or unset between forward and backward; set it before the forward [J106]"
             )
         if mean.weighted != weights.in_headers:
             weights.refused = self.weigh_as_all() or weights.refused

@@ -20,7 +20,7 @@ from joinables.tensors import tensors_with_grad
 
 IN_TORCH_JOIN = (
     "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
-    " build the DistributedDataParallel anew"
+    " build the DistributedDataParallel anew [J107]"
 )
 
 
@@ -93,7 +93,7 @@ class Forwards:
         if reducer.is_in_forward(self._ddp):
             raise JoinError(
                 "DistributedDataParallel.forward was called directly, where Join cannot see it; call the module itself:"
-                " ddp(...)"
+                " ddp(...) [J108]"
             )
 
     def _before(self, *_: Any) -> None:
@@ -157,5 +157,5 @@ class Forwards:
             raise JoinError(
                 f"a backward ran inside the forward of DistributedDataParallel({name}), where it can be neither"
                 " announced nor, on other ranks, shadowed. Return the loss from the forward, and call backward() after"
-                " it"
+                " it [J109]"
             )

@@ -66,7 +66,7 @@ class GradientSync(DDPBurst):
             if sparse and layer.weight.requires_grad:
                 raise ValueError(
                     f"{name!r} has sparse gradients, which a rank without data cannot take over; build it with"
-                    " sparse=False"
+                    " sparse=False [J110]"
                 )
         self._mean.over_all_ranks = divide_by_initial_world_size
         return self
@@ -181,7 +181,7 @@ class GradientSync(DDPBurst):
             window = self._given.window
         if window.own and weighted != window.weighted and not channel.shadowing:
             self._weights.refused = ValueError(
-                "join.weight was set or unset in a window of accumulation; set it at every step or at none"
+                "join.weight was set or unset in a window of accumulation; set it at every step or at none [J111]"
             )
             if not reduces:
                 self._weights.end_refused()
@@ -207,7 +207,7 @@ class GradientSync(DDPBurst):
             if self._channel.foresees_bursts and self._buffers is not None:
                 raise ProtocolError(
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
-                    " it; call what announces in between after the backward, and list it after the module"
+                    " it; call what announces in between after the backward, and list it after the module [J112]"
                 )
             self._given.with_buffers, self._mean.weighted = False, weighted and not self._channel.shadowing
             self._channel.announce(self)
@@ -287,7 +287,7 @@ class GradientSync(DDPBurst):
             self._channel.protest(
                 f"rank {self._collective.rank} skipped {self.join_name}, which others ran, so it has no gradients where"
                 " they have. Skip it on all ranks or on none: let them agree by an all-reduce, or multiply the loss by"
-                " 0"
+                " 0 [J113]"
             )
 
     def _miss_reduction(self, *, takes_part: bool) -> bool:

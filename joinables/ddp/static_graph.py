@@ -43,7 +43,7 @@ class StaticGraph:
         if ddp.static_graph and not reducer.first_static_backward(ddp) and ddp not in _arrivals:
             raise ValueError(
                 "the static_graph module has run its first backward outside a Join block, so a rank without data cannot"
-                " know its graph; enter the first block before the first backward"
+                " know its graph; enter the first block before the first backward [J114]"
             )
 
     def watch(self, collective: Collective) -> None:

@@ -49,7 +49,7 @@ class Metric:
         if not is_mergeable(metric):
             raise TypeError(
                 f"metric is a {type(metric).__name__}; give a torchmetrics.Metric or MetricCollection, and of a"
-                " MetricTracker the metrics in it"
+                " MetricTracker the metrics in it [J141]"
             )
         self.metric, self.every_step = metric, every_step
 

@@ -73,17 +73,19 @@ class MetricAtEnd(Silent, JoinHook):
             raise ValueError(
                 f"dist_sync_on_step=True of {name} communicates in every forward, where ranks without data never come;"
                 " leave it out: compute() after the block is over all ranks, and so is what forward returns if you list"
-                " joinables.Metric(metric, every_step=True)"
+                " joinables.Metric(metric, every_step=True) [J142]"
             )
         if not metric.compute_with_cache:
             raise ValueError(
                 f"compute_with_cache=False of {name}: this cache is where the value over all ranks is kept after the"
-                " block; leave it out"
+                " block; leave it out [J143]"
             )
         if metric._is_synced:
-            raise ValueError(f"{name} holds the states of all ranks after sync(); call its unsync() before the block")
+            raise ValueError(
+                f"{name} holds the states of all ranks after sync(); call its unsync() before the block [J144]"
+            )
         if metric._defaults and not any(metric._defaults is each._defaults for each in self._parts.values()):
-            raise TypeError(f"{name} has states that cannot be merged over ranks; list the metric that it wraps")
+            raise TypeError(f"{name} has states that cannot be merged over ranks; list the metric that it wraps [J145]")
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         if name in vars(owner):

@@ -40,7 +40,7 @@ def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions], where: str)
     """
     if len({tuple(rank) for rank in ranks}) > 1:
         names = "; ".join(f"rank {rank}: {', '.join(each)}" for rank, each in enumerate(ranks))
-        raise ValueError(f"ranks hold different metrics in {where}. {names}")
+        raise ValueError(f"ranks hold different metrics in {where}. {names}; list the same ones on all ranks [J146]")
     return {name: _merged(part, [each for rank in ranks if (each := rank[name])]) for name, part in parts.items()}
 
 

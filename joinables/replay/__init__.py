@@ -62,12 +62,12 @@ class Replay:
 
     def __init__(self, module: torch.nn.Module, example: Example | None = None, process_group: Any = None) -> None:
         if not isinstance(module, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module")
+            raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module; give a module [J147]")
         refuse_fsdp1(module)
         if example is not None and not isinstance(example, tuple) and not callable(example):
             raise TypeError(
                 f"example is a {type(example).__name__}; give a tuple of positional arguments, or a function that"
-                " returns (args, kwargs)"
+                " returns (args, kwargs) [J148]"
             )
         self.module, self.process_group = module, process_group
         self.example: Example | None = cast("Example | None", example)
@@ -84,5 +84,5 @@ def refuse_fsdp1(module: torch.nn.Module) -> None:
     if any(is_fsdp1(each) for each in module.modules()):
         raise TypeError(
             f"{type(module).__name__} shards its parameters with FullyShardedDataParallel (FSDP1), which Join cannot"
-            " replay; use torch.distributed.fsdp.fully_shard (FSDP2)"
+            " replay; use torch.distributed.fsdp.fully_shard (FSDP2) [J149]"
         )

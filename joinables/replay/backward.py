@@ -166,7 +166,7 @@ class ReplayedBackward(ReplayedBurst):
         if not outputs and hides_tensors(output):
             raise JoinError(
                 f"{type(module).__name__} returns a {type(output).__name__}, in which Join finds no tensor, so it"
-                " cannot tell when a backward begins; return tensors, containers of them, or a dataclass"
+                " cannot tell when a backward begins; return tensors, containers of them, or a dataclass [J150]"
             )
         self._current = None
         self._reduction.forwarded()
@@ -191,7 +191,8 @@ class ReplayedBackward(ReplayedBurst):
         if entered is None:
             raise JoinError(
                 f"a backward goes through a forward of {type(self._of.module).__name__} that is more than"
-                f" {REMEMBERED} forwards ago, or of an earlier block"
+                f" {REMEMBERED} forwards ago, or of an earlier block; run backward in the block of the forward, and"
+                " before many others [J151]"
             )
         if not self._in_backward and (change := self._weights.change()):
             raise change  # nothing was announced yet
@@ -225,7 +226,7 @@ class ReplayedBackward(ReplayedBurst):
         return (
             f"a backward went through other forwards of {type(self._of.module).__name__} than a rank without data can"
             " know: several were made, and neither all of them came into it, nor the last one alone. Run backward"
-            " after each forward, or once for all of them; drop the outputs of those that get none"
+            " after each forward, or once for all of them; drop the outputs of those that get none [J152]"
         )
 
     # -- both sides ---------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ class ReplayedBackward(ReplayedBurst):
             raise ValueError(
                 f"{type(self._of.module).__name__} is to reduce gradients in this backward on some ranks and not on"
                 " others: set_requires_gradient_sync and its like must be set alike on all; over join.iterate,"
-                " join.is_last_step tells all where to step a window that is not full"
+                " join.is_last_step tells all where to step a window that is not full [J153]"
             )
         self._complete, mean, window = complete, self._mean, self._window
         with_data = self._channel.ranks_with_data
@@ -256,7 +257,7 @@ class ReplayedBackward(ReplayedBurst):
         if mean.weighted and not self._reduction.weighs:
             raise ValueError(
                 f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
-                " backward ranks compute together; leave it None and multiply the loss by what it should weigh"
+                " backward ranks compute together; leave it None and multiply the loss by what it should weigh [J154]"
             )
         self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
         if complete:
@@ -304,6 +305,7 @@ class ReplayedBackward(ReplayedBurst):
             raise JoinError(
                 f"rank {self._collective.rank} cannot take part in the backward of {type(self._of.module).__name__},"
                 " because it has dropped the outputs of the forward it is for, or they were none that require grad"
+                "; keep the outputs until the backward [J155]"
             )
         self._of.replaying = self._weights.silent = True
         try:

@@ -133,7 +133,7 @@ class Rehearsal:
                 raise  # another rank is gone
             wrong = str(error)  # of pickling, on all ranks
         if wrong or parts is None:
-            raise JoinError(f"a rank without data cannot be told what to call the module with: {wrong}. {_HINT}")
+            raise JoinError(f"a rank without data cannot be told what to call the module with: {wrong}. {_HINT} [J156]")
         self.call = Call(*parts).prepared
 
     def arguments_of_example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -187,7 +187,7 @@ class Rehearsal:
         with_what = "an empty batch" if self.example is None else f"example={self.example!r}"
         return (
             f"rank {rank} cannot run {name} on {with_what}, as a rank without data has to:"
-            f" {type(error).__name__}: {error}. {_HINT}"
+            f" {type(error).__name__}: {error}. {_HINT} [J157]"
         )
 
 

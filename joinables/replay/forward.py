@@ -120,12 +120,12 @@ class ReplayedForward(ReplayedBurst):
         if self._is_other and self._channel.foresees_bursts and of.rehearsal.call is not None:
             raise ValueError(
                 f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
-                " cannot know of another"
+                " cannot know of another [J158]"
             )
         if self._channel.foresees_bursts and not (torch.is_grad_enabled() and self._reduction.will_reduce):
             raise ValueError(
                 f"with steps=, each forward of {type(module).__name__} must be one that a backward follows, which"
-                " reduces gradients: accumulate without steps=, and evaluate outside the block"
+                " reduces gradients: accumulate without steps=, and evaluate outside the block [J159]"
             )
         self._due = self._reduction.buffers_are_due()
         self._channel.announce(self)

@@ -27,15 +27,15 @@ from joinables.trainer.strategy import Strategy, strategy_of
 def check_count(name: str, value: Any, least: int = 1) -> None:
     """Refuse what is no whole number, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be a whole number")
+        raise TypeError(f"{name}={value!r} must be a whole number [J164]")
     if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
+        raise ValueError(f"{name}={value} must be at least {least} [J165]")
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Refuse what is none of the ``known`` values."""
     if value not in known:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(repr, known))} [J166]")
 
 
 def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> None:
@@ -44,16 +44,16 @@ def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> Non
         if value is not None:
             check_count(name, value, least=0)
     if isinstance(gradient_clip_val, str):
-        raise TypeError(f"gradient_clip_val={gradient_clip_val!r} must be a number, or None for no limit")
+        raise TypeError(f"gradient_clip_val={gradient_clip_val!r} must be a number, or None for no limit [J167]")
     if gradient_clip_val is not None and not gradient_clip_val > 0:
-        raise ValueError(f"gradient_clip_val={gradient_clip_val!r} must be positive, or None for no limit")
+        raise ValueError(f"gradient_clip_val={gradient_clip_val!r} must be positive, or None for no limit [J168]")
 
 
 def checked_accelerator(accelerator: Any) -> str:
     """``"cpu"`` or ``"cuda"``, whichever is meant."""
     check_choice("accelerator", accelerator, ("auto", "cpu", "cuda", "gpu"))
     if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
-        raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu'")
+        raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu' [J169]")
     return "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -64,18 +64,18 @@ def world_size_for(devices: Any, num_nodes: Any, accelerator: str) -> int:
     there = torch.cuda.device_count() if accelerator == "cuda" else None
     if num_nodes > 1 and environment.creates_processes:
         raise ValueError(
-            f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI"
+            f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI [J170]"
         )
     if devices == "auto":
         return there or 1 if environment.creates_processes else environment.place().world_size
     check_count("devices", devices)
     if there is not None and devices > there:
-        raise ValueError(f"devices={devices} and torch finds {there} GPUs")
+        raise ValueError(f"devices={devices} and torch finds {there} GPUs; ask for as many at most [J171]")
     wanted = devices * num_nodes
     if wanted > 1 and not environment.creates_processes and (started := environment.place().world_size) != wanted:
         raise ValueError(
             f"devices={devices} and num_nodes={num_nodes}, but {environment.name} started {started} processes; leave"
-            " devices out to train on all of them"
+            " devices out to train on all of them [J172]"
         )
     return wanted
 
@@ -87,21 +87,28 @@ def checked_strategy(strategy: str | Strategy, world_size: int, devices: Any) ->
         if world_size == 1 and not environment.creates_processes and (there := environment.place().world_size) > 1:
             raise ValueError(
                 f"devices={devices}, and {environment.name} started {there} processes, each of which would train"
-                " alone; leave devices out to train on all of them, or pass strategy='single' if that is meant"
+                " alone; leave devices out to train on all of them, or pass strategy='single' if that is meant [J173]"
             )
         return strategy_of("single" if world_size == 1 else "ddp")
     found = strategy_of(strategy)
     if not found.is_distributed and world_size > 1:
-        raise ValueError(f"strategy='single' is for one process, and devices and num_nodes ask for {world_size}")
+        raise ValueError(
+            f"strategy='single' is for one process, and devices and num_nodes ask for {world_size}; leave strategy out"
+            " [J174]"
+        )
     return found
 
 
 def with_sync_batchnorm(strategy: Strategy, accelerator: str) -> Strategy:
     """A copy of ``strategy`` that trains with SyncBatchNorm."""
     if accelerator == "cpu":
-        raise ValueError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs")
+        raise ValueError(
+            "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not work on CPUs; leave it out [J175]"
+        )
     if not isinstance(strategy, DDPStrategy):
-        raise ValueError("sync_batchnorm=True needs a strategy with several processes, such as 'ddp'")
+        raise ValueError(
+            "sync_batchnorm=True needs a strategy with several processes, such as 'ddp'; leave it out [J176]"
+        )
     return strategy.with_sync_batchnorm()
 
 
@@ -111,7 +118,7 @@ def checked_callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callbac
     listed: list[Any] = [several] if isinstance(several, Callback) else list(several)
     for each in listed:
         if not isinstance(each, Callback):
-            raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback")
+            raise TypeError(f"callbacks has a {type(each).__name__}; derive it from joinables.trainer.Callback [J177]")
         check_callback_hooks(each)
     if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
         listed.append(ProgressBar())
@@ -120,7 +127,7 @@ def checked_callbacks(callbacks: Any, enable_progress_bar: bool) -> list[Callbac
     keys = [each.state_key for each in listed]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
-        raise ValueError(f"callbacks has several {', '.join(twice)}; give each a state_key of its own")
+        raise ValueError(f"callbacks has several {', '.join(twice)}; give each a state_key of its own [J178]")
     return listed
 
 
@@ -138,14 +145,14 @@ def check_module(module: Any, stage: str) -> None:
     """Refuse a module that lacks what a run of this kind calls, or has hooks that nobody calls."""
     if not isinstance(module, TrainModule):
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError("the trainer wraps modules in DistributedDataParallel itself; pass the bare module")
+            raise TypeError("the trainer wraps modules in DistributedDataParallel itself; pass the bare module [J179]")
         if isinstance(module, type):
-            raise TypeError(f"module is the class {module.__name__}; pass an object: {module.__name__}(...)")
-        raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule")
+            raise TypeError(f"module is the class {module.__name__}; pass an object: {module.__name__}(...) [J180]")
+        raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule [J181]")
     for name in _NEEDED[stage]:
         inherited = getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module)
         if inherited and name != "predict_step":  # which has a default
-            raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one")
+            raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one [J182]")
     check_step(module, _NEEDED[stage][0])
     check_hooks(module)
 
@@ -157,10 +164,12 @@ def check_manual(module: TrainModule, *, sets_steps: bool, scales_loss: bool) ->
     if sets_steps:
         raise ValueError(
             "gradient_clip_val and accumulate_grad_batches are for automatic optimization; clip and accumulate in"
-            " training_step"
+            " training_step [J183]"
         )
     if scales_loss:
-        raise ValueError("precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed'")
+        raise ValueError(
+            "precision='16-mixed' scales the loss, which manual optimization cannot; use 'bf16-mixed' [J184]"
+        )
 
 
 def check_loader(name: str, loader: Any, epochs: int) -> None:
@@ -169,16 +178,16 @@ def check_loader(name: str, loader: Any, epochs: int) -> None:
     if _is_several(loader):
         raise TypeError(
             f"{name} is a {kind} of loaders, and one at a time is gone through; join their data sets in a"
-            " torch.utils.data.ConcatDataset, or make several calls"
+            " torch.utils.data.ConcatDataset, or make several calls [J185]"
         )
     if isinstance(loader, Dataset):
-        raise TypeError(f"{name} is a {kind}; wrap it: DataLoader(dataset, batch_size=...)")
+        raise TypeError(f"{name} is a {kind}; wrap it: DataLoader(dataset, batch_size=...) [J186]")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise TypeError(f"{name} is a {kind}; give a DataLoader, or what can be iterated for batches")
+        raise TypeError(f"{name} is a {kind}; give a DataLoader, or what can be iterated for batches [J187]")
     if isinstance(loader, Iterator) and epochs > 1:
         raise TypeError(
             f"{name} is a {kind}, which is over after one epoch, and there are {epochs} to come; give"
-            " what can be iterated again"
+            " what can be iterated again [J188]"
         )
 
 

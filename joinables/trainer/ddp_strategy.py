@@ -72,7 +72,7 @@ class DDPStrategy(Strategy):
     ) -> None:
         super().__init__()
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
-            raise ValueError("ddp_comm_wrapper wraps ddp_comm_hook, which is not given")
+            raise ValueError("ddp_comm_wrapper wraps ddp_comm_hook, which is not given; give both or neither [J204]")
         _check_ddp_kwargs(ddp_kwargs)
         self.start_method: StartMethod = checked_start_method(start_method)
         self.sync_batchnorm = sync_batchnorm
@@ -116,7 +116,10 @@ class DDPStrategy(Strategy):
             return
         self.teardown()
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient, so nothing to train")
+            raise ValueError(
+                f"{type(module).__name__} has no parameter that requires a gradient, so nothing to train; unfreeze some"
+                " [J205]"
+            )
         find_unused = several_backwards if self._find_unused is None else self._find_unused
         self._ddp = DistributedDataParallel(
             LossGate(module),
@@ -182,12 +185,14 @@ def _check_ddp_kwargs(options: Mapping[str, Any]) -> None:
     known = inspect.signature(DistributedDataParallel).parameters.keys() - _GIVEN
     for name, value in options.items():
         if name in _GIVEN:
-            raise TypeError(f"{name}={value!r}: the strategy gives {name} to DistributedDataParallel itself")
+            raise TypeError(
+                f"{name}={value!r}: the strategy gives {name} to DistributedDataParallel itself; leave it out [J206]"
+            )
         if name not in known:
             own = inspect.signature(DDPStrategy).parameters.keys() - {"ddp_kwargs"}
             raise TypeError(
-                f"{name}={value!r}: neither DDPStrategy nor DistributedDataParallel takes this argument"
-                f"{did_you_mean(name, sorted(known | own))}"
+                f"{name}={value!r}: neither DDPStrategy nor DistributedDataParallel takes this argument; leave it out"
+                f"{did_you_mean(name, sorted(known | own))} [J207]"
             )
 
 
@@ -229,7 +234,8 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
     except TypeError as error:
         raise TypeError(
             f"{type(optimizer).__name__} cannot be sharded: ZeroRedundancyOptimizer builds it from parameters and"
-            f" {sorted(options)}, which failed: {error}"
+            f" {sorted(options)}, which failed: {error}; build a ZeroRedundancyOptimizer yourself, or do not shard it"
+            " [J208]"
         ) from error
     zero.param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
     for group in groups[1:]:

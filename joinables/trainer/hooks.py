@@ -172,7 +172,7 @@ def check_step(module: object, name: str) -> None:
     except TypeError as error:
         raise TypeError(
             f"{name} of {type(module).__name__} is called with a batch and its index, in this order, and cannot be:"
-            f" {error}; write def {name}(self, batch, batch_idx)"
+            f" {error}; write def {name}(self, batch, batch_idx) [J209]"
         ) from error
 
 
@@ -183,7 +183,7 @@ def check_hooks(module: object) -> None:
     if found:
         raise TypeError(
             f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}; move what they do, and"
-            " rename those that are your own"
+            " rename those that are your own [J210]"
         )
 
 
@@ -195,6 +195,6 @@ def check_callback_hooks(callback: Callback) -> None:
     if found:
         hooks = ", ".join(name for name in vars(Callback) if name.startswith("on_"))
         raise TypeError(
-            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}; a callback has {hooks}."
-            " Rename those that are your own"
+            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}, and a callback has {hooks}."
+            " Rename those that are your own [J211]"
         )

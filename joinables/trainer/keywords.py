@@ -25,7 +25,7 @@ def checks_keywords(method: Callable[P, T]) -> Callable[P, T]:
                 taker = kind if own == "__init__" else own
                 given = f"{name}={value!r}" if isinstance(value, (str, int, float)) else name
                 missing = [each for each in names[len(args) - 1 :] if each not in kwargs]  # the first of args is self
-                raise TypeError(f"{given}: {taker} takes {', '.join(names)}{did_you_mean(name, missing)}")
+                raise TypeError(f"{given}: {taker} takes {', '.join(names)}{did_you_mean(name, missing)} [J212]")
         return method(*args, **kwargs)
 
     return checked

@@ -38,15 +38,17 @@ class TrainModule(ModuleHooks, torch.nn.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of one batch, its mean over the samples: a tensor, or a dict with it under ``"loss"``."""
-        raise NotImplementedError(f"{type(self).__name__} has no training_step; fit needs one")
+        raise NotImplementedError(f"{type(self).__name__} has no training_step, which fit needs; write one [J257]")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, without grad; ``self.log`` the metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no validation_step; validate needs one")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no validation_step, which validate needs; write one [J258]"
+        )
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, without grad; ``self.log`` the metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step; test needs one")
+        raise NotImplementedError(f"{type(self).__name__} has no test_step, which test needs; write one [J259]")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the outputs for one batch; by default, the module's output for it, or for a tuple's first element."""
@@ -59,7 +61,9 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         ``ReduceLROnPlateau``; a scheduler is stepped after every epoch, or, given
         as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers; fit needs one")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no configure_optimizers, which fit needs; write one [J260]"
+        )
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -71,7 +75,9 @@ class TrainModule(ModuleHooks, torch.nn.Module):
             RuntimeError: outside a run.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not in a run of a Trainer")
+            raise RuntimeError(
+                f"{type(self).__name__} is not in a run of a Trainer; call this in a hook or a step [J261]"
+            )
         return self._trainer
 
     def log(
@@ -145,7 +151,8 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         if unknown:
             # DDP waits for the gradients of all parameters, and would wait for those that inputs= leaves out.
             raise TypeError(
-                f"manual_backward takes retain_graph and create_graph, and not {', '.join(sorted(unknown))}"
+                f"manual_backward takes retain_graph and create_graph, and not {', '.join(sorted(unknown))}; leave it"
+                " out [J262]"
             )
         self.trainer.backward(loss, **options)
 

@@ -160,7 +160,7 @@ def check_not_wrapped(module: torch.nn.Module) -> None:
             where = f"contains one ({name!r})" if name else "is one"
             raise TypeError(
                 f"the trainer wraps modules in DistributedDataParallel itself, and this {type(module).__name__}"
-                f" {where}; pass the bare module"
+                f" {where}; pass the bare module [J263]"
             )
 
 
@@ -176,7 +176,7 @@ def register_strategy(name: str, make: Callable[[], Strategy], description: str)
         ValueError: if the name is taken.
     """
     if name in _registry:
-        raise ValueError(f"strategy {name!r} is registered already; use another name")
+        raise ValueError(f"strategy {name!r} is registered already; use another name [J264]")
     _registry[name] = make, description
 
 
@@ -195,9 +195,9 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"strategy={strategy!r} must be a name or a Strategy")
+        raise TypeError(f"strategy={strategy!r} must be a name or a Strategy [J265]")
     if strategy not in _registry:
-        raise ValueError(f"strategy={strategy!r} is unknown; the known ones are {', '.join(strategies())}")
+        raise ValueError(f"strategy={strategy!r} is unknown; the known ones are {', '.join(strategies())} [J266]")
     return _registry[strategy][0]()
 
 

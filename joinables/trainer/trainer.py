@@ -93,7 +93,7 @@ class Trainer:
             self.strategy = arguments.with_sync_batchnorm(self.strategy, self._accelerator)
         self.precision = precision
         if self._scales_loss and self.strategy.shards_optimizers:  # the first of them refuses an unknown precision
-            raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed'")
+            raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed' [J267]")
         arguments.check_limits(max_epochs, max_steps, gradient_clip_val)
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps = max_steps
@@ -146,7 +146,7 @@ class Trainer:
         """
         self._check_run("fit", module)
         if self.max_epochs is None and self.max_steps is None:
-            raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them")
+            raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them [J268]")
         to_come = 1 if self.max_epochs is None else self.max_epochs - self.epochs
         arguments.check_loader("train_loader", train_loader, to_come)
         sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
@@ -157,7 +157,7 @@ class Trainer:
         elif callable(getattr(module, "val_dataloader", None)):
             raise TypeError(
                 f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"
-                " as val_loader, and rename it if it is your own"
+                " as val_loader, and rename it if it is your own [J269]"
             )
         if ckpt_path is not None:
             # A missing or broken file is told here, before anything changes, and not by a worker.
@@ -197,7 +197,9 @@ class Trainer:
     def _check_run(self, stage: str, module: TrainModule) -> None:
         arguments.check_module(module, stage)
         if self._run is not None:
-            raise RuntimeError(f"this trainer is in a run already; {stage} cannot be called from within")
+            raise RuntimeError(
+                f"this trainer is in a run already, in which {stage} cannot be called; call it after that [J270]"
+            )
 
     def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
         """Have all ranks do their part of a run, and bring its results into this process."""
@@ -265,7 +267,7 @@ class Trainer:
             RuntimeError: outside a run.
         """
         if self._run is None:
-            raise RuntimeError("there is no run under way")
+            raise RuntimeError("there is no run of the trainer under way; call this in a hook or a step [J271]")
         return self._run
 
     @property
@@ -319,19 +321,19 @@ class Trainer:
         run = self.run
         if run.stage == "predict":
             raise RuntimeError(
-                f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test"
+                f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test [J272]"
             )
         if not run.takes_metrics:
             raise RuntimeError(
                 f"metric {name!r} was logged in a callback's on_start or on_end, where no metrics are taken; log it in"
-                " on_evaluation_start, on_evaluation_end, on_train_epoch_start or on_train_end"
+                " on_evaluation_start, on_evaluation_end, on_train_epoch_start or on_train_end [J273]"
             )
         run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradients of ``loss``: ``module.manual_backward`` calls this."""
         if self._fit is None:
-            raise RuntimeError("manual_backward is for training_step")
+            raise RuntimeError("manual_backward is for training_step; call it there [J274]")
         self._fit.backward(loss, **options)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
@@ -352,7 +354,10 @@ class Trainer:
         else:
             module, state = self._last.module, self._last.state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
-                raise RuntimeError("there is no fit under way, nor the state and the module of one that ended")
+                raise RuntimeError(
+                    "there is no fit under way, nor the state and the module of one that ended; save in a fit, or right"
+                    " after it [J275]"
+                )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
             snapshot.check_readable(state)

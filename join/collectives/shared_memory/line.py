@@ -132,7 +132,10 @@ class _Arrivals:
                 looked = waited
                 self._see_whether_it_comes()
                 if waited >= limit and self._failure is None:
-                    raise RuntimeError(f"timed out after {limit:g} s: rank {self._next} did not come")
+                    raise RuntimeError(
+                        f"timed out after {limit:g} s: rank {self._next} did not come; see what it does, or allow more"
+                        " time [J039]"
+                    )
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
     def _see_whether_it_comes(self) -> None:

@@ -156,7 +156,7 @@ class AcceleratedJoin(Join):
         if self._loops.running is None:
             raise JoinError(
                 "ranks without data never come to gather_for_metrics in a plain loop, nor before or after it in the"
-                " block; loop over join.iterate(loader), or gather after the block"
+                " block; loop over join.iterate(loader), or gather after the block [J116]"
             )
         return (gather_objects if use_gather_object else gather_rows)(self, input_data)
 
@@ -224,20 +224,22 @@ def check_accelerator(accelerator: Any) -> None:
     if library is None or not isinstance(accelerator, library.Accelerator):
         raise TypeError(
             f"accelerator is a {type(accelerator).__name__}; give an accelerate.Accelerator (pip install"
-            " joinables[accelerate])"
+            " joinables[accelerate]) [J117]"
         )
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     if version < OLDEST:
-        raise ImportError(f"join_uneven_inputs needs Accelerate 1.15 or newer, not {library.__version__}; upgrade it")
+        raise ImportError(
+            f"join_uneven_inputs needs Accelerate 1.15 or newer, not {library.__version__}; upgrade it [J118]"
+        )
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
-        raise ValueError(f"join_uneven_inputs cannot train with {kind}; use DDP or FSDP2")
+        raise ValueError(f"join_uneven_inputs cannot train with {kind}; use DDP or FSDP2 [J119]")
     if kind == "FSDP" and not accelerator.is_fsdp2:
-        raise ValueError("FSDP1 cannot join; give FullyShardedDataParallelPlugin(fsdp_version=2)")
+        raise ValueError("FSDP1 cannot join; give FullyShardedDataParallelPlugin(fsdp_version=2) [J120]")
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise ValueError(
             "sync_each_batch=True reduces each micro-batch by itself, where no mean over the window can be made; leave"
-            " it out"
+            " it out [J121]"
         )
 
 
@@ -245,5 +247,5 @@ def check_wrapping(module: Any) -> None:
     """Raise a ``ValueError`` for a module that is wrapped twice."""
     if isinstance(module, DistributedDataParallel) and isinstance(module.module, DistributedDataParallel):
         raise ValueError(
-            "the model is wrapped in DistributedDataParallel twice; give accelerator.prepare the plain one"
+            "the model is wrapped in DistributedDataParallel twice; give accelerator.prepare the plain one [J122]"
         )

@@ -91,7 +91,7 @@ class Blocks:
 
     def __init__(self, weigh: str | Callable[[Any], float]) -> None:
         if not (callable(weigh) or weigh in WEIGHS):
-            raise ValueError(f"weigh={weigh!r} must be 'samples', 'equal' or a function of a batch")
+            raise ValueError(f"weigh={weigh!r} must be 'samples', 'equal' or a function of a batch [J123]")
         self._weigh = weigh if callable(weigh) else WEIGHS[weigh]
         self._weigh_evaluated = samples_in if callable(weigh) else WEIGHS[weigh]
         self._weighs_gradients = weigh != "equal"

@@ -34,7 +34,7 @@ class Loader:
 
     def __len__(self) -> int:
         if self.length is None:
-            raise TypeError(f"some rank's {type(self.loader).__name__} has no length")
+            raise TypeError(f"some rank's {type(self.loader).__name__} has no length; give it one on all ranks [J124]")
         return self.length
 
     def __getattr__(self, name: str) -> Any:  # sampler, dataset, ...
@@ -79,7 +79,7 @@ class StatefulLoader(Loader):
             told = "no states of" if ranks is None else f"the states of {len(ranks)} and not of"
             raise ValueError(
                 f"the checkpoint has {told} {collective.world_size} ranks' loaders; resume on as many ranks, with"
-                " the same strategy, or from the end of an epoch"
+                " the same strategy, or from the end of an epoch [J125]"
             )
         self.used = ranks[collective.rank]
         if self.used is not None:

@@ -27,7 +27,7 @@ def _looked_up() -> dict[str, Any]:
     except ImportError as error:
         raise ImportError(
             "joinables.integrations.lightning needs the package lightning, which cannot be imported: pip install"
-            " 'joinables[lightning]'"
+            " 'joinables[lightning]' [J126]"
         ) from error
     check_version(version)
     found: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def _looked_up() -> dict[str, Any]:
             found |= {name: getattr(module, name) for name in names}
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"joinables.integrations.lightning does not support lightning {version} ({error}); {_INSTALL}"
+                f"joinables.integrations.lightning does not support lightning {version} ({error}); {_INSTALL} [J127]"
             ) from error
     return found
 
@@ -46,7 +46,7 @@ def check_version(version: str) -> None:
     """Raise an ``ImportError`` for a version of Lightning that is too old."""
     numbers = re.findall(r"\d+", version)[:2]
     if tuple(map(int, numbers)) < OLDEST:
-        raise ImportError(f"joinables.integrations.lightning does not support lightning {version}; {_INSTALL}")
+        raise ImportError(f"joinables.integrations.lightning does not support lightning {version}; {_INSTALL} [J128]")
 
 
 _LOOPS = ("lightning.pytorch.loops.fit_loop", "lightning.pytorch.loops.evaluation_loop")

@@ -67,7 +67,7 @@ class JoinStrategy(DDPStrategy):
             if isinstance(part, DistributedDataParallel):
                 raise TypeError(
                     f"{name!r} of {type(trainer.lightning_module).__name__} is in DistributedDataParallel already, and"
-                    " JoinStrategy wraps the whole LightningModule; hand it over bare"
+                    " JoinStrategy wraps the whole LightningModule; hand it over bare [J129]"
                 )
         super().setup(trainer)
         if self._first not in trainer.callbacks:
@@ -108,13 +108,13 @@ class JoinStrategy(DDPStrategy):
         if "dataloader_iter" in inspect.signature(getattr(self.lightning_module, step)).parameters:
             raise TypeError(
                 f"{step} takes dataloader_iter, and JoinStrategy has to fetch the batches, to know who has any: write"
-                f" {step}(self, batch, batch_idx)"
+                f" {step}(self, batch, batch_idx) [J130]"
             )
         if stage != "train":
             if self._blocks.trains and self._accumulates:
                 raise ValueError(
                     "a validation begins in the middle of a window of accumulation, whose weights end with the block:"
-                    " make val_check_interval a multiple of accumulate_grad_batches"
+                    " make val_check_interval a multiple of accumulate_grad_batches [J131]"
                 )
             return EvaluationFetcher(self._blocks, self._join_of_evaluation)
         return TrainingFetcher(self._blocks, self._join_of_training)

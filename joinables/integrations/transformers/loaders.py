@@ -72,7 +72,7 @@ def length_on_all_ranks(loader: Any) -> int | None:
         without = [rank for rank, length in enumerate(lengths) if length is None]
         raise ValueError(
             f"the train_dataset of ranks {without} has no length, and that of others has; give all of them a __len__,"
-            " or none"
+            " or none [J132]"
         )
     return max(known) if known else None
 

@@ -77,18 +77,18 @@ class JoinTrainer(_Base):
         try:
             library: Any = importlib.import_module("transformers")
         except ImportError as missing:
-            raise ImportError("JoinTrainer needs Transformers: pip install joinables[transformers]") from missing
+            raise ImportError("JoinTrainer needs Transformers: pip install joinables[transformers] [J133]") from missing
         order = cls.__mro__
         if library.Trainer not in order or order.index(library.Trainer) < order.index(JoinTrainer):
             raise TypeError(
                 f"{cls.__name__} must list JoinTrainer before transformers.Trainer, or a subclass of it: class"
-                f" {cls.__name__}(JoinTrainer, Trainer)"
+                f" {cls.__name__}(JoinTrainer, Trainer) [J134]"
             )
         missing_hooks = [name for name in HOOKS if not hasattr(library.Trainer, name)]
         if missing_hooks:
             raise ImportError(
                 f"JoinTrainer does not know the Trainer of Transformers {library.__version__}, which has no"
-                f" {missing_hooks[0]}; install transformers 5.23"
+                f" {missing_hooks[0]}; install transformers 5.23 [J135]"
             )
 
     @property
@@ -233,19 +233,19 @@ class JoinTrainer(_Base):
         if not args.average_tokens_across_devices:
             raise ValueError(
                 "average_tokens_across_devices=False weighs each rank's mean alike, also that of no tokens; leave it"
-                " True"
+                " True [J136]"
             )
         if args.accelerator_config.dispatch_batches:
-            raise ValueError("dispatch_batches=True has rank 0 read for all ranks; leave it out")
+            raise ValueError("dispatch_batches=True has rank 0 read for all ranks; leave it out [J137]")
         if args.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size=True begins again on the rank that is out of memory, and not on the others; leave"
-                " it out"
+                " it out [J138]"
             )
         parallel = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
         for name, size in parallel.items():
             if size > 1:
-                raise ValueError(f"JoinTrainer cannot train with {name} parallelism; use DDP or FSDP2")
+                raise ValueError(f"JoinTrainer cannot train with {name} parallelism; use DDP or FSDP2 [J139]")
 
 
 @contextmanager

@@ -59,12 +59,12 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: int | None = None,
     ) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max'")
+            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max' [J189]")
         if save_top_k < -1:
-            raise ValueError(f"save_top_k={save_top_k} must be -1 (all), 0, or how many to keep")
+            raise ValueError(f"save_top_k={save_top_k} must be -1 (all), 0, or how many to keep [J190]")
         for name, value in (("every_n_epochs", every_n_epochs), ("every_n_train_steps", every_n_train_steps)):
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+                raise ValueError(f"{name}={value} must be at least 1 [J191]")
         self._folder = None if dirpath is None else Path(dirpath).absolute()
         self._filename, self._monitor, self._mode = filename, monitor, mode
         self._top_k, self._last = save_top_k, save_last
@@ -190,7 +190,10 @@ class ModelCheckpoint(Callback):
         def fill(field: re.Match[str]) -> str:
             name, form = field[1], field[2] or ""
             if name not in values and is_epoch_end:
-                raise ValueError(f"filename={self._filename!r} has {name!r}, which was not logged")
+                raise ValueError(
+                    f"filename={self._filename!r} has {name!r}, which was not logged; log it before, or leave it out of"
+                    " the name [J192]"
+                )
             return f"{name}={format(values.get(name, math.nan), form)}".replace("/", "_")
 
         return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, self._filename)

@@ -42,9 +42,9 @@ class EarlyStopping(Callback):
         self, monitor: str, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max'")
+            raise ValueError(f"mode={mode!r} is neither 'min' nor 'max' [J193]")
         if patience < 0 or min_delta < 0:
-            raise ValueError(f"patience={patience} and min_delta={min_delta} must not be negative")
+            raise ValueError(f"patience={patience} and min_delta={min_delta} must not be negative [J194]")
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
         self._best = self._latest = math.inf

@@ -100,4 +100,4 @@ def _summary_writer() -> Any:
     try:
         return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError as error:
-        raise ImportError("TensorBoardMetrics needs TensorBoard: pip install tensorboard") from error
+        raise ImportError("TensorBoardMetrics needs TensorBoard: pip install tensorboard [J195]") from error

@@ -90,4 +90,4 @@ def _tqdm() -> Any:
     try:
         return importlib.import_module("tqdm").tqdm
     except ImportError as error:
-        raise ImportError("the progress bar needs tqdm: pip install tqdm") from error
+        raise ImportError("the progress bar needs tqdm: pip install tqdm [J196]") from error

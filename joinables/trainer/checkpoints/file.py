@@ -79,17 +79,19 @@ def read_checkpoint(
             that are not plain data and tensors.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file")
+        raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no such file; give the path of a checkpoint [J197]")
     if not _is_sealed(Path(path)):
         raise ValueError(
             f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or has changed since it was written: it does not"
             " end with the checksum of its bytes. Go on from another one; if it holds weights of torch.save, load them"
-            " with module.load_state_dict(torch.load(...)), and leave ckpt_path out"
+            " with module.load_state_dict(torch.load(...)), and leave ckpt_path out [J198]"
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=not trusted, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}") from error
+        raise ValueError(
+            f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}; go on from another one [J199]"
+        ) from error
 
 
 def temporary_name(path: Path) -> Path:

@@ -105,7 +105,7 @@ def check_readable(state: Mapping[str, Any]) -> None:
         if unreadable:
             raise TypeError(
                 f"the checkpoint's {key!r} holds {' and '.join(sorted(unreadable))}, which could not be read again;"
-                " give plain data and tensors"
+                " give plain data and tensors [J200]"
             )
 
 
@@ -115,7 +115,7 @@ def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN
     if missing:
         raise ValueError(
             f"ckpt_path={path!r} is no checkpoint of a Trainer: it has no {', '.join(missing)}. If it holds weights,"
-            " load them with module.load_state_dict(torch.load(...)), and leave ckpt_path out"
+            " load them with module.load_state_dict(torch.load(...)), and leave ckpt_path out [J201]"
         )
 
 
@@ -129,7 +129,8 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[what]) != len(mine):
             raise ValueError(
-                f"the state to resume from has {len(state[what])} {what}, configure_optimizers {len(mine)}"
+                f"the state to resume from has {len(state[what])} {what}, configure_optimizers {len(mine)}; return as"
+                " many as when it was written [J202]"
             )
     part = _part_of(run, state["ranks"])
     run.module.on_load_checkpoint(dict(state))
@@ -173,7 +174,7 @@ def _part_of(run: FitRun, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | N
         raise ValueError(
             f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}. What is"
             " left of it can be dealt out anew if the trainer deals out the samples: give it a DataLoader without a"
-            " sampler; or resume with as many ranks, or from a checkpoint of an epoch's end"
+            " sampler; or resume with as many ranks, or from a checkpoint of an epoch's end [J203]"
         )
     metrics = MetricStore()
     for part in parts[rank::ranks]:

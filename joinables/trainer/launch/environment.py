@@ -79,7 +79,9 @@ class Environment(ABC):
         Raises:
             NotImplementedError: unless ``creates_processes``.
         """
-        raise NotImplementedError(f"the processes under {self.name} are there already")
+        raise NotImplementedError(
+            f"the processes under {self.name} are there already; hosting() is for those that start some [J213]"
+        )
 
 
 _ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0)

@@ -54,10 +54,13 @@ class WorkerDied(LaunchError):
     @override
     def __str__(self) -> str:
         if self.signal is not None:
-            text = f"rank {self.rank} was killed by {self.signal}"
+            #: SIGKILL comes when memory has run out (the kernel's log says so), or from who ended the job; SIGABRT and
+            #: SIGSEGV come from native code, whose last words are in the output.
+            text = f"rank {self.rank} was killed by {self.signal} [J214]"
         else:
             when = "after fn had returned" if self.returned else "before it returned a result"
-            text = f"rank {self.rank} exited with code {self.exit_code} {when}"
+            #: Something called sys.exit or os._exit on that rank; the output may say more.
+            text = f"rank {self.rank} exited with code {self.exit_code} {when} [J215]"
         return f"{text}. {self.hint}" if self.hint else text
 
 
@@ -115,13 +118,17 @@ class Account:
 
     def failure(self, rank: int) -> Failure:
         """Make an exception of it again, in the parent."""
-        error: BaseException = WorkerRaised(f"rank {rank} raised an exception that cannot be pickled: {self.text}")
+        #: Its traceback is above. Give the exception's class an __init__ that its args can be handed to.
+        error: BaseException = WorkerRaised(
+            f"rank {rank} raised an exception that cannot be pickled: {self.text} [J216]"
+        )
         if self.pickled is not None:
             try:
                 error = _revived(self.pickled)
             except Exception as lost:  # its class cannot be imported here
+                #: Its traceback is above. Have the class of the exception in a file that this process can import, too.
                 error = WorkerRaised(
-                    f"rank {rank} raised an exception that cannot be loaded here ({lost}): {self.text}"
+                    f"rank {rank} raised an exception that cannot be loaded here ({lost}): {self.text} [J217]"
                 )
         return Failure(rank, error, self.blame, self.text, RemoteTraceback(f"on rank {rank}\n{self.traceback}"))
 

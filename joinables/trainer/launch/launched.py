@@ -15,6 +15,7 @@ import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -65,26 +66,26 @@ class Launched(Environment):
     def _text(self, *names: str) -> tuple[str, str]:
         found = self._find(*names)
         if found is None:
-            raise ValueError(f"{' or '.join(names)} is not set; {self._way_out(names[0])}")
+            self._refuse(names[0], f"{' or '.join(names)} is not set")
         return found
 
     def _number(self, *names: str, least: int = 0, below: tuple[str, int] | None = None) -> int:
         name, text = self._text(*names)
         if not re.fullmatch(r"\d+", text):
-            raise ValueError(f"{name}={text!r} must be a whole number; {self._way_out(name)}")
+            self._refuse(name, f"{name}={text!r} must be a whole number")
         if int(text) < least:
-            raise ValueError(f"{name}={text!r} must be at least {least}; {self._way_out(name)}")
+            self._refuse(name, f"{name}={text!r} must be at least {least}")
         if below is not None and int(text) >= below[1]:
-            raise ValueError(f"{name}={text!r} must be below {below[0]}, which is {below[1]}; {self._way_out(name)}")
+            self._refuse(name, f"{name}={text!r} must be below {below[0]}, which is {below[1]}")
         return int(text)
 
     def _port(self) -> int:
         return self._number("MASTER_PORT", least=1, below=("the number of ports", 1 << 16))
 
-    def _way_out(self, name: str) -> str:
-        return (
-            f"{self.name} should set {name} for each process. Start the script with it, or pass"
-            " environment=LocalEnvironment() to ignore its variables"
+    def _refuse(self, name: str, wrong: str) -> NoReturn:
+        raise ValueError(
+            f"{wrong}; {self.name} should set {name} for each process. Start the script with it, or pass"
+            " environment=LocalEnvironment() to ignore its variables [J218]"
         )
 
 
@@ -177,7 +178,7 @@ class SlurmEnvironment(Launched):
             try:
                 found = name, first_host(nodes)
             except ValueError as unreadable:
-                raise ValueError(f"{name}={nodes!r}: {unreadable}; set MASTER_ADDR to the node of rank 0") from None
+                raise ValueError(f"{name}={nodes!r}: {unreadable}") from None
         if self._find("MASTER_PORT"):
             return found[1], self._port()
         return found[1], _FIRST_PORT + self._number("SLURM_JOB_ID") % _PORTS
@@ -227,7 +228,7 @@ class MpiEnvironment(Launched):
         raise ValueError(
             f"{' and '.join(missing)} must be set: mpirun does not say where rank 0 can be reached. Export the name"
             " of its node, and a free port of it, to all processes: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
-            " with Open MPI, mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 with MPICH and Intel MPI"
+            " with Open MPI, mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29500 with MPICH and Intel MPI [J219]"
         )
 
 
@@ -253,7 +254,7 @@ def first_host(nodes: str) -> str:
     """
     found = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
     if found is None:
-        raise ValueError("not a list of nodes like node[003-005,9]")
+        raise ValueError("not a list of nodes like node[003-005,9]; set MASTER_ADDR to the node of rank 0 [J220]")
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", found.group())
 
 

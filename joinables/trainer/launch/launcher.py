@@ -84,13 +84,13 @@ class Launcher:
     ) -> None:
         _check_types(world_size, environment, timeout)
         if world_size < 1:
-            raise ValueError(f"world_size={world_size} must be at least 1")
+            raise ValueError(f"world_size={world_size} must be at least 1 [J221]")
         self._start_method: StartMethod = checked_start_method(start_method)
         self._environment = detect_environment() if environment is None else environment
         if not self._environment.creates_processes and (there := self._environment.place().world_size) != world_size:
             raise ValueError(
                 f"world_size={world_size}, but {self._environment.name} started {there} processes; make them the same,"
-                " or pass environment=LocalEnvironment() to start processes here"
+                " or pass environment=LocalEnvironment() to start processes here [J222]"
             )
         self._world_size = world_size
         self._backend, self._timeout = backend, timeout
@@ -117,13 +117,14 @@ class Launcher:
                 failed, the exception that caused the others, of the lowest such rank.
         """
         if not callable(fn):
-            raise TypeError(f"fn={fn!r} cannot be called")
+            raise TypeError(f"fn={fn!r} cannot be called; give a function [J223]")
         if not self._environment.creates_processes:
             return as_rank(self._environment, self._backend, self._timeout, fn, args)
         forks = self._start_method == "fork"
         if forks and dist.is_initialized():
             raise LaunchError(
                 "start_method='fork' would copy this process's group into the workers; destroy it first, or use 'spawn'"
+                " [J224]"
             )
         with temporary_folder() as folder:
             payload = Payload(folder)
@@ -176,7 +177,7 @@ def _check_main() -> None:
         raise LaunchError(
             f"the main script is {os.path.basename(path)!r}, and workers, which import it, cannot: there is no such"
             " file. Write it into one, or start processes by fork (start_method='fork'; of a trainer,"
-            " strategy='ddp_fork')"
+            " strategy='ddp_fork') [J225]"
         )
 
 
@@ -261,14 +262,14 @@ def checked_start_method(start_method: Any) -> StartMethod:
     """Return ``start_method``, or raise a ``ValueError`` if it is none."""
     known: tuple[str, ...] = get_args(StartMethod)
     if start_method not in known:
-        raise ValueError(f"start_method={start_method!r} is unknown; use one of {', '.join(known)}")
+        raise ValueError(f"start_method={start_method!r} is unknown; use one of {', '.join(known)} [J226]")
     return start_method
 
 
 def _check_types(world_size: Any, environment: Any, timeout: Any) -> None:
     if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size={world_size!r} must be a whole number")
+        raise TypeError(f"world_size={world_size!r} must be a whole number [J227]")
     if environment is not None and not isinstance(environment, Environment):
-        raise TypeError(f"environment={environment!r} must be an Environment, or None to find out")
+        raise TypeError(f"environment={environment!r} must be an Environment, or None to find out [J228]")
     if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None for torch's")
+        raise TypeError(f"timeout={timeout!r} must be a datetime.timedelta, or None for torch's [J229]")

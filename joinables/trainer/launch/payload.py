@@ -53,7 +53,7 @@ class Payload:
                     raise NotPicklable(
                         f"{name}{part} cannot be pickled for the workers: {type(error).__name__}: {error}. Use"
                         " functions and classes from the top level of a file, or start processes by fork"
-                        " (start_method='fork'; of a trainer, strategy='ddp_fork')"
+                        " (start_method='fork'; of a trainer, strategy='ddp_fork') [J230]"
                     ) from error
             raise  # the disk is full
 
@@ -68,7 +68,7 @@ class Payload:
         except Exception as error:
             raise NotPicklable(
                 f"fn or an argument cannot be found again in a worker: {type(error).__name__}: {error}. What they refer"
-                ' to has to be in a file that workers can import, and not under if __name__ == "__main__"'
+                ' to has to be in a file that workers can import, and not under if __name__ == "__main__" [J231]'
             ) from error
 
     def write_result(self, result: Any) -> None:
@@ -86,7 +86,7 @@ class Payload:
                 raise  # the disk is full
             raise NotPicklable(
                 f"result{part} of rank 0 cannot be pickled: {type(error).__name__}: {error}. Return values and"
-                " state_dicts"
+                " state_dicts [J232]"
             ) from error
 
     def read_result(self) -> Any:

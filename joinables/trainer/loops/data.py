@@ -59,9 +59,9 @@ class UnevenDistributedSampler(Sampler[int]):
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank={self.rank} must be from 0 to num_replicas - 1 = {self.num_replicas - 1}")
+            raise ValueError(f"rank={self.rank} must be from 0 to num_replicas - 1 = {self.num_replicas - 1} [J233]")
         if block_size < 1:
-            raise ValueError(f"block_size={block_size} must be at least 1")
+            raise ValueError(f"block_size={block_size} must be at least 1 [J234]")
         self.total = len(dataset)
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
         self.epoch = self.start = 0
@@ -77,7 +77,7 @@ class UnevenDistributedSampler(Sampler[int]):
             ValueError: if there are not as many.
         """
         if not 0 <= start <= self.total:
-            raise ValueError(f"start={start} must be from 0 to the {self.total} samples of the data set")
+            raise ValueError(f"start={start} must be from 0 to the {self.total} samples of the data set [J235]")
         self.epoch, self.start = epoch, start
 
     def used(self, steps: int) -> int:

@@ -70,7 +70,7 @@ class FitLoop:
         if automatic and len(optimizers) > 1:
             raise ValueError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
-                " do with one; set automatic_optimization = False and step them in training_step"
+                " do with one; set automatic_optimization = False and step them in training_step [J236]"
             )
         for optimizer in optimizers:
             check_closure(optimizer, automatic, run.collective.world_size)
@@ -205,6 +205,7 @@ class FitLoop:
         if uneven == "error" and plan.shortest is not None and not plan.even:
             raise ValueError(
                 f"uneven='error' and the ranks have {list(plan.lengths)} batches; make them even, or use uneven='join'"
+                " [J237]"
             )
         unknown = plan.shortest is None and len(plan.lengths) > 1
         vote = unknown and uneven == "stop"
@@ -244,7 +245,7 @@ class FitLoop:
         told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
         return EarlyTerminationError(
             f"uneven='error' and the ranks have different numbers of batches: there are no more on {told}; make them"
-            " even, or use uneven='join'"
+            " even, or use uneven='join' [J238]"
         )
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
@@ -253,7 +254,8 @@ class FitLoop:
             batch = run.take(batch)
             if cast("Any", self._module.on_train_batch_start(batch, index)) == -1:
                 raise ValueError(
-                    "on_train_batch_start returned -1; the trainer has no way to skip the rest of an epoch"
+                    "on_train_batch_start returned -1, and the trainer does not skip the rest of an epoch; return"
+                    " nothing [J239]"
                 )
             run.call("on_train_batch_start", batch, index)
             if self._module.automatic_optimization:
@@ -324,13 +326,13 @@ class FitLoop:
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"training_step of {type(self._module).__name__} returned {outputs!r}; return the loss, a tensor, or a"
-                ' dict with it under "loss"'
+                ' dict with it under "loss" [J240]'
             )
         if loss.numel() != 1 or not loss.requires_grad:
             what = "does not depend on a parameter" if loss.numel() == 1 else f"has the shape {list(loss.shape)}"
             raise ValueError(
                 f"the loss that training_step of {type(self._module).__name__} returned {what}; return the mean over"
-                " the samples, computed from the module's outputs"
+                " the samples, computed from the module's outputs [J241]"
             )
         sync = is_last or (index + 1) % k == 0
         run.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)

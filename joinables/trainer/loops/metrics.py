@@ -25,7 +25,9 @@ Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
     """Return the metric that a callback or a scheduler monitors; one that was not logged is a ``ValueError``."""
     if monitor is None or monitor not in metrics:
-        raise ValueError(f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'}")
+        raise ValueError(
+            f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'} [J242]"
+        )
     return metrics[monitor]
 
 
@@ -100,7 +102,10 @@ class Metric:
     def merge(self, other: Metric) -> None:
         """Add what another rank has recorded."""
         if other.reduce_fx != self.reduce_fx:
-            raise ValueError(f"reduce_fx={other.reduce_fx!r} on one rank and {self.reduce_fx!r} on another")
+            raise ValueError(
+                f"reduce_fx={other.reduce_fx!r} on one rank and {self.reduce_fx!r} on another; log it alike on all"
+                " ranks [J243]"
+            )
         for partial in other.partials:
             self.partials = add_exactly(self.partials, partial)
         self.weight += other.weight
@@ -149,16 +154,21 @@ class MetricStore:
             ValueError: for a value with several elements, an unknown ``reduce_fx``, or one that changed.
         """
         if reduce_fx not in get_args(Reduction):
-            raise ValueError(f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(get_args(Reduction))}")
+            raise ValueError(
+                f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(get_args(Reduction))} [J244]"
+            )
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise ValueError(f"metric {name!r} has {value.numel()} elements; log a number")
+                raise ValueError(f"metric {name!r} has {value.numel()} elements; log a number [J245]")
             value = float(value.detach())
         metric = self.metrics.get(name)
         if metric is None:
             metric = self.metrics[name] = Metric(reduce_fx, **options)
         if metric.reduce_fx != reduce_fx:
-            raise ValueError(f"metric {name!r} was logged with reduce_fx={metric.reduce_fx!r} before")
+            raise ValueError(
+                f"metric {name!r} was logged with reduce_fx={metric.reduce_fx!r} before; log it in the same way each"
+                " time [J246]"
+            )
         metric.add(float(value), weight)
         if metric.on_step and metric.logger:
             self.singles[name] = metric.last

@@ -66,10 +66,12 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
         else:
             raise TypeError(
                 f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"
-                ' [schedulers]), or {"optimizer": ..., "lr_scheduler": ...}'
+                ' [schedulers]), or {"optimizer": ..., "lr_scheduler": ...} [J247]'
             )
     if not optimizers:
-        raise TypeError(f"configure_optimizers returned {configured!r}, which has no optimizer")
+        raise TypeError(
+            f"configure_optimizers returned {configured!r}, which has no optimizer; return one in it [J248]"
+        )
     return optimizers, schedulers
 
 
@@ -80,13 +82,14 @@ def check_closure(optimizer: torch.optim.Optimizer, automatic: bool, ranks: int)
     if ranks > 1 and several and isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"{name} evaluates its closure as often as the loss tells it to, another number on each rank; train with"
-            " devices=1 and automatic_optimization = False, or take another optimizer"
+            " devices=1 and automatic_optimization = False, or take another optimizer [J249]"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if automatic and closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"{name} needs a closure in its step; set automatic_optimization = False and call"
             " self.optimizers().step(closure) in training_step, with a closure that calls self.manual_backward(loss)"
+            " [J250]"
         )
 
 
@@ -100,8 +103,8 @@ def check_groups(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     if mine != theirs:
         raise ValueError(
             f"the {type(optimizer).__name__} in the state to resume from has groups of {theirs} parameters, and that of"
-            f" configure_optimizers of {mine}; make the same there. Those that a hook adds in a fit, add again in"
-            " on_load_checkpoint(checkpoint), where checkpoint['epochs'] says how far it was"
+            f" configure_optimizers of {mine}; make the same there, and those that a hook adds in a fit again in"
+            " on_load_checkpoint(checkpoint), where checkpoint['epochs'] says how far it was [J251]"
         )
 
 
@@ -110,20 +113,23 @@ def _check_keys(where: str, options: Mapping[str, Any], known: Sequence[str]) ->
     for name, value in options.items():
         if name not in known and (name, value) not in (("frequency", 1), ("strict", True)):
             raise ValueError(
-                f"{name!r}: {value!r} in {where} is unknown; use {', '.join(known)}{did_you_mean(name, known)}"
+                f"{name!r}: {value!r} in {where} is unknown; use {', '.join(known)}{did_you_mean(name, known)} [J252]"
             )
 
 
 def _scheduler(given: Any, monitor: str | None) -> Scheduler:
     options = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"scheduler": given}
     if not hasattr(options.get("scheduler"), "step") or isinstance(options["scheduler"], torch.optim.Optimizer):
-        raise TypeError(f"configure_optimizers returned {given!r} where a scheduler belongs")
+        raise TypeError(
+            f"configure_optimizers returned {given!r} where a scheduler belongs; return a scheduler, or a dict with one"
+            " under 'scheduler' [J253]"
+        )
     _check_keys("a scheduler's dict", options, ("scheduler", "interval", "monitor", "name"))
     made = Scheduler(options["scheduler"], options.get("interval", "epoch"), options.get("monitor", monitor))
     if made.interval not in ("epoch", "step"):
-        raise ValueError(f"interval={made.interval!r} of a scheduler is neither 'epoch' nor 'step'")
+        raise ValueError(f"interval={made.interval!r} of a scheduler is neither 'epoch' nor 'step' [J254]")
     if isinstance(made.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and made.monitor is None:
-        raise ValueError('ReduceLROnPlateau needs a metric: {"scheduler": ..., "monitor": "val_loss"}')
+        raise ValueError('ReduceLROnPlateau needs a metric: {"scheduler": ..., "monitor": "val_loss"} [J255]')
     return made
 
 

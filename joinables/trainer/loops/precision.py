@@ -31,7 +31,7 @@ class Precision:
     def __init__(self, precision: int | str, device: str) -> None:
         name = _NAMES.get(str(precision))
         if name is None or isinstance(precision, bool):
-            raise ValueError(f"precision={precision!r} is unknown; use 32, 64, 'bf16-mixed' or '16-mixed'")
+            raise ValueError(f"precision={precision!r} is unknown; use 32, 64, 'bf16-mixed' or '16-mixed' [J256]")
         self.name, self._device = name, device
 
     @property

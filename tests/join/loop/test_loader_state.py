@@ -90,7 +90,7 @@ def epochs(rank: int) -> None:
     for enable in (True, False):
         loader = Positioned(SIZES[rank])
         with Join([Counter(collective)], enable=enable) as join:
-            with pytest.raises(JoinError, match="there was none in this block"):
+            with pytest.raises(JoinError, match="no loop was in this block"):
                 join.loader_state()
             for step, batch in enumerate(join.iterate(loader, lookahead=2)):
                 if not join.shadowing:

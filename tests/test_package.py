@@ -173,7 +173,7 @@ for change in {changes}:
 def test_unsupported_torch_is_one_error() -> None:
     stderr = python("-c", WITHOUT.format(changes=list(LACKING.values()))).stderr
     told = [line for line in stderr.splitlines() if line.startswith("ImportError")]
-    versions_told = f", which torch {torch.__version__} does not have; install one of torch {versions.SUPPORTED}"
+    versions_told = f", which torch {torch.__version__} does not have; install one of torch {versions.SUPPORTED} [J103]"
     for missing, text in zip(LACKING, told, strict=True):
         assert text.startswith("ImportError: joinables needs ")
         assert missing in text
@@ -196,5 +196,7 @@ def test_another_join_is_one_sentence_and_is_not_run(tmp_path: Path, other: str,
     (tmp_path / other).write_text("raise SystemExit")
     (tmp_path / script).write_text(statement)
     found = tmp_path / other.removesuffix("/__init__.py")
-    told = f"ImportError: joinables needs its own package join, and import finds {found} in its place; rename that"
+    told = (
+        f"ImportError: joinables needs its own package join, and import finds {found} in its place; rename that [J101]"
+    )
     assert python(str(tmp_path / script)).stderr.splitlines()[-1] == told

@@ -270,7 +270,7 @@ def test_ranks_that_list_different_things() -> None:
         return str(caught.value)
 
     for text in run_threads(3, enter):
-        assert text.endswith("They differ in this: ranks [0, 2]: Counter; ranks [1]: Other")
+        assert text.endswith("They differ in this: ranks [0, 2]: Counter; ranks [1]: Other [J020]")
 
 
 def test_ranks_with_different_arguments() -> None:

@@ -350,7 +350,7 @@ def told(rank: int) -> list[str]:
 def test_modules_that_cannot_be_in_a_block(pool: Pool) -> None:
     theirs = (
         "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place,"
-        " and build the DistributedDataParallel anew"
+        " and build the DistributedDataParallel anew [J107]"
     )
     sparse = "ValueError: 'module.0' has sparse gradients, which a rank without data cannot take over"
     for first, second, third in pool.run(told, ranks=2):

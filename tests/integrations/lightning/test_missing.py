@@ -11,4 +11,4 @@ def test_a_missing_extra_is_a_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: joinables.integrations.lightning needs the package lightning")
-    assert last.endswith("pip install 'joinables[lightning]'")
+    assert last.endswith("pip install 'joinables[lightning]' [J126]")

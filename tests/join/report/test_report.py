@@ -194,5 +194,7 @@ def test_plotting_leaves_pyplot_alone(tmp_path: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r'^report\.plot\(\) needs matplotlib: pip install "joinables\[plot\]"$'):
+    with pytest.raises(
+        ImportError, match=r'^report\.plot\(\) needs matplotlib: pip install "joinables\[plot\]" \[J098\]$'
+    ):
         JoinReport(rows(1)).plot()

@@ -94,7 +94,7 @@ def test_weight_0_on_all_ranks(pool: Pool, way: str, kind: str) -> None:
     assert all(told in text for text in texts)  # who sees others leave first says that of them
 
 
-ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1; set it on all ranks or on none"
+ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1; set it on all ranks or on none [J277]"
 
 
 @pytest.mark.parametrize("initial", [True, False])
@@ -110,7 +110,7 @@ def test_weight_on_one_rank_only_where_all_see_it(pool: Pool, way: str, kind: st
     assert pool.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
 
 
-IN_THE_LOOP = "ValueError: join.weight was set or unset inside the loop; set it at every step or at none"
+IN_THE_LOOP = "ValueError: join.weight was set or unset inside the loop; set it at every step or at none [J276]"
 CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), ())]
 
 

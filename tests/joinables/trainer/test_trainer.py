@@ -543,7 +543,7 @@ def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str
 def test_bad_keywords_of_callbacks() -> None:
     with pytest.raises(TypeError, match="Did you mean save_top_k"):
         ModelCheckpoint(save_topk=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"wait=1: EarlyStopping takes monitor, mode, patience, min_delta$"):
+    with pytest.raises(TypeError, match=r"wait=1: EarlyStopping takes monitor, mode, patience, min_delta \[J212\]$"):
         EarlyStopping("x", wait=1)  # type: ignore[call-arg]
 
 
@@ -551,7 +551,7 @@ def test_bad_keywords_of_callbacks() -> None:
     ("run", "keyword", "text"),
     [
         ("fit", "train_dataloaders", "train_loader, val_loader, ckpt_path. Did you mean train_loader"),
-        ("fit", "datamodule", "train_loader, val_loader, ckpt_path$"),
+        ("fit", "datamodule", r"train_loader, val_loader, ckpt_path \[J212\]$"),
         ("validate", "dataloaders", "loader, ckpt_path. Did you mean loader"),
         ("test", "dataloaders", "loader, ckpt_path. Did you mean loader"),
         ("predict", "dataloaders", "loader, ckpt_path. Did you mean loader"),

@@ -12,11 +12,11 @@ from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTra
 @pytest.mark.parametrize(
     ("error", "text", "signal"),
     [
-        (WorkerDied(2, -9), "rank 2 was killed by SIGKILL", "SIGKILL"),
-        (WorkerDied(2, -40), "rank 2 was killed by signal 40", "signal 40"),
-        (WorkerDied(1, 3), "rank 1 exited with code 3 before it returned a result", None),
-        (WorkerDied(1, 3, hint="Eat."), "rank 1 exited with code 3 before it returned a result. Eat.", None),
-        (WorkerDied(1, 3, returned=True), "rank 1 exited with code 3 after fn had returned", None),
+        (WorkerDied(2, -9), "rank 2 was killed by SIGKILL [J214]", "SIGKILL"),
+        (WorkerDied(2, -40), "rank 2 was killed by signal 40 [J214]", "signal 40"),
+        (WorkerDied(1, 3), "rank 1 exited with code 3 before it returned a result [J215]", None),
+        (WorkerDied(1, 3, hint="Eat."), "rank 1 exited with code 3 before it returned a result [J215]. Eat.", None),
+        (WorkerDied(1, 3, returned=True), "rank 1 exited with code 3 after fn had returned [J215]", None),
     ],
 )
 def test_worker_died(error: WorkerDied, text: str, signal: str | None) -> None:

@@ -701,5 +701,5 @@ def test_script_without_main_guard(tmp_path: Path) -> None:
     ended = run_script(tmp_path, WITHOUT_GUARD)
     assert ended.returncode == 1
     last = [line for line in ended.stderr.splitlines() if "WorkerDied" in line][-1]
-    assert "exited with code 1 before it returned a result. It ended before its work began" in last
+    assert "exited with code 1 before it returned a result [J215]. It ended before its work began" in last
     assert 'if __name__ == "__main__"' in last

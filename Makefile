@@ -69,6 +69,7 @@ pictures: .venv/.demo-installed
 	$(BIN)/python -m docs.draw
 
 docs: .venv/.docs-installed
+	$(BIN)/python -m docs.errors
 	$(BIN)/pdoc --docformat google -o docs-out join join.collectives joinables joinables.trainer joinables.zero
 
 wheel: .venv/.test-installed

@@ -275,7 +275,7 @@ def test_ranks_that_list_different_things() -> None:
 
 def test_ranks_with_different_arguments() -> None:
     def enter(collective: ThreadCollective) -> None:
-        told = r"must enter Join with the same.*differ in this: ranks \[0\]: timeout=None; ranks \[1\]: timeout=5$"
+        told = r"enter Join with the same.*differ in this: ranks \[0\]: timeout=None; ranks \[1\]: timeout=5 \[J020\]$"
         with pytest.raises(ProtocolError, match=told):
             Join([Counter(collective)], timeout=5 if collective.rank else None).__enter__()
 

@@ -798,7 +798,7 @@ def test_arguments_that_differ(options: list[dict[str, Any]], told: list[str]) -
 
     for text in run_threads(2, run):
         assert text.startswith("all ranks must enter join.iterate with the same")
-        assert text.endswith(f": ranks [0]: {told[0]}; ranks [1]: {told[1]}")
+        assert text.endswith(f": ranks [0]: {told[0]}; ranks [1]: {told[1]} [J020]")
 
 
 def test_outside_and_with_steps() -> None:

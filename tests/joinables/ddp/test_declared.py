@@ -131,7 +131,7 @@ def test_a_hook_that_raises(ending: Ending) -> None:
 def test_weights_of_0_on_all_ranks(pool: Pool) -> None:
     """All ranks run that backward, so all know."""
     for text in pool.run(weighted_outcome, "mlp", [1, 3, 0], 0, ranks=3):
-        assert text == "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean"
+        assert text.startswith("ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean; ")
 
 
 @pytest.mark.parametrize(("model", "made"), [("mlp", [3, 1, 0]), ("norm", [3, 3, 0]), ("mlp", [3, 2, 1])])

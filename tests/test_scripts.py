@@ -1,4 +1,4 @@
-"""The demo and the tutorials run, say what they claim, and leave nothing behind; so does a benchmark.
+"""The demo, the tutorials and the recipes run, say what they claim, and leave nothing behind; so does a benchmark.
 
 A script and each process that it starts import torch, which takes seconds. In ``make test`` most scripts therefore run
 in a process that is forked from one that has imported it, and so are theirs.
@@ -70,7 +70,7 @@ def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
     return own_lines(end.text.removesuffix(end.stderr))
 
 
-TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
+TUTORIALS = [*sorted((ROOT / "tutorials").glob("[0-9]*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 SPAWNING = {"01_uneven_ddp"}
 """Always run as their readers do."""
 
@@ -78,6 +78,7 @@ SPAWNING = {"01_uneven_ddp"}
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(ending: Ending, path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
+    assert path.parent.name != "recipes" or (ROOT / "docs" / "recipes" / f"{path.stem}.md").exists()
     told = run(str(path)) if ALL or path.stem in SPAWNING else run_forked(ending, str(path))
     assert told.strip()
 

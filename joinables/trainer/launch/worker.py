@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from join.collectives import TorchCollective
+from join.collectives.fresh_store import fresh_store
 from join.collectives.timeouts import timeouts
 from joinables.trainer.launch.environment import Environment
-from joinables.trainer.launch.fresh_store import fresh_store
 from joinables.trainer.launch.payload import Call, Payload
 
 _T = TypeVar("_T")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.integrations.ray.training import CASES, WORKERS
+from tests.joinables.trainer.launch.test_elastic_launch import WORK, assert_exact
 from tests.models import assert_same
 from tests.training import reference, tolerance_of
 
@@ -22,7 +23,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'joinables[
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)
-LIMIT = 200  # seconds; Ray needs some 15 to start
+LIMIT = 300  # seconds; Ray needs some 15 to start
 
 
 def processes_of(folder: Path) -> set[int]:
@@ -74,6 +75,9 @@ def test_the_same_function_ends_as_one_process(folder: Path, launcher: str) -> N
     for name, case in CASES.items():
         assert_same(found[0][name], found[1][name])
         assert_same(found[0][name], reference(case), tolerance_of(case))
+    for work in WORK if launcher == "Ray" else ():  # which has also restarted workers of which one was killed
+        assert (folder / work / "killed-0").exists()
+        assert_exact(folder / work, WORKERS)
 
 
 @pytest.mark.timeout(LIMIT + 60)

@@ -2,19 +2,22 @@
 
     python -m tests.integrations.ray.training FOLDER
 
-Each worker leaves in that folder what it ends with, by case.
+Each worker leaves in that folder what it ends with, by case. Ray has them train once more, and one of them is killed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tests import training
 from tests.integrations.ranks import imported
+from tests.joinables.trainer.launch.test_elastic_launch import WORK, Kill
 from tests.training import Case, Sharded
 
 WORKERS = 2
@@ -39,22 +42,36 @@ def train(config: dict[str, str]) -> None:
     dist.barrier()
 
 
+def train_until_killed(config: dict[str, str]) -> None:
+    WORK[config["work"]](Path(config["folder"]), (Kill(3, 1, is_over=True),))
+
+
 def with_ray(folder: str) -> None:
-    ray, theirs, trainer = imported("ray"), imported("ray.train"), imported("ray.train.torch")
+    ray = imported("ray")
     ray.init(
         num_cpus=WORKERS + 1,
         include_dashboard=False,
         object_store_memory=80 * 2**20,  # bytes; the least that it takes
         _temp_dir=folder,
     )
+    fit(train, folder=folder)
+    for work in WORK:
+        (Path(folder) / work).mkdir()
+        fit(train_until_killed, 1, folder=f"{folder}/{work}", work=work)
+    ray.shutdown()
+
+
+def fit(function: Callable[[dict[str, str]], None], restarts: int = 0, **told: str) -> None:
+    theirs, trainer = imported("ray.train"), imported("ray.train.torch")
     trainer.TorchTrainer(
-        train,
-        train_loop_config={"folder": folder},
+        function,
+        train_loop_config=told,
         torch_config=trainer.TorchConfig(backend="gloo"),
         scaling_config=theirs.ScalingConfig(num_workers=WORKERS),
-        run_config=theirs.RunConfig(storage_path=f"{folder}/results"),
+        run_config=theirs.RunConfig(
+            storage_path=f"{told['folder']}/results", failure_config=theirs.FailureConfig(max_failures=restarts)
+        ),
     ).fit()
-    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def by_hand(folder: Path, kills: tuple[Kill, ...]) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     diary = Diary(folder, kills)
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():  # as Ray has done
+        dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, optimizer, scheduler = objects()
     model = DistributedDataParallel(model)

@@ -49,7 +49,7 @@ test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 4 .venv-horovod/bin/python -m tests.horovod.run
 
 # The extras of the frameworks that tests/integrations runs in.
-FRAMEWORKS := lightning accelerate transformers
+FRAMEWORKS := lightning accelerate transformers ray
 comma := ,
 test-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n $(JOBS) tests/integrations

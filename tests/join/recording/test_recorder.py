@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -70,13 +71,17 @@ def test_waiting_for_a_slow_rank(tmp_path: Path) -> None:
 
 def fails(collective: ThreadCollective, path: Path, fail: Callable[[], None]) -> str:
     """The error with which a rank leaves a block in which rank 1 does something in its second step."""
-    shared = SharedCall(lambda: fail() if collective.rank == 1 and shared.calls == 2 else None, collective)
-    shared.calls = 0  # pyright: ignore[reportAttributeAccessIssue]
+    calls = itertools.count()
+
+    def call() -> None:
+        if collective.rank == 1 and next(calls) == 1:
+            fail()
+
+    shared = SharedCall(call, collective)
     try:
         with Join([shared]) as join:
             join.trace(path)
             for _ in range(COUNTS[collective.rank]):
-                shared.calls += 1  # pyright: ignore[reportAttributeAccessIssue]
                 shared()
     except (ValueError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
@@ -179,7 +184,7 @@ BAD = {
 def test_a_bad_path_is_told_before_any_collective(path: Any, enable: bool) -> None:
     kind, text = BAD[path]
 
-    def rank_main(collective: ThreadCollective) -> tuple[int, int]:
+    def rank_main(collective: ThreadCollective) -> int:
         counter = Counter(collective)
         with Join([counter], enable) as join:
             issued = collective.issued(), collective.companion().issued()

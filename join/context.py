@@ -115,8 +115,8 @@ class Join:
         check_keywords(self._joinables, kwargs, own=OWN_KEYWORDS)
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
-        self._enable, self._throw = enable, throw_on_early_termination
-        self._kwargs, self._divisor = kwargs, checked_divisor(loss_divided_by)
+        self._enable, self._throw, self._kwargs = enable, throw_on_early_termination, kwargs
+        self._divisor = checked_divisor(loss_divided_by)
         self._weight = None if loss_divided_by == 1 else 1.0
         self._weight_outside: float | None = None  # what it is again after the block
 
@@ -368,7 +368,7 @@ class Join:
             self._configure()
             block.attach(self)
         except BaseException:
-            self._leave()
+            block.leave(self._unconfigure)
             raise
         block.start()
         return self
@@ -378,23 +378,17 @@ class Join:
             self._unconfigure()
             return
         assert self._block is not None
+        block = self._block
         try:
-            self._report = self._block.end(error, self._loops)
+            self._report = block.end(error, self._loops)
             if error is None and self._loops.last is None and (self._steps == "loader" or not self._objects):
                 warn_of_no_loop("steps='loader'" if self._objects else "a block that lists nothing")
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        assert self._block is not None
-        try:
-            self._block.leave(self._unconfigure)
-        finally:
-            self._block = None
+            block.leave(self._unconfigure)
 
     def _configure(self) -> None:
         put_inside(self, self._joinables, enable=self._enable, throw=self._throw)
 
     def _unconfigure(self) -> None:
-        self._weight = self._weight_outside
+        self._weight, self._block = self._weight_outside, None
         put_outside(self._joinables)

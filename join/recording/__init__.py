@@ -68,11 +68,13 @@ def checked_path(path: Any) -> Path:
         raise TypeError(f"path={path!r} is a {type(path).__name__}; give the name of a file, such as 'run.json'")
     found = Path(os.fsdecode(cast("str | os.PathLike[str]", path)))
     if found.suffix != SUFFIX:
-        raise ValueError(f"path={str(found)!r} must end in {SUFFIX}, such as 'run.json'; each rank adds its number")
+        raise ValueError(f"path={str(found)!r} does not end in {SUFFIX}; give a name such as 'run.json'")
     if not found.parent.is_dir():
         raise FileNotFoundError(f"path={str(found)!r}: there is no folder {str(found.parent)!r}; make it first")
     if not os.access(found.parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"path={str(found)!r}: nothing can be written in {str(found.parent)!r}")
+        raise PermissionError(
+            f"path={str(found)!r}: nothing can be written in {str(found.parent)!r}; give another folder"
+        )
     return found
 
 

@@ -60,9 +60,9 @@ class Recorder:
 
     def __init__(self, channel: Channel, path: Path, entered: float) -> None:
         if "announce" in vars(channel):
-            raise JoinError("join.trace: what happens on this process group is being recorded already; call it once")
+            raise JoinError("what happens on this process group is being recorded already; call join.trace once")
         if isinstance(channel.mode, Lockstep):
-            raise JoinError("join.trace belongs before the loop over join.iterate, not in it")
+            raise JoinError("join.trace was called in a loop over join.iterate; call it before the loop")
         self._channel, self._guard, self._headers = channel, channel.guard, channel.headers
         self._path, self._entered, self._began = part_of(path, channel.collective.rank), entered, time.monotonic()
         self._path.unlink(missing_ok=True)  # if this process is killed, there is no file, and not that of another run

@@ -129,9 +129,9 @@ def _loaded(file: Path) -> dict[str, Any]:
     try:
         told: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TraceError(f"{file} is no JSON ({error}); was it written by join.trace?") from error
+        raise TraceError(f"{file} is no JSON ({error}); give what join.trace has written") from error
     if not isinstance(told, dict) or cast("dict[str, Any]", told).get("format") != FORMAT:
-        raise TraceError(f"{file} was not written by join.trace")
+        raise TraceError(f"{file} is no trace; give the path that join.trace was given")
     told = cast("dict[str, Any]", told)
     if told["version"] != VERSION or tuple(told["columns"]) != COLUMNS:
         raise TraceError(f"{file} was written by another version of joinables; read it with that one")

@@ -12,6 +12,7 @@ lives; whoever waits for long tries the locks of those that it waits for.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -252,7 +253,7 @@ def _made(world_size: int) -> _Address:
         OSError: that says why it is impossible.
     """
     if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create")
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     name = f"join-{secrets.token_hex(16)}"
     file = os.memfd_create(name)
     try:

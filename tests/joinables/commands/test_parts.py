@@ -42,8 +42,8 @@ def test_there_is_nothing(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("{", "is no JSON"),
-        ("[]", r"was not written by join\.trace"),
-        ('{"format": "other"}', r"was not written by join\.trace"),
+        ("[]", r"is no trace; give the path that join\.trace was given"),
+        ('{"format": "other"}', r"is no trace; give the path that join\.trace was given"),
     ],
 )
 def test_other_files(tmp_path: Path, text: str, told: str) -> None:

@@ -81,7 +81,7 @@ def test_public_names() -> None:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name
 
 
-@pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "weight"])
+@pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "trace", "weight"])
 def test_names_of_a_block_are_not_those_of_the_package(name: str) -> None:
     told = rf"'{name}' is of a block.*`with join.Join\(\[...\]\) as block:`, and use block.{name}"
     with pytest.raises(AttributeError, match=told):

@@ -11,7 +11,7 @@ help:
 	@echo 'make test    run the tests, JOBS=4 at once; of cross products, each pair'
 	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
 	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
-	@echo 'make soak    SOAK=500 random models and loops (make test: a dozen), and all ways to fail'
+	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the API reference to docs-out'
@@ -49,7 +49,7 @@ test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 4 .venv-horovod/bin/python -m tests.horovod.run
 
 # The extras of the frameworks that tests/integrations runs in.
-FRAMEWORKS := lightning accelerate transformers
+FRAMEWORKS := lightning accelerate transformers ray
 comma := ,
 test-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n $(JOBS) tests/integrations

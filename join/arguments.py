@@ -104,6 +104,21 @@ def checked_divisor(divisor: Any) -> int:
     return int(divisor)
 
 
+def block_settings(told: Mapping[str, Any], divisor: int, steps: int | str | None, *, weighted: bool) -> dict[str, Any]:
+    """What ranks compare of ``Join``'s arguments on entering.
+
+    Args:
+        told: what is compared as it is.
+        divisor: ``loss_divided_by``.
+        steps: as given; numbers of steps may differ.
+        weighted: whether ``join.weight`` is set.
+    """
+    settings = {**told, **({"loss_divided_by": divisor} if divisor != 1 else {})}
+    if isinstance(steps, int):
+        return settings | {"steps": "declared", "weighted": weighted}
+    return settings if steps is None else settings | {"steps": steps}
+
+
 def listed(objects: Any, group: Any) -> list[Any]:
     """Return the objects given to ``Join``.
 

@@ -15,15 +15,15 @@ The order of collectives inside the block is the business of ``join.protocol``; 
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from typing_extensions import Self
 
 from join.arguments import (
     OWN_KEYWORDS,
+    block_settings,
     check_agreement,
     check_flags,
     check_initialised,
@@ -34,7 +34,6 @@ from join.arguments import (
     checked_weight,
     common_collective,
     expand,
-    hook_of,
     listed,
 )
 from join.collectives import Collective, Work, collective_of
@@ -42,10 +41,10 @@ from join.errors import JoinError
 from join.inside import block_of, put_inside, put_outside
 from join.loop.iterate import check_arguments
 from join.loop.loops import Loops
-from join.loop.nothing_listed import NothingListed
-from join.open_block import OpenBlock, channels, tell_not_entered
+from join.loop.nothing_listed import NothingListed, warn_of_no_loop
+from join.open_block import OpenBlock, channels, scope_of, tell_not_entered
 from join.protocol.channel import Channel
-from join.protocol.members import Member, Scope
+from join.recording import checked_path
 from join.report import JoinReport
 
 T = TypeVar("T")
@@ -283,6 +282,25 @@ class Join:
         told = {"declared": self._steps == "loader", "throw": self._throw}
         return self._loops.begin(self._block.channel, loader, until, dummy, lookahead, **told)
 
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Record what this rank announces, runs, shadows and waits for, from here on; call it first in the block.
+
+        When a rank leaves the block, also with an exception, it writes a file of its own, such as ``run.rank0.json``
+        for ``run.json``; ``join.recording`` says what is in it, ``python -m joinables trace run.json`` draws them all.
+
+        Args:
+            path: ends in ``.json``, in a folder that exists; files of an earlier block are replaced.
+
+        Raises:
+            JoinError: outside a block, in a loop over :meth:`iterate`, or where the block's group is recorded already.
+            TypeError, ValueError, OSError: if this rank cannot write to ``path``; nothing is sent.
+        """
+        if not self._is_open:
+            raise JoinError("join.trace is for the inside of a block: with Join([...]) as join: ... [J280]")
+        checked = checked_path(path)
+        if self._block is not None:
+            self._block.record(checked)
+
     @property
     def _is_open(self) -> bool:
         return block_of(self._joinables[0]) is self
@@ -339,62 +357,40 @@ class Join:
             self._configure()
             self._report = JoinReport()
             return self
-        steps = self._steps if isinstance(self._steps, int) else None
         try:
-            members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-            scope = Scope(members, self._throw, self._timeout)
-            self._block = block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
+            scope = scope_of(self._joinables, self._kwargs, self._throw, self._timeout)
+            self._block = block = OpenBlock(self._collective, scope, self._steps, weighted=self._weight is not None)
         except BaseException as error:
             tell_not_entered(self._collective, error)
             raise
         try:
-            settings = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            settings |= {"loss_divided_by": self._divisor} if self._divisor != 1 else {}
-            if steps is not None:  # the number may differ
-                settings |= {"steps": "declared", "weighted": self._weight is not None}
-            elif self._steps is not None:
-                settings |= {"steps": self._steps}
+            told = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+            settings = block_settings(told, self._divisor, self._steps, weighted=self._weight is not None)
             block.begin(lambda wait: check_agreement(self._collective, self._joinables, settings, wait))
             self._configure()
             block.attach(self)
         except BaseException:
-            self._leave()
+            block.leave(self._unconfigure)
             raise
         block.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self._enable:
             self._unconfigure()
             return
         assert self._block is not None
+        block = self._block
         try:
-            self._report = self._block.end(error, self._loops)
-            if error is None:
-                self._warn_of_no_loop()
+            self._report = block.end(error, self._loops)
+            if error is None and self._loops.last is None and (self._steps == "loader" or not self._objects):
+                warn_of_no_loop("steps='loader'" if self._objects else "a block that lists nothing")
         finally:
-            self._leave()
-
-    def _warn_of_no_loop(self) -> None:
-        if self._loops.last is None and (self._steps == "loader" or not self._objects):
-            what = "steps='loader'" if self._objects else "a block that lists nothing"
-            warnings.warn(
-                f"{what} is for loops over join.iterate, and there was none: write for batch in join.iterate(loader)",
-                stacklevel=3,
-            )
-
-    def _leave(self) -> None:
-        assert self._block is not None
-        try:
-            self._block.leave(self._unconfigure)
-        finally:
-            self._block = None
+            block.leave(self._unconfigure)
 
     def _configure(self) -> None:
         put_inside(self, self._joinables, enable=self._enable, throw=self._throw)
 
     def _unconfigure(self) -> None:
-        self._weight = self._weight_outside
+        self._weight, self._block = self._weight_outside, None
         put_outside(self._joinables)

@@ -11,15 +11,17 @@ When all ranks have run out, the same stands on each of them::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from join.arguments import hook_of
 from join.collectives import Collective, Work
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
@@ -29,12 +31,17 @@ from join.loop.loops import Loops
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
 from join.protocol.declared import Declared
-from join.protocol.members import Scope
+from join.protocol.members import Member, Scope
 from join.protocol.mode import Outcome
 from join.report import JoinReport, RankReport
 
 channels: dict[int, Channel] = {}
 """One channel for each group on which blocks are open, by the ``id`` of its collective."""
+
+
+def scope_of(joinables: Sequence[Joinable], keywords: Mapping[str, Any], throw: bool, timeout: float | None) -> Scope:
+    """The members and settings of a block, with a hook for each joinable; arguments as of ``Join``."""
+    return Scope([Member(joinable, hook_of(joinable, keywords)) for joinable in joinables], throw, timeout)
 
 
 def tell_not_entered(collective: Collective, error: BaseException) -> None:
@@ -51,20 +58,20 @@ class OpenBlock:
     Args:
         collective: the group.
         scope: the block's members and settings.
-        steps: how many steps this rank will make, if it has declared that.
+        steps: how many steps this rank will make, if it has declared that; ``"loader"`` is for loops alone.
         weighted: whether ``join.weight`` is in use then.
 
     Raises:
         JoinError, ValueError: if it cannot be open now, or not with these members.
     """
 
-    def __init__(self, collective: Collective, scope: Scope, steps: int | None, *, weighted: bool) -> None:
+    def __init__(self, collective: Collective, scope: Scope, steps: int | str | None, *, weighted: bool) -> None:
         self._collective, self._scope = collective, scope
         channel = channels.get(id(collective))
         if channel is None:
-            mode = Announced if steps is None else partial(Declared, steps=steps, weighted=weighted)
+            mode = partial(Declared, steps=steps, weighted=weighted) if isinstance(steps, int) else Announced
             channel = Channel(collective, mode)
-        elif steps is not None:
+        elif isinstance(steps, int):
             raise JoinError(
                 "steps= needs a block of its own, and another is open on this group; begin it after that one [J077]"
             )
@@ -72,6 +79,7 @@ class OpenBlock:
         channels[id(collective)] = self.channel = channel
         self._attached: list[Joinable] = []
         self._limit_before: timedelta | None = None  # of the group's operations
+        self._on_leaving: list[Callable[[], None]] = []  # called first when the block is left
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
@@ -108,6 +116,16 @@ class OpenBlock:
         self._started = time.monotonic()
         for member in self._scope.members:
             member.times.start(self._started)
+
+    def record(self, path: Path) -> None:
+        """Record what happens from here on.
+
+        Raises:
+            JoinError: if that is not possible here.
+        """
+        from join.recording.recorder import Recorder
+
+        self._on_leaving.append(Recorder(self.channel, path, self._started).end)
 
     def notify(self, caller: Any) -> Work | None:
         """This rank is about to run a burst of ``caller``; the message that says so, if that one announces.
@@ -236,6 +254,8 @@ class OpenBlock:
             calls.callback(unconfigure)
             for joinable in self._attached:  # the last attached is the first detached
                 calls.callback(joinable.detach)
+            for callback in self._on_leaving:
+                calls.callback(callback)
 
     def _restore_limit(self) -> None:
         if self._limit_before is not None:

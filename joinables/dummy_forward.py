@@ -18,7 +18,7 @@ from join import JoinError
 from join.batch import StepBatch, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
-from joinables._torch.reducer import call_uncompiled, compiler_under_way, not_compiled
+from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
 from joinables.tensors import hides_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from join.joinable import Block
 from join.transfer import broadcast_tree
-from joinables._torch.reducer import has_stepped, mark_stepped
+from joinables._torch.optimizers import has_stepped, mark_stepped
 from joinables.adapter import Silent
 
 

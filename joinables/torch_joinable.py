@@ -15,7 +15,7 @@ from typing_extensions import override
 from join import Join, JoinHook
 from join.arguments import check_initialised
 from join.joinable import Block
-from joinables._torch.reducer import routed_notifications
+from joinables._torch.torch_join import routed_notifications
 from joinables.adapter import StandIn
 
 

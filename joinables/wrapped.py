@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from joinables._torch.reducer import compiled_from
+from joinables._torch.compiler import compiled_from
 
 
 def unwrapped(obj: Any) -> Any:

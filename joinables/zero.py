@@ -38,7 +38,7 @@ import torch
 from typing_extensions import override
 
 from join.joinable import BurstState
-from joinables._torch.reducer import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
+from joinables._torch.optimizers import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.optimizer_step import OptimizerStep
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Which cases are run: all of a cross product, or some in which each pair of its parts occurs.
 
-``make test`` runs some, ``make test-all`` sets ``TESTS=all``.
+``make test`` runs some, ``make test-all`` sets ``TESTS=all``; only there are tests that :data:`at_night` marks.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import combinations
 from typing import TypeVar
 
+import pytest
+
 ALL = os.environ.get("TESTS") == "all"
+at_night = pytest.mark.skipif(not ALL, reason="costly, and tells little more than others: make test-all")
 T = TypeVar("T")
 Parts = Mapping[str, Hashable]
 
 
-def all_or_pairwise(rows: Iterable[T], parts_of: Callable[[T], Parts]) -> list[T]:
+def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int = 2) -> list[T]:
     """All rows, or so few of them that each pair of parts which occurs in a row still occurs in one.
 
     Args:
         rows: what there is.
         parts_of: what a row is made of, by name.
+        together: 2 for each pair; 1 for each part.
     """
     every = list(rows)
     if ALL:
         return every
-    pairs = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), 2)) for row in every]
+    pairs = [set(combinations(sorted(parts_of(row).items(), key=lambda part: part[0]), together)) for row in every]
     missing = set[tuple[tuple[str, Hashable], ...]]().union(*pairs)
     chosen: set[int] = set()
     while missing:

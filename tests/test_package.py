@@ -81,7 +81,7 @@ def test_public_names() -> None:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name
 
 
-@pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "weight"])
+@pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "trace", "weight"])
 def test_names_of_a_block_are_not_those_of_the_package(name: str) -> None:
     told = rf"'{name}' is of a block.*`with join.Join\(\[...\]\) as block:`, and use block.{name}"
     with pytest.raises(AttributeError, match=told):
@@ -132,10 +132,10 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("statement", ["import join", "import joinables", "import joinables.trainer"])
-def test_importing_does_not_pull_in_optional_weight(statement: str) -> None:
+def test_importing_does_not_pull_in_optional_weight() -> None:
     weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
-    result = python("-W", "error", "-c", f"import sys; {statement}; print([m for m in {weight} if m in sys.modules])")
+    statement = "import sys, join, joinables, joinables.trainer"
+    result = python("-W", "error", "-c", f"{statement}; print([m for m in {weight} if m in sys.modules])")
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 

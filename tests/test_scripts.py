@@ -1,4 +1,4 @@
-"""The demo and the tutorials run, say what they claim, and leave nothing behind; so does a benchmark.
+"""The demo, the tutorials and the recipes run, say what they claim, and leave nothing behind; so does a benchmark.
 
 A script and each process that it starts import torch, which takes seconds. In ``make test`` most scripts therefore run
 in a process that is forked from one that has imported it, and so are theirs.
@@ -20,8 +20,9 @@ import torch.multiprocessing
 
 import joinables.trainer
 from joinables.trainer import Launcher, ddp_strategy
+from tests import torchrun
 from tests.ending import Ending
-from tests.selection import ALL
+from tests.selection import ALL, at_night
 from tests.versions import own_lines
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,7 @@ def as_script(rank: int, script: str, *arguments: str) -> None:
     fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.multiprocessing.spawn = fork  # type: ignore[assignment]
     joinables.trainer.Launcher = ddp_strategy.Launcher = Forking
+    torchrun.forks()
     sys.argv = [script, *arguments]
     if script.endswith(".py"):
         sys.path.insert(0, str(Path(script).parent))
@@ -70,18 +72,23 @@ def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
     return own_lines(end.text.removesuffix(end.stderr))
 
 
-TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-SPAWNING = {"01_uneven_ddp", "05_gan"}
-"""Always run as their readers do: one by ``mp.spawn``, and one by the trainer that tells its processes how to log."""
+TUTORIALS = [*sorted((ROOT / "tutorials").glob("[0-9]*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
+ELSEWHERE = {"13_ray": "it needs Ray; where that is installed, tests/integrations/ray runs it"}
+SPAWNING = {"01_uneven_ddp"}
+"""Always run as their readers do."""
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(ending: Ending, path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
-    told = run(str(path)) if ALL or path.stem in SPAWNING else run_forked(ending, str(path))
+    assert path.parent.name != "recipes" or (ROOT / "docs" / "recipes" / f"{path.stem}.md").exists()
+    if path.stem in ELSEWHERE:
+        pytest.skip(ELSEWHERE[path.stem])
+    told = run(str(path), timeout=220) if ALL or path.stem in SPAWNING else run_forked(ending, str(path))
     assert told.strip()
 
 
+@at_night
 def test_tutorial_says_the_same_under_torchrun(ending: Ending) -> None:
     path = str(ROOT / "tutorials" / "07_torchrun.py")
     alone, launched = run_forked(ending, path).splitlines(), run(*TORCHRUN, path, OMP_NUM_THREADS="1").splitlines()
@@ -122,6 +129,7 @@ def test_demo_without_its_extra_says_what_to_install() -> None:
     assert "Traceback" not in result.stderr
 
 
+@at_night
 def test_the_benchmark_of_overhead_runs_every_way() -> None:
     few = ("--only", "MLP", "--rounds", "1", "--launches", "1", "--steps", "4")
     table = run("benchmarks/overhead.py", *few).splitlines()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import count
 from typing import cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -33,12 +32,11 @@ from join.collectives._torch_private import (
 from join.collectives.base import ReduceOp, as_bytes, check_op
 from join.collectives.board import Board
 from join.collectives.control_line import HEADERS, SUMS, Line
+from join.collectives.fresh_store import fresh_store
 from join.collectives.shared_memory.line import SharedMemoryLine
 from join.collectives.shared_memory.segment import Lane, Segment, SharedBoard, connect
 from join.collectives.store import StoreCollective
 from join.collectives.work import Work
-
-_setups_by_environment = count()
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -151,7 +149,7 @@ class TorchCollective(StoreCollective):
             return dist.PrefixStore(f"setup/{self._setups}", self._given_store)
         timeout = {} if self._timeout is None else {"timeout": self._timeout}
         found, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
-        return dist.PrefixStore(f"setup/{next(_setups_by_environment)}", found)
+        return fresh_store(found, rank, world_size)
 
     @override
     def teardown(self) -> None:

@@ -1,6 +1,6 @@
 """What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here.
 
-Here is what ``reducer`` needs; ``fsdp`` asks for its own.
+Here is what all but ``fsdp`` need, which asks for its own.
 """
 
 from joinables._torch.versions import require

@@ -1,6 +1,6 @@
 """Every private API of ``fully_shard`` that this package calls, each with what it stands in for.
 
-Beside ``joinables._torch.reducer`` because it needs FSDP, which only those import who use it. Nothing else in
+By itself because it needs FSDP, which only those import who use it. Nothing else in
 ``joinables`` touches a name of FSDP that starts with an underscore.
 """
 

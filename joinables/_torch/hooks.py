@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from joinables._torch.reducer import call_uncompiled, compiler_under_way, not_compiled
+from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
 
 
 class ModuleHook:

@@ -1,8 +1,4 @@
-"""Every private torch API that this package calls, each with what it stands in for.
-
-Nothing else in ``joinables`` touches a name that starts with an underscore and is torch's, but for FSDP's, which are in
-``joinables._torch.fsdp``, and for what versions of torch differ in, which is in ``joinables._torch.versions``.
-"""
+"""Every private API of ``DistributedDataParallel`` that this package calls, and what each stands in for."""
 
 # What is private is not in torch's type stubs, or has no types there.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -10,84 +6,15 @@ Nothing else in ``joinables`` touches a name that starts with an underscore and 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo import eval_frame
-from torch._dynamo import decorators
-from torch.autograd import Variable
-from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from joinables._torch.versions import forward_sync_buffers, require
-
-if TYPE_CHECKING:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_engine: Any = Variable._execution_engine
-
-
-def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module that ``torch.compile`` made this one from. Stands in for its class, which is costly to import."""
-    return getattr(module, "_orig_mod", None)
-
-
-compiler_under_way: Callable[[], object] = eval_frame.get_eval_frame_callback
-"""What compiles the functions that are called now, or None. Stands in for a disabled function that costs nothing."""
-
-
-def not_compiled(function: F) -> F:
-    """Leave a function uncompiled, but not what it calls. Stands in for a disabled function that costs nothing."""
-    return cast("F", decorators.skip(function))
-
-
-def _run(call: Callable[..., Any], *args: Any) -> Any:
-    return call(*args)
-
-
-call_uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
-"""Calls a function and leaves it uncompiled, with all that it calls. Costly, also where nothing is compiled."""
-
-
-# -- autograd -------------------------------------------------------------------------------------------------------
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that is under way has computed all gradients.
-
-    Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
-    queue another, which runs after all that were queued before.
-    """
-    _engine.queue_callback(callback)
-
-
-def after_reduction(callback: Callable[[], None]) -> None:
-    """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
-    _engine.queue_callback(partial(_engine.queue_callback, callback))
-
-
-backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that is under way on this thread, -1 outside one. Stands in for asking for it."""
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is under way on this thread: a checkpointed module runs its forward again in there."""
-    return backward_under_way() != -1
-
-
-def writes(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written to in place. Stands in for asking whether it was zeroed since."""
-    return tensor._version
-
+from joinables._torch import autograd
+from joinables._torch.versions import forward_sync_buffers
 
 # -- DistributedDataParallel: forward -------------------------------------------------------------------------------
 
@@ -216,7 +143,7 @@ def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None
             for _ in range(counts[index]):
                 reducer._autograd_hook(index)
         if first:
-            after_backward(reducer._delay_all_reduce)
+            autograd.after_backward(reducer._delay_all_reduce)
 
     with torch.enable_grad():
         reducer.prepare_for_forward()
@@ -296,66 +223,3 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
     """
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
-
-
-# -- optimizers -----------------------------------------------------------------------------------------------------
-
-
-def has_stepped(target: Any) -> bool:
-    """Whether an optimizer has made a step. Stands in for a question that schedulers ask before they warn."""
-    return bool(getattr(target, "_opt_called", False))
-
-
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let schedulers know that an optimizer is where others have stepped to. Stands in for the step itself."""
-    vars(optimizer).update(_opt_called=True)
-
-
-# -- ZeroRedundancyOptimizer ----------------------------------------------------------------------------------------
-
-
-def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
-    """The class. Stands in for an import that does not warn of ``torch.jit.script`` and costs only who needs it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is ", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    require({"torch.distributed.optim:ZeroRedundancyOptimizer": ("_overlap_with_ddp", "_sync_params")})
-    return ZeroRedundancyOptimizer
-
-
-def overlaps_with_ddp(optimizer: ZeroRedundancyOptimizer) -> bool:
-    """Whether the optimizer was built with ``overlap_with_ddp=True``."""
-    return optimizer._overlap_with_ddp
-
-
-def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
-    """The collectives of a step without the step. Stands in for the rest of a step that raised half-way."""
-    optimizer._sync_params()
-
-
-# -- torch.distributed.algorithms.join ------------------------------------------------------------------------------
-
-
-is_in_torch_join: Callable[[Any], bool] = attrgetter("_join_config.enable")
-"""Whether torch's own ``Join`` is around a module or optimizer. Stands in for its ``_join_config``."""
-
-
-@contextmanager
-def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Generator[None]:
-    """Send a torch ``Joinable``'s ``Join.notify_join_context(self)`` to ``notify`` while the context is open.
-
-    Stands in for a hook in torch's ``Join``: its static method is replaced, calls for other objects pass through, and
-    both the method and the object's ``_join_config`` are put back.
-    """
-    original, config = TorchJoin.notify_join_context, joinable._join_config
-
-    def notify_join_context(obj: Any) -> Any:
-        return notify() if obj is joinable else original(obj)
-
-    TorchJoin.notify_join_context = staticmethod(notify_join_context)
-    joinable._join_config = TorchJoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=first)
-    try:
-        yield
-    finally:
-        TorchJoin.notify_join_context = staticmethod(original)
-        joinable._join_config = config

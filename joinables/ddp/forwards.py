@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
 from join.joinable import BlockChannel
-from joinables._torch import reducer
+from joinables._torch import autograd, reducer, torch_join
 from joinables._torch.hooks import ModuleHook
 from joinables.ddp.buffers import BufferSync
 from joinables.dummy_forward import InnerForward
@@ -100,7 +100,7 @@ class Forwards:
         if self._unseen is not None:
             self._unseen.remove()  # the module itself was called, and so it will be
             self._unseen = None
-        if reducer.is_in_torch_join(self._ddp):
+        if torch_join.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
         watches = channel.watches_calls
@@ -149,7 +149,7 @@ class Forwards:
 
     def _gradient_writes(self) -> list[tuple[int, int]]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return [(id(gradient), reducer.writes(gradient)) for gradient in gradients]
+        return [(id(gradient), autograd.writes(gradient)) for gradient in gradients]
 
     def _refuse_backward_inside(self) -> None:
         if self._gradient_writes() != self._written:

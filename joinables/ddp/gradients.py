@@ -16,7 +16,7 @@ from typing_extensions import override
 from join import JoinHook, ProtocolError
 from join.joinable import Block, BurstState
 from join.transfer import broadcast_tensors
-from joinables._torch import reducer
+from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.contributions import WITH_BUFFERS, Contributions
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
@@ -59,7 +59,7 @@ class GradientSync(DDPBurst):
         Raises:
             ValueError: if torch's own ``Join`` is around the module, or a layer has sparse gradients.
         """
-        if reducer.is_in_torch_join(self._ddp):
+        if torch_join.is_in_torch_join(self._ddp):
             raise ValueError(IN_TORCH_JOIN)
         for name, layer in cast("Iterator[tuple[str, torch.nn.Module]]", self._ddp.named_modules()):
             sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
@@ -163,7 +163,7 @@ class GradientSync(DDPBurst):
 
     def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
         """A gradient enters the module: the first one of a backward begins it."""
-        backward = reducer.backward_under_way()
+        backward = autograd.backward_under_way()
         if backward == self._backward or not self._handles:
             return
         self._backward, channel, window, result = backward, self._channel, self._given.window, self._last_result
@@ -238,13 +238,13 @@ class GradientSync(DDPBurst):
             self._static_graph.watch(self._collective)
         waits = scales or self._given.used.counts or self._rebuild.pending
         if waits or self._given.window.weight or self._last_result.aside or weights.refused:
-            reducer.after_reduction(self._finish_reduction)
+            autograd.after_reduction(self._finish_reduction)
         elif with_data is not None:  # nothing is done with the result, so it need not be there
             # The next one is as plain, if it is not weighted: that is all that may change in a loop.
             self._plain_in = self._channel.loop
             self._end_reduction()
         else:
-            reducer.after_reduction(self._end_reduction)
+            autograd.after_reduction(self._end_reduction)
 
     def _end_reduction(self) -> None:
         self.state = BurstState.IDLE

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.collectives import Collective
-from joinables._torch import reducer
+from joinables._torch import autograd, reducer
 
 # Kept over blocks, and not on the module itself, which belongs to the user.
 _arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
@@ -63,7 +63,7 @@ class StaticGraph:
                 handle.remove()
             self._share(collective, counts)
 
-        reducer.after_backward(finish)
+        autograd.after_backward(finish)
 
     def learn(self, collective: Collective) -> list[int] | None:
         """Called before a shadowed backward: the arrivals it has to imitate; ``None`` is once for each parameter."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from join import JoinError, JoinHook
 from join.joinable import Block, BurstState
-from joinables._torch import reducer
+from joinables._torch import autograd
 from joinables._torch.hooks import ModuleHook
 from joinables.mean import Mean
 from joinables.replay.forward import ReplayedForward
@@ -123,7 +123,7 @@ class ReplayedBackward(ReplayedBurst):
         """
         present = self._present_gradients()
         kept = any(
-            self._written.get(gradient) == reducer.writes(gradient) or bool(_local(gradient).any())
+            self._written.get(gradient) == autograd.writes(gradient) or bool(_local(gradient).any())
             for gradient in present
         )
         return not present, not kept
@@ -133,7 +133,7 @@ class ReplayedBackward(ReplayedBurst):
 
     def _note_writes(self) -> None:
         for gradient in self._present_gradients():
-            self._written[gradient] = reducer.writes(gradient)
+            self._written[gradient] = autograd.writes(gradient)
 
     def _clear(self, cleared: bool, zeroed: bool) -> None:
         """Clear gradients as the active ranks have, but for what is not reduced yet."""
@@ -148,19 +148,19 @@ class ReplayedBackward(ReplayedBurst):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: Any, args: Any) -> None:
-        if self._of.replaying or reducer.in_backward():
+        if self._of.replaying or autograd.in_backward():
             return
         self._current = Graph() if torch.is_grad_enabled() else None
         self._in_backward, self._entered = False, None  # a backward that raised did not come to its end
 
     def _after_part(self, module: Any, args: Any, output: Any) -> None:
         """A part of the module has an output, which the module may return as its own."""
-        if self._current is not None and not reducer.in_backward():
+        if self._current is not None and not autograd.in_backward():
             self._watch(output, self._current)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         graph = self._current
-        if graph is None or reducer.in_backward():
+        if graph is None or autograd.in_backward():
             return
         outputs = tensors_with_grad(output)
         if not outputs and hides_tensors(output):
@@ -212,7 +212,7 @@ class ReplayedBackward(ReplayedBurst):
         if self._join.weight is not None:
             self._window.weight += self._weights.begin_backward()
         self._begin(complete=self._reduction.reduces[1])
-        reducer.after_reduction(self._end_backward)
+        autograd.after_reduction(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward, self._entered = False, None

@@ -27,7 +27,7 @@ from join.collectives.broken import is_broken
 from join.joinable import Block, BurstState
 from join.loop.dummies import emptied
 from join.transfer import broadcast_tensors, broadcast_tree
-from joinables._torch import reducer
+from joinables._torch import autograd
 from joinables._torch.hooks import ModuleHook
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
 from joinables.replay.dry_run import in_mode
@@ -110,7 +110,7 @@ class ReplayedForward(ReplayedBurst):
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if self._of.replaying or reducer.in_backward():
+        if self._of.replaying or autograd.in_backward():
             return None
         of = self._of
         self._channel.module_called()
@@ -177,7 +177,7 @@ class ReplayedForward(ReplayedBurst):
         return takes
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
-        if self._of.replaying or reducer.in_backward():
+        if self._of.replaying or autograd.in_backward():
             return None
         self.state = BurstState.IDLE
         stands_in, self._stands_in = self._stands_in, None

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ending import End, Ending, Running
 from tests.failures.cells import AT, FAILS, HOWS, MODES, OWN, Cell, exists, fit, goes_on, main
-from tests.selection import all_or_pairwise
+from tests.selection import all_or_some
 
 SECONDS = 10.0  # that the others may take
 if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores
@@ -46,7 +46,7 @@ def start(ending: Ending, cell: Cell) -> Running:
     return ending.start(main, cell, over_group=over_group)
 
 
-@pytest.mark.parametrize("cell", all_or_pairwise(CELLS, Cell._asdict), ids=str)
+@pytest.mark.parametrize("cell", all_or_some(CELLS, Cell._asdict), ids=str)
 def test_end(request: pytest.FixtureRequest, ending: Ending, started: dict[Cell, Running], cell: Cell) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
     coming = [

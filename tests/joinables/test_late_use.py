@@ -18,6 +18,7 @@ from join import Join, PeerError, ProtocolError
 from tests.ending import Ending
 from tests.models import batch, build
 from tests.pool import Pool
+from tests.selection import at_night
 from tests.training import Sharded, shard
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -99,7 +100,8 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
     ("consumer", "how"),
     [
         *[(each, "mlp") for each in CONSUMERS],
-        *[(each, "shard") for each in ("prefetch", "hands out the first", "windows", "in a thread")],
+        ("prefetch", "shard"),
+        *[pytest.param(each, "shard", marks=at_night) for each in ("hands out the first", "windows", "in a thread")],
         ("in a thread", "norm"),
     ],
 )

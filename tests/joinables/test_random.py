@@ -244,7 +244,7 @@ def test_what_was_found(pool: Pool, name: str) -> None:
 
 
 few_or_many = settings(
-    max_examples=SOAK or 12,
+    max_examples=SOAK or 8,
     derandomize=not SOAK,
     deadline=None,
     database=None,

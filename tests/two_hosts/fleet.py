@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from tests.ending import End
+from tests.selection import ALL
 from tests.two_hosts.hosts import HOSTS, Hosts
 from tests.two_hosts.ranks import PAUSE, Call, Folder
 
@@ -16,7 +17,7 @@ KILL_SECONDS = 20.0  # that killing them may take
 MEMORY = {
     "one memory": (False, False),
     "each host its own memory": (True, True),
-    "one host its own memory": (False, True),
+    **({"one host its own memory": (False, True)} if ALL else {}),
 }
 """Which hosts have processes of their own, by what that means."""
 

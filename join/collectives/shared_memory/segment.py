@@ -12,6 +12,7 @@ lives; whoever waits for long tries the locks of those that it waits for.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -203,8 +204,33 @@ def connect(collective: Collective) -> Segment | None:
     return None
 
 
+def obstacle() -> str:
+    """Why this process is not to share memory with others, in half a sentence; empty if it is."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 forbids it"
+    if platform.machine() not in _ORDERED:
+        return f"ranks rely on the order in which they see memory change, which {platform.machine()} does not keep"
+    return ""
+
+
+def obstacle_found(world_size: int) -> str:
+    """The same, after memory was made and opened as ranks of this machine would; it is let go of."""
+    if why := obstacle():
+        return why
+    try:
+        made = _made(world_size)
+    except OSError as error:
+        return f"there is no memory for it: {error}"
+    opened = _opened(made)
+    os.close(made.file)
+    if opened is None:
+        return f"processes cannot open each other's files by names such as {made.path}"
+    os.close(opened)
+    return ""
+
+
 def _is_wanted() -> bool:
-    return os.environ.get(SWITCH) != "0" and platform.machine() in _ORDERED
+    return not obstacle()
 
 
 def _machine() -> str:
@@ -214,18 +240,29 @@ def _machine() -> str:
 
 def _make(world_size: int) -> _Address | None:
     """Make the memory; ``None`` if that is impossible."""
-    name = f"join-{secrets.token_hex(16)}"
     try:
-        file = os.memfd_create(name)
-    except (OSError, AttributeError):  # not on all systems
+        return _made(world_size)
+    except OSError:
         return None
+
+
+def _made(world_size: int) -> _Address:
+    """Make the memory.
+
+    Raises:
+        OSError: that says why it is impossible.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    name = f"join-{secrets.token_hex(16)}"
+    file = os.memfd_create(name)
     try:
         os.fchmod(file, 0o600)
         os.posix_fallocate(file, 0, Segment.size_for(world_size))  # where memory is short, this says so
         return _Address(_machine(), os.getpid(), file, name)
     except OSError:
         os.close(file)
-        return None
+        raise
 
 
 def _opened(address: _Address) -> int | None:

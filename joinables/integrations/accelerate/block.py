@@ -12,6 +12,7 @@ block is told that by ``loss_divided_by``.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -224,9 +225,9 @@ def check_accelerator(accelerator: Any) -> None:
     if library is None or not isinstance(accelerator, library.Accelerator):
         raise TypeError(
             f"accelerator is a {type(accelerator).__name__}; give an accelerate.Accelerator (pip install"
-            " joinables[accelerate]) [J117]"
+            " 'joinables[accelerate]') [J117]"
         )
-    version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if version < OLDEST:
         raise ImportError(
             f"join_uneven_inputs needs Accelerate 1.15 or newer, not {library.__version__}; upgrade it [J118]"

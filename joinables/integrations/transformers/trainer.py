@@ -77,7 +77,9 @@ class JoinTrainer(_Base):
         try:
             library: Any = importlib.import_module("transformers")
         except ImportError as missing:
-            raise ImportError("JoinTrainer needs Transformers: pip install joinables[transformers] [J133]") from missing
+            raise ImportError(
+                "JoinTrainer needs Transformers: pip install 'joinables[transformers]' [J133]"
+            ) from missing
         order = cls.__mro__
         if library.Trainer not in order or order.index(library.Trainer) < order.index(JoinTrainer):
             raise TypeError(

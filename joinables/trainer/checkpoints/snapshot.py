@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 
 from join.collectives._torch_private import pytree
-from joinables._torch.reducer import mark_stepped
+from joinables._torch.optimizers import mark_stepped
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import check_groups, optimizer_state

@@ -92,8 +92,8 @@ class Launched(Environment):
 class TorchrunEnvironment(Launched):
     """torchrun, or whoever sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    torchrun's agent serves the store (``TORCHELASTIC_USE_AGENT_STORE``), a new one after each restart; without an
-    agent rank 0 does.
+    torchrun's agent serves the store (``TORCHELASTIC_USE_AGENT_STORE``), with what ranks from before a restart have put
+    there; without an agent rank 0 does.
     """
 
     name = "torchrun"

@@ -2,7 +2,7 @@
 
 The order of collectives and waits, on every rank::
 
-    the process group is made          through the store of this launch
+    the process group is made          through a part of the store that no other launch has used
     "ready" into the store, and wait   until all ranks' are there
     fn
     "done" into the store, and wait    until all ranks' are there, or for some seconds
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from join.collectives import TorchCollective
+from join.collectives.fresh_store import fresh_store
 from join.collectives.timeouts import timeouts
 from joinables.trainer.launch.environment import Environment
 from joinables.trainer.launch.payload import Call, Payload
@@ -95,10 +96,9 @@ def as_rank(
         ValueError: as ``environment.place``.
         BaseException: what ``fn`` raises. The group stays then: to take it down could wait for what others never send.
     """
-    place, store = environment.place(), environment.store()
-    # Keys of an earlier launch must not be taken for this one's. The store counts, since it may outlive launchers.
-    launch = store.add(f"launches/{place.rank}", 1)
-    store = dist.PrefixStore(f"launch/{launch}", store)
+    place = environment.place()
+    # Keys of an earlier launch, or of ranks that were killed, must not be taken for this one's.
+    store = fresh_store(environment.store(), place.rank, place.world_size)
     collective = TorchCollective(backend=backend, store=store, timeout=timeout)
     collective.setup(place.rank, place.world_size)
     # A rank is set up once its own connections are. It must not be done with fn, and close them, before the others are.

@@ -121,6 +121,19 @@ def test_what_is_refused(pool: Pool) -> None:
             assert re.match(pattern, text), text
 
 
+def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from joinables.integrations.accelerate import check_accelerator
+
+    with launched():
+        accelerate = accelerator()
+        for version in ("1.15.0", "1.16rc0", "2.0"):
+            monkeypatch.setattr(imported("accelerate"), "__version__", version)
+            check_accelerator(accelerate)
+        monkeypatch.setattr(imported("accelerate"), "__version__", "1.14.2")
+        with pytest.raises(ImportError, match=r"needs Accelerate 1\.15 or newer, not 1\.14\.2; upgrade it"):
+            check_accelerator(accelerate)
+
+
 def test_one_process() -> None:
     from joinables.integrations.accelerate import join_uneven_inputs
 

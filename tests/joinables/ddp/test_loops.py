@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.models import MLP, TOLERANCE, Norm, assert_same, batch, flat_state
 from tests.pool import Pool
-from tests.selection import all_or_pairwise
+from tests.selection import all_or_some
 from tests.versions import OWN_BUFFERS
 
 Nets = dict[str, Any]
@@ -299,7 +299,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way", "weighted"), all_or_pairwise(ROWS, Row._asdict))
+@pytest.mark.parametrize(("name", "way", "weighted"), all_or_some(ROWS, Row._asdict))
 def test_program_equals_one_process(pool: Pool, name: str, way: str, weighted: bool) -> None:
     dummy = None if way in ("block", "declared") else way
     check(pool, name, dummy, weighted=weighted, declared=way == "declared")

@@ -1,0 +1,79 @@
+"""Recipe: reinforcement learning, where each rank trains on the episodes that it has played itself.
+
+Episodes end when they end, so ranks have other numbers of steps, and of micro-batches of at most 32. Where all episodes
+of a rank have won, or all lost, they teach nothing: it has none. Each update is a block, and `join.weight` the number
+of steps in a micro-batch: gradients are the mean over the steps of all ranks.
+"""
+
+import tempfile
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+
+WORLD_SIZE, UPDATES, EPISODES, MICRO_BATCH, LENGTH = 3, 6, 6, 32, 7
+
+
+def make_policy() -> torch.nn.Module:
+    torch.manual_seed(0)  # numbers of double precision, so that rounding changes no action that is drawn
+    return torch.nn.Sequential(torch.nn.Embedding(LENGTH, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2)).double()
+
+
+@torch.no_grad()
+def roll_out(policy: torch.nn.Module, update: int, rank: int) -> list[torch.Tensor]:
+    """Walk in a corridor from its middle to an end, of which the right one wins; return micro-batches of steps."""
+    steps, wins, generator = [], [], torch.Generator().manual_seed(100 * update + rank)
+    for episode in range(EPISODES):
+        place = LENGTH // 2
+        while 0 < place < LENGTH - 1:
+            action = int(torch.multinomial(policy(torch.tensor(place)).softmax(0), 1, generator=generator))
+            steps.append((place, action, episode))
+            place += 2 * action - 1
+        wins.append(float(place > 0))
+    if len(set(wins)) == 1:
+        return []
+    steps = [(place, action, wins[episode] - sum(wins) / EPISODES) for place, action, episode in steps]
+    return list(torch.tensor(steps, dtype=torch.float64).split(MICRO_BATCH))
+
+
+def mean_loss(policy: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    places, actions, advantages = batch.unbind(1)
+    return -(torch.distributions.Categorical(logits=policy(places.long())).log_prob(actions) * advantages).mean()
+
+
+def train(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    policy, alone, numbers = make_policy(), make_policy(), []
+    model = DistributedDataParallel(policy)
+    optimizer, optimizer_alone = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (policy, alone))
+    for update in range(UPDATES):
+        batches = roll_out(policy, update, rank)  # the policy itself: DDP has no part in roll-outs
+        optimizer.zero_grad()
+        with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+            for at, batch in enumerate(batches, 1):
+                join.weight = len(batch)  # before the forward
+                with nullcontext() if at == len(batches) else model.no_sync():
+                    mean_loss(model, batch).backward()
+            if batches:
+                optimizer.step()
+        everything = [roll_out(alone, update, each) for each in range(WORLD_SIZE)]  # the same in one process
+        numbers.append([len(each) for each in everything])
+        optimizer_alone.zero_grad()
+        mean_loss(alone, torch.cat([batch for own in everything for batch in own])).backward()
+        optimizer_alone.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    difference = max((a - b).abs().max() for a, b in zip(policy.parameters(), alone.parameters(), strict=True))
+    if rank == 0:
+        print(f"Micro-batches by update and rank: {numbers}. Off from one process by {difference:.0e}.")
+    assert any(0 in each for each in numbers), "now and then, a rank has nothing to train on"
+    assert difference < 1e-9, "updates must be those of one process"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, args=(f"{folder}/store",), nprocs=WORLD_SIZE)

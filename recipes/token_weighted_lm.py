@@ -1,0 +1,79 @@
+"""Recipe: a causal language model, gradients accumulated over windows of micro-batches, every token of the same weight.
+
+Ranks have different numbers of micro-batches, and these of tokens. `join.weight` is the number of tokens: gradients are
+the mean over those that all ranks have in a window. `join.iterate` ends the last window on all ranks in the same step.
+"""
+
+import tempfile
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+
+WORLD_SIZE, WINDOW, WORDS, PADDING = 3, 3, 32, 0
+MICRO_BATCHES, LONGEST = (7, 4, 0), (8, 40, 5)  # by rank; rank 2 has no data
+
+
+def data_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(4, LONGEST[rank], (MICRO_BATCHES[rank], 4), generator=generator)
+    texts = [[torch.randint(1, WORDS, (int(n),), generator=generator) for n in each] for each in lengths]
+    return [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in texts]  # [text, token] each
+
+
+def tokens(texts: torch.Tensor) -> int:
+    return int((texts[:, 1:] != PADDING).sum())  # all but a text's first, which nobody guesses
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = torch.nn.Embedding(WORDS, 16), torch.nn.Linear(16, WORDS)
+        self.layer = torch.nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        # Gradients of keys' biases are 0 but for the rounding, which a smaller eps would make steps of.
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4)
+
+    def forward(self, texts: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss over tokens."""
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(texts.shape[1] - 1)
+        guesses = self.head(self.layer(self.words(texts[:, :-1]), src_mask=mask, is_causal=True))
+        return cross_entropy(guesses.flatten(0, 1), texts[:, 1:].flatten(), ignore_index=PADDING)
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def train(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    mine, alone = Decoder(), Decoder()
+    model = DistributedDataParallel(mine)
+    with Join([model, mine.optimizer], divide_by_initial_world_size=False) as join:
+        for at, texts in enumerate(join.iterate(data_of(rank)), 1):
+            ends = at % WINDOW == 0 or join.is_last_step
+            join.weight = tokens(texts)  # before the forward; of a batch without texts it is 0
+            with nullcontext() if ends else model.no_sync():
+                model(texts).backward()
+            if ends:
+                mine.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    for start in range(0, max(MICRO_BATCHES), WINDOW):  # the same in one process
+        window = [texts for each in range(WORLD_SIZE) for texts in data_of(each)[start : start + WINDOW]]
+        (sum(alone(texts) * tokens(texts) for texts in window) / sum(map(tokens, window))).backward()
+        alone.step()
+    difference = max((a - b).abs().max() for a, b in zip(mine.parameters(), alone.parameters(), strict=True))
+    print(f"Rank {rank}: off from one process by {difference:.0e}.")
+    assert difference < 1e-5, "every token must count the same"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, args=(f"{folder}/store",), nprocs=WORLD_SIZE)

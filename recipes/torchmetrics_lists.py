@@ -1,0 +1,79 @@
+"""Recipe: metrics of torchmetrics that keep all predictions in lists, on ranks with unequal numbers of batches.
+
+The area under a curve, or a retrieval metric, is no mean of what each rank computes: it needs all predictions. Listed
+in a `Join` block, metrics are merged when it ends, those of ranks without data too. A `Metric(metric, every_step=True)`
+has the value over the batches of all ranks in a step, too: call it instead of `update`.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
+from torchmetrics.retrieval import RetrievalMAP
+
+from join import Join
+from joinables import Metric
+
+WORLD_SIZE, BATCHES = 3, (3, 7, 0)  # rank 2 has no data
+GENERATOR = torch.Generator().manual_seed(0)
+SAMPLES = torch.randn(WORLD_SIZE, 7, 12, 4, generator=GENERATOR)  # [rank, batch, sample, feature]
+CLICKED = (SAMPLES.sum(3) + 2 * torch.randn(WORLD_SIZE, 7, 12, generator=GENERATOR) > 0).long()
+QUERY = torch.randint(5, CLICKED.shape, generator=GENERATOR)  # that has found the sample
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Training:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0))
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.3)
+        self.curves = MetricCollection([BinaryAUROC(), BinaryAveragePrecision()])
+        self.retrieval, self.of_step = RetrievalMAP(), BinaryAUROC()
+
+    def step(self, model: torch.nn.Module, batch: Batch) -> float:
+        samples, clicked, query = batch
+        self.optimizer.zero_grad()
+        logits = model(samples)
+        binary_cross_entropy_with_logits(logits, clicked.float()).backward()
+        self.optimizer.step()
+        self.curves.update(logits.detach(), clicked)
+        self.retrieval.update(logits.detach(), clicked, indexes=query)
+        return self.of_step(logits.detach(), clicked).item()
+
+    def values(self) -> list[float]:
+        values = *self.curves.compute().values(), self.retrieval.compute(), self.of_step.compute()
+        return [value.item() for value in values]
+
+
+def batches_of(rank: int) -> list[Batch]:
+    return list(zip(SAMPLES[rank], CLICKED[rank], QUERY[rank], strict=True))[: BATCHES[rank]]
+
+
+def train(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    mine, alone = Training(), Training()
+    model = DistributedDataParallel(mine.net)
+    listed = [model, mine.optimizer, mine.curves, mine.retrieval, Metric(mine.of_step, every_step=True)]
+    with Join(listed, divide_by_initial_world_size=False):
+        steps = [mine.step(model, batch) for batch in batches_of(rank)]
+    dist.barrier()
+    dist.destroy_process_group()
+    present = [[batches_of(r)[i] for r in range(WORLD_SIZE) if i < BATCHES[r]] for i in range(max(BATCHES))]
+    alone_steps = [alone.step(alone.net, [torch.cat(each) for each in zip(*step, strict=True)]) for step in present]
+    pairs = zip([*mine.values(), *steps], [*alone.values(), *alone_steps[: len(steps)]], strict=True)
+    difference = max(abs(ours - expected) for ours, expected in pairs)
+    if rank == 1:
+        print(f"Of all ranks' samples: {', '.join(f'{value:.3f}' for value in mine.values())}.")
+        print(f"Step by step: {', '.join(f'{step:.3f}' for step in steps)}.")
+        print(f"They differ from those of one process by {difference:.0e} at most.")
+    assert difference < 1e-6, "metrics must be those of one process"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, args=(f"{folder}/store",), nprocs=WORLD_SIZE)

@@ -1,0 +1,79 @@
+"""Recipe: tar files of samples, as webdataset reads them, dealt out to ranks and to the workers of their loaders.
+
+Ranks get different numbers of shards, which have different numbers of samples, and of one no sample is kept. How many
+batches there are nobody knows before; no sample is repeated or left out. `join.weight` is the size of a batch.
+"""
+
+import copy
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from join import Join
+
+WORLD_SIZE, WORKERS, BATCH_SIZE = 3, 2, 8
+SHARDS = (40, 13, 9, 25, 30)  # samples of each; those of number 2, the only one of rank 2, have no label
+
+
+def write(folder: Path) -> None:
+    torch.manual_seed(0)
+    for shard, size in enumerate(SHARDS):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number, x in enumerate(torch.randn(size, 6)):
+                sample = {"x": x.tolist()} if shard == 2 else {"x": x.tolist(), "label": int(x.argmax())}
+                (folder / "sample.json").write_text(json.dumps(sample))
+                tar.add(folder / "sample.json", f"{number:04}.json")
+
+
+class Shards(IterableDataset[tuple[torch.Tensor, int]]):
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files  # of a rank
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for file in self.files[get_worker_info().id :: WORKERS]:
+            with tarfile.open(file) as tar:
+                samples = [json.load(tar.extractfile(entry)) for entry in tar]
+            yield from ((torch.tensor(each["x"]), each["label"]) for each in samples if "label" in each)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def train(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=WORLD_SIZE)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6))
+    model, alone = DistributedDataParallel(net), copy.deepcopy(net)
+    optimizer, optimizer_alone = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (net, alone))
+    files = sorted(folder.glob("*.tar"))
+    loaders = [DataLoader(Shards(files[r::WORLD_SIZE]), BATCH_SIZE, num_workers=WORKERS) for r in range(WORLD_SIZE)]
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+        for x, y in loaders[rank]:
+            join.weight = len(x)  # before the forward
+            step(model, optimizer, x, y)
+    dist.barrier()
+    dist.destroy_process_group()
+    for batches in zip_longest(*loaders):  # in one process, the i-th batches of all ranks are one
+        step(alone, optimizer_alone, *map(torch.cat, zip(*filter(None, batches), strict=True)))
+    difference = max((a - b).abs().max() for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+    print(f"Rank {rank}: off from one process by {difference:.0e}.")
+    assert difference < 1e-6, "training on uneven shards must end where one process ends"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        mp.spawn(train, args=(Path(folder),), nprocs=WORLD_SIZE)

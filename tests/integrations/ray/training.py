@@ -1,0 +1,84 @@
+"""What two workers train, whoever starts them: Ray, or torchrun.
+
+    python -m tests.integrations.ray.training FOLDER
+
+Each worker leaves in that folder what it ends with, by case. Ray has them train once more, and one of them is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests import training
+from tests.integrations.ranks import imported
+from tests.joinables.trainer.launch.test_elastic_launch import WORK, Kill
+from tests.training import Case, Sharded
+
+WORKERS = 2
+NONE = (4, 0), (3, 0)  # batches by epoch and rank: one has no data at all
+CASES = {
+    "plain": Case(model="norm", counts=NONE),
+    "iterate": Case(counts=NONE, iterate="empty", clip=True),
+    "weighted, accumulates": Case(counts=((0, 4), (2, 4)), weighted=True, accumulate=2),
+    "ZeRO": Case(counts=NONE, zero=True),
+    "sharded": Sharded(counts=NONE),
+}
+
+
+def train(config: dict[str, str]) -> None:
+    """What a worker does; it does not know who has started it."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    assert dist.get_world_size() == WORKERS
+    states = {name: training.train(dist.get_rank(), case) for name, case in CASES.items()}
+    torch.save(states, f"{config['folder']}/worker-{dist.get_rank()}")
+    dist.barrier()
+
+
+def train_until_killed(config: dict[str, str]) -> None:
+    WORK[config["work"]](Path(config["folder"]), (Kill(3, 1, is_over=True),))
+
+
+def with_ray(folder: str) -> None:
+    ray = imported("ray")
+    ray.init(
+        num_cpus=WORKERS + 1,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,  # bytes; the least that it takes
+        _temp_dir=folder,
+    )
+    fit(train, folder=folder)
+    for work in WORK:
+        (Path(folder) / work).mkdir()
+        fit(train_until_killed, 1, folder=f"{folder}/{work}", work=work)
+    ray.shutdown()
+
+
+def fit(function: Callable[[dict[str, str]], None], restarts: int = 0, **told: str) -> None:
+    theirs, trainer = imported("ray.train"), imported("ray.train.torch")
+    trainer.TorchTrainer(
+        function,
+        train_loop_config=told,
+        torch_config=trainer.TorchConfig(backend="gloo"),
+        scaling_config=theirs.ScalingConfig(num_workers=WORKERS),
+        run_config=theirs.RunConfig(
+            storage_path=f"{told['folder']}/results", failure_config=theirs.FailureConfig(max_failures=restarts)
+        ),
+    ).fit()
+
+
+if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        train({"folder": sys.argv[1]})
+        dist.destroy_process_group()
+    else:
+        from tests.integrations.ray.training import with_ray as with_ray_by_name  # what Ray sends by name, not by value
+
+        with_ray_by_name(sys.argv[1])

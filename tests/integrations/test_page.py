@@ -1,0 +1,138 @@
+"""docs/frameworks.md: its code ends where one process ends, and what it says is refused is what is said."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import joinables
+from tests.ending import Ending
+from tests.integrations.ranks import accelerator, launched
+from tests.models import assert_same
+from tests.pool import Pool
+
+PACKAGE = Path(joinables.__file__).parent
+TEXT = (PACKAGE.parent / "docs" / "frameworks.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE))
+COUNTS = 5, 2
+
+
+def code_after(heading: str) -> str:
+    """What the page makes of a script."""
+    _, after = re.findall(r"^```python\n(.*?)^```", SECTIONS[heading], re.DOTALL | re.MULTILINE)
+    return after
+
+
+def fit(rank: int) -> list[torch.Tensor]:
+    from tests.integrations.lightning.training import Case, Module, loader_of, quiet, trainer_of
+
+    quiet(rank)
+    case = Case(counts=COUNTS)
+    module = Module(case)
+
+    def trainer(**options: Any) -> Any:
+        return trainer_of(case, **options)
+
+    exec(
+        code_after("Lightning"),
+        {"Trainer": trainer, "module": module, "loader": loader_of("stream", rank, COUNTS[rank])},
+    )
+    return module.state()
+
+
+def train_in_fabric(rank: int) -> list[torch.Tensor]:
+    from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
+
+    from tests.integrations.lightning.training import Case, batch, build, flat, optimizers_of, quiet
+
+    quiet(rank)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    net = build(Case())
+    optimizer, _ = optimizers_of(net)
+    names = {"fabric": fabric, "net": net, "optimizer": optimizer, "mse_loss": mse_loss}
+    exec(code_after("Fabric"), {**names, "loader": [batch(rank, step) for step in range(COUNTS[rank])]})
+    return flat(net, optimizer)
+
+
+@pytest.mark.parametrize(("train", "scheduler", "epochs"), [(fit, "step", 2), (train_in_fabric, "none", 1)])
+def test_lightning(ending: Ending, train: Any, scheduler: str, epochs: int) -> None:
+    pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
+    from tests.integrations.lightning.training import Case, in_one_process
+
+    expected = in_one_process(Case(counts=COUNTS, scheduler=scheduler, epochs=epochs))
+    for state in ending.run(train, ranks=2):
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)
+
+
+def train_in_accelerate(rank: int) -> dict[str, torch.Tensor]:
+    from tests.integrations.accelerate.test_block import Case, mine, objects, state_of
+
+    with launched():
+        net, optimizer, scheduler = objects()
+        names = {"accelerator": accelerator(gradient_accumulation_steps=2), "net": net, "optimizer": optimizer}
+        names |= {"scheduler": scheduler, "mse_loss": mse_loss, "loader": mine(Case(weighted=True), rank, 0)}
+        exec(code_after("Accelerate"), names)
+        return state_of(net, optimizer, scheduler)
+
+
+def test_accelerate(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
+    from tests.integrations.accelerate import test_block
+
+    monkeypatch.setattr(test_block, "COUNTS", test_block.COUNTS[:1])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
+    expected = test_block.alone(test_block.Case(accumulate=2, weighted=True))
+    for state in pool.run(train_in_accelerate, ranks=2, timeout=40):
+        assert_same(state, expected, 1e-5)
+
+
+def train_in_transformers(rank: int) -> dict[str, torch.Tensor]:
+    from transformers import Trainer
+
+    from tests.integrations.transformers.lm import Stream, llama, sentences
+    from tests.integrations.transformers.test_trainer import parameters, trainer_of
+
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        names = {"Trainer": Trainer, "model": llama(), "arguments": trainer_of(rank, "tokens", folder).args}
+        names["stream"] = Stream(sentences, rank)
+        exec(code_after("Transformers"), names)
+        return parameters(names["trainer"])
+
+
+def test_transformers(pool: Pool) -> None:
+    pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
+    pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")
+    from tests.integrations.transformers.lm import alone, llama, sentences
+    from tests.integrations.transformers.test_trainer import STEPS
+
+    expected, _, _ = alone(llama(), sentences, 1, STEPS[1])
+    for state in pool.run(train_in_transformers, ranks=2, timeout=40):
+        assert_same(state, expected, 1e-5)
+
+
+def sentences_of(tree: ast.AST) -> list[str]:
+    """The texts in a module, as patterns: whatever is put into them matches anything."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [each.value if isinstance(each, ast.Constant) else None for each in node.values]
+            found.append("".join(".*" if part is None else re.escape(str(part)) for part in parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.escape(node.value))
+    return found
+
+
+def test_what_is_refused_is_what_is_said() -> None:
+    trees = [ast.parse(path.read_text()) for path in (PACKAGE / "integrations").rglob("*.py")]
+    patterns = [each for tree in trees for each in sentences_of(tree) if len(each) > 30]
+    told: list[str] = re.findall(r"^\| [^|]+ \| `([^|]+)` \|$", TEXT, re.MULTILINE)
+    assert len(told) > 15
+    assert [sentence for sentence in told if not any(re.fullmatch(each, sentence) for each in patterns)] == []

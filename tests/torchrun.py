@@ -1,0 +1,31 @@
+"""torchrun, whose workers are forked from the process that calls it, so that they need not import torch."""
+
+from __future__ import annotations
+
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import run
+
+
+def forks() -> None:
+    """Have ``torch.distributed.run`` fork the workers of this process from now on; all else is torchrun's own."""
+    configured: Callable[..., tuple[Any, Any, list[str]]] = run.config_from_args
+
+    def forking(arguments: Any) -> tuple[Any, Any, list[str]]:
+        config, _, command = configured(arguments)
+        config.start_method = "fork"
+        return config, _script, [each for each in command if each != "-u"]
+
+    run.config_from_args = forking
+
+
+def _script(*command: str) -> None:
+    """Run a script as the interpreter that torchrun would start."""
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"):  # torchrun's own
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")

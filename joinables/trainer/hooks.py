@@ -195,6 +195,6 @@ def check_callback_hooks(callback: Callback) -> None:
     if found:
         hooks = ", ".join(name for name in vars(Callback) if name.startswith("on_"))
         raise TypeError(
-            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}, and a callback has {hooks}."
-            " Rename those that are your own [J211]"
+            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}; a callback has {hooks}:"
+            " rename those that are your own [J211]"
         )

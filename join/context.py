@@ -357,9 +357,10 @@ class Join:
             self._configure()
             self._report = JoinReport()
             return self
+        steps = self._steps if isinstance(self._steps, int) else None
         try:
             scope = scope_of(self._joinables, self._kwargs, self._throw, self._timeout)
-            self._block = block = OpenBlock(self._collective, scope, self._steps, weighted=self._weight is not None)
+            self._block = block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
         except BaseException as error:
             tell_not_entered(self._collective, error)
             raise

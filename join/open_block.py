@@ -58,20 +58,20 @@ class OpenBlock:
     Args:
         collective: the group.
         scope: the block's members and settings.
-        steps: how many steps this rank will make, if it has declared that; ``"loader"`` is for loops alone.
+        steps: how many steps this rank will make, if it has declared that.
         weighted: whether ``join.weight`` is in use then.
 
     Raises:
         JoinError, ValueError: if it cannot be open now, or not with these members.
     """
 
-    def __init__(self, collective: Collective, scope: Scope, steps: int | str | None, *, weighted: bool) -> None:
+    def __init__(self, collective: Collective, scope: Scope, steps: int | None, *, weighted: bool) -> None:
         self._collective, self._scope = collective, scope
         channel = channels.get(id(collective))
         if channel is None:
-            mode = partial(Declared, steps=steps, weighted=weighted) if isinstance(steps, int) else Announced
+            mode = Announced if steps is None else partial(Declared, steps=steps, weighted=weighted)
             channel = Channel(collective, mode)
-        elif isinstance(steps, int):
+        elif steps is not None:
             raise JoinError(
                 "steps= needs a block of its own, and another is open on this group; begin it after that one [J077]"
             )

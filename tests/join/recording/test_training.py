@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from tests.ending import Ending
 from tests.models import OPTIMIZERS, TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
 
@@ -50,12 +51,13 @@ def alone() -> dict[str, torch.Tensor]:
     return flat_state(model.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("way", ["plain", "declared", "iterate", "with a timeout"])
+@pytest.mark.parametrize("way", ["plain", "over the group", "declared", "iterate", "with a timeout"])
 def test_what_is_recorded_is_what_happened(pool: Pool, tmp_path: Path, way: str) -> None:
     path = tmp_path / "run.json"
     expected = alone()
-    untraced = pool.run(train, "", way)
-    results = pool.run(train, str(path), way)
+    over_group = way == "over the group"
+    untraced = pool.run(train, "", way, over_group=over_group)
+    results = pool.run(train, str(path), way, over_group=over_group)
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"run.rank{rank}.json" for rank in range(3)]
     longest = max(COUNTS)
     for rank, (row, state) in enumerate(results):
@@ -84,3 +86,34 @@ def test_what_is_recorded_is_what_happened(pool: Pool, tmp_path: Path, way: str)
             assert kinds == Counter(announced=own, ran=own, shadowed=others)
             (drained,) = (event for event in events if event[0] == "drained")
             assert drained[1] == pytest.approx(row["joined_at"], abs=0.05)
+
+
+def fail_in_backward(rank: int, path: str) -> None:
+    """Rank 1 raises in the middle of its second backward."""
+    model = DistributedDataParallel(build("mlp"))
+    backwards = 0
+
+    def count(gradient: torch.Tensor) -> None:
+        nonlocal backwards
+        backwards += 1
+        if (rank, backwards) == (1, 2):
+            raise ValueError("oh no")
+
+    next(model.parameters()).register_hook(count)
+    with Join([model]) as join:
+        join.trace(path)
+        for step in range(COUNTS[rank]):
+            model.zero_grad()
+            model(batch(rank, 0, step)[0]).sum().backward()
+
+
+def test_a_rank_that_fails_in_a_burst_has_written_that(ending: Ending, tmp_path: Path) -> None:
+    ends = ending.ends(fail_in_backward, str(tmp_path / "run.json"))
+    assert all(end.code for end in ends)
+    told = [json.loads((tmp_path / f"run.rank{rank}.json").read_text()) for rank in range(3)]
+    assert told[1]["error"] == "ValueError: oh no"
+    for rank in (0, 2):
+        assert told[rank]["error"].startswith("PeerError: rank 1 failed: ValueError: oh no")
+    for part in told:
+        backward = part["joinables"].index("the backward of DistributedDataParallel(MLP)")
+        assert [kind for kind, _, _, what, _ in part["events"] if what == backward and kind == "unfinished"]

@@ -70,9 +70,7 @@ elif __name__ == "__main__":
         try:
             raise AssertionError(f"rank 1 was to be killed: {launch(3, folder, '0:8', '1:18')}")
         except ChildFailedError:
-            print(
-                f"Rank 1 was killed twice. The checkpoint has used {torch.load(f'{folder}/last.pt')[0].sum()} samples."
-            )
+            print(f"Rank 1 was killed twice. The checkpoint is of {torch.load(f'{folder}/last.pt')[0].sum()} samples.")
         (used, weights, _), (_, expected, _) = launch(2, folder), launch(1, other)
     difference = max((weights[name] - expected[name]).abs().max().item() for name in weights)
     print(f"Two went on: each sample was used {used.unique().tolist()} times, and weights differ by {difference:.0e}.")

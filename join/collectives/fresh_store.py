@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
 
-_LOOK = timedelta(seconds=0.02)  # how long rank 0 waits before it looks for another "hello"
+_LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
@@ -48,7 +47,7 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 def _lead(store: dist.Store, world_size: int) -> dist.Store:
     name = f"launch/{uuid.uuid4().hex}"
     ours = dist.PrefixStore(name, store)
-    told: dict[int, str] = {}
+    told, pause = dict[int, str](), 0.001
     missing = list(range(1, world_size))
     limit = cast("timedelta", store.timeout)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     deadline = time.monotonic() + limit.total_seconds()
@@ -59,9 +58,10 @@ def _lead(store: dist.Store, world_size: int) -> dist.Store:
                 if told.get(rank) != word:
                     store.set(f"name/{word}", name)
                     told[rank] = word
-        with suppress(dist.DistStoreError):
-            ours.wait([f"met/{rank}" for rank in missing], _LOOK)
         missing = [rank for rank in missing if not ours.check([f"met/{rank}"])]
         if missing and time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks {missing} of {world_size} have not come to the launch")
+        if missing:  # not in a wait for their keys, of which torch prints that it was in vain
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
     return ours

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch.multiprocessing
 
 import joinables.trainer
+from docs.outputs import output_of
 from joinables.trainer import Launcher, ddp_strategy
 from tests.ending import Ending
 from tests.selection import ALL
@@ -80,6 +82,13 @@ def test_tutorial(ending: Ending, path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
     told = run(str(path)) if ALL or path.stem in SPAWNING else run_forked(ending, str(path))
     assert told.strip()
+    if output_of(path).exists():
+        assert words(told) == words(output_of(path).read_text()), "make outputs"
+
+
+def words(told: str) -> list[str]:
+    """The lines of what is printed, in any order, without numbers: what the documentation shows is from another run."""
+    return sorted(" ".join(re.sub(r"\d[\d.,]*(e[-+]\d+)?", "#", line).split()) for line in told.splitlines())
 
 
 def test_tutorial_says_the_same_under_torchrun(ending: Ending) -> None:

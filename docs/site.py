@@ -33,7 +33,8 @@ NAVIGATION: dict[str, Any] = {
         "Any loop": "iterate.md",
         "FSDP2, SyncBatchNorm, tensor parallelism": "replay.md",
         "The trainer": "trainer.md",
-        "Lightning, Accelerate, Transformers": "frameworks.md",
+        "Inside training frameworks": "frameworks.md",
+        "Going on after a kill": "elastic.md",
         "A joinable of your own": "joinable.md",
         "Moving here": "migrate.md",
     },
@@ -112,16 +113,16 @@ def generated_pages() -> dict[str, str]:
     )
     for script in [*sorted(ROOT.glob("tutorials/[0-9]*.py")), *sorted(ROOT.glob("recipes/[a-z]*.py"))]:
         found[f"howto/{script.stem}.md"] = page_of_script(script)
-    for notebook in sorted(DOCS.rglob("*.ipynb")):
+    for notebook in sorted(ROOT.glob("tutorials/*.ipynb")):
         found[f"howto/{notebook.stem}.md"] = page_of_notebook(notebook)
     return found
 
 
 def linked(text: str, path: str) -> str:
-    """With links to files beside ``docs`` and to tutorials made links to their pages."""
+    """With links to files beside ``docs``, to tutorials and to recipes made links to their pages."""
     up = "../" * path.count("/")
-    text = re.sub(r"\]\((?:\.\./)?tutorials/(\w+)\.py\)", rf"]({up}howto/\1.md)", text)
-    text = re.sub(r"\]\((?:\.\./)?tutorials/?\)", f"]({up}howto/01_uneven_ddp.md)", text)
+    text = re.sub(r"\]\((?:\.\./)*(?:tutorials|recipes)/(\w+)\.(?:py|md|ipynb)\)", rf"]({up}howto/\1.md)", text)
+    text = re.sub(r"\]\((?:\.\./)*(?:tutorials|recipes)/?\)", f"]({up}howto/demo.md)", text)
     for name, page in BESIDE.items():
         text = re.sub(rf"\]\((?:\.\./)*{re.escape(name)}\b", f"]({up}{page}", text)
     return text

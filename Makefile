@@ -75,7 +75,7 @@ outputs: .venv/.test-installed
 	$(BIN)/python -m docs.outputs
 
 docs: .venv/.docs-installed
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
 	$(BIN)/python -m pytest tests/docs

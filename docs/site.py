@@ -109,7 +109,9 @@ def generated_pages() -> dict[str, str]:
     found["howto/demo.md"] = (
         "# The demo\n\n`make demo` trains on handwritten digits on four ranks of very different lengths, under this"
         " library's `Join` and under torch's, and compares both with one process. It prints\n\n"
-        f"{fenced('text', demo)}\nand draws, into `demo-out/timeline.png`,\n\n![The demo's picture](../demo.png)\n"
+        f"{fenced('text', demo)}\nand draws, into `demo-out/timeline.png`,\n\n![The demo's picture](../demo.png)\n\n"
+        "The next pages are scripts: `.venv/bin/python tutorials/01_uneven_ddp.py` after `make demo`; elsewhere"
+        " `pip install 'joinables[demo]'` first, which brings the data that some train on.\n"
     )
     for script in [*sorted(ROOT.glob("tutorials/[0-9]*.py")), *sorted(ROOT.glob("recipes/[a-z]*.py"))]:
         found[f"howto/{script.stem}.md"] = page_of_script(script)

@@ -42,7 +42,7 @@ function look() {
   };
 }
 
-for (const path of pages) {
+async function visit(path) {
   const found = (seen.pages[path] = {});
   for (const [scheme, width] of [["light", 1200], ["dark", 400]]) {
     const [page, errors] = await open(path, scheme, width);
@@ -52,6 +52,13 @@ for (const path of pages) {
     await page.browserContext().close();
   }
 }
+
+const left = [...new Set(pages)];
+await Promise.all(
+  Array.from({ length: 4 }, async () => {
+    while (left.length) await visit(left.shift());
+  }),
+);
 
 const [page, errors] = await open(pages[0], "light", 1200);
 await page.type("[data-md-component=search-query]", "weight");

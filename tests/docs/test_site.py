@@ -21,6 +21,7 @@ import join
 
 ROOT = Path(join.__file__).parent.parent
 BROWSER = ROOT / ".venv-docs"
+LIMIT = 400  # seconds
 PUBLIC = (
     *("join", "join.collectives", "joinables", "joinables.trainer"),
     *(f"joinables.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
@@ -129,7 +130,7 @@ def seen(site: Path) -> dict[str, Any]:
             [*command, f"http://127.0.0.1:{server.server_port}", "index.html", *pages_of(site)],
             capture_output=True,
             text=True,
-            timeout=230,
+            timeout=LIMIT,
             check=False,
             env={**os.environ, "TMPDIR": str(BROWSER / "tmp")},  # where the package unpacks the browser
         )
@@ -141,7 +142,7 @@ def seen(site: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(LIMIT + 100)
 def test_each_page_renders(seen: dict[str, Any], site: Path) -> None:
     assert set(seen["pages"]) == set(pages_of(site))
     for path, looks in seen["pages"].items():

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch soak test-horovod test-frameworks check bench pictures docs wheel clean
+.PHONY: help demo test test-all test-torch soak test-horovod test-frameworks check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -14,9 +14,11 @@ help:
 	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
-	@echo 'make docs    write the API reference to docs-out'
+	@echo 'make docs    write the documentation to docs-out'
+	@echo 'make test-docs opens each page of it in a headless browser, which npm installs into .venv-docs (minutes, once)'
 	@echo 'make wheel   build the sdist and the wheel, to dist'
-	@echo 'make pictures draws what docs/architecture.md shows, from runs'
+	@echo 'make pictures draws what the documentation shows, from runs'
+	@echo 'make outputs runs the scripts that the documentation shows, and keeps what they print'
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
 	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-frameworks runs the tests inside training frameworks, in .venv-frameworks (minutes, once).'
@@ -67,10 +69,17 @@ bench: .venv/.demo-installed
 
 pictures: .venv/.demo-installed
 	$(BIN)/python -m docs.draw
+	$(BIN)/python -m docs.order
+
+outputs: .venv/.test-installed
+	$(BIN)/python -m docs.outputs
 
 docs: .venv/.docs-installed
 	$(BIN)/python -m docs.errors
-	$(BIN)/pdoc --docformat google -o docs-out join join.collectives joinables joinables.trainer joinables.zero
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
+	$(BIN)/python -m pytest tests/docs
 
 wheel: .venv/.test-installed
 	$(BIN)/python -m build
@@ -86,6 +95,12 @@ clean:
 .venv-frameworks/.installed: setup.cfg constraints.txt Makefile
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]'
+	@touch $@
+
+.venv-docs/.installed: tests/docs/package.json
+	mkdir -p .venv-docs
+	cp tests/docs/package.json .venv-docs
+	npm install --prefix .venv-docs --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 .venv-torch-%/.installed: setup.cfg constraints.txt

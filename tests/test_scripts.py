@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch.multiprocessing
 
 import joinables.trainer
+from docs.outputs import output_of
 from joinables.trainer import Launcher, ddp_strategy
 from tests import torchrun
 from tests.ending import Ending
@@ -86,6 +88,14 @@ def test_tutorial(ending: Ending, path: Path) -> None:
         pytest.skip(ELSEWHERE[path.stem])
     told = run(str(path), timeout=220) if ALL or path.stem in SPAWNING else run_forked(ending, str(path))
     assert told.strip()
+    if output_of(path).exists():
+        assert words(told) == words(output_of(path).read_text()), "make outputs"
+
+
+def words(told: str) -> list[str]:
+    """The lines of what is printed, in any order, without numbers: what the documentation shows is from another run."""
+    numbers = re.compile(r"\b[0-9a-f]{16}\b|\d+([.,]\d+)*(e[-+]\d+)?")
+    return sorted(" ".join(numbers.sub("#", line).split()) for line in told.splitlines())
 
 
 @at_night

@@ -1,0 +1,102 @@
+"""The code of the guide runs as it stands, on ranks of which one has no data; all end with the same parameters."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import join
+from tests.models import FEATURES, TARGETS, batch
+from tests.pool import Pool
+
+ROOT = Path(join.__file__).parent.parent
+COUNTS = 0, 3, 1
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, TARGETS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor]:
+    """Run a block; where the parameters end."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net: Any = Net()
+    names: dict[str, Any] = {"net": net, "torch": torch, "dist": dist, "Join": join.Join, "epochs": 2}
+    names |= {"loss_fn": nn.functional.mse_loss, "loader": [batch(rank, 0, step) for step in range(COUNTS[rank])]}
+    names["DistributedDataParallel"] = DistributedDataParallel
+    if wrapped:
+        names["model"] = model = DistributedDataParallel(net)
+        parameters = model.parameters()
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam) if zero else torch.optim.Adam(parameters)
+        names |= {"optimizer": optimizer, "ema": Net(), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    exec(code, names)
+    found = [parameter.detach() for parameter in names["model"].parameters()]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+
+
+@pytest.mark.parametrize(
+    ("page", "at", "zero", "wrapped"),
+    [
+        ("block.md", 0, False, False),
+        ("block.md", 1, True, True),
+        ("iterate.md", 0, False, True),
+        ("replay.md", 0, False, False),
+    ],
+)
+def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped: bool) -> None:
+    first, *others = pool.run(follow, blocks(page)[at], zero, wrapped, ranks=len(COUNTS))
+    before = Net().parameters()
+    assert all(not torch.equal(ours, theirs) for ours, theirs in zip(first, before, strict=True))
+    for state in others:
+        torch.testing.assert_close(state, first, atol=0, rtol=0)
+
+
+def test_each_loop_is_run() -> None:
+    assert [len(blocks(page)) for page in ("block.md", "iterate.md", "replay.md", "joinable.md", "trainer.md")] == [
+        *(2, 1, 1, 2, 1)
+    ]
+
+
+def test_a_joinable_of_ones_own() -> None:
+    names: dict[str, Any] = {"__name__": "guide"}
+    for code in blocks("joinable.md"):
+        exec(code, names)
+
+
+@pytest.mark.timeout(150)
+def test_the_trainer(tmp_path: Path) -> None:
+    (script,) = blocks("trainer.md")
+    (tmp_path / "fit.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "fit.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank  steps  shadowed" in done.stdout
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()

@@ -36,8 +36,8 @@ def write(folder: Path) -> None:
 
 
 class Shards(IterableDataset[tuple[torch.Tensor, int]]):
-    def __init__(self, files: list[Path]) -> None:
-        self.files = files  # of a rank
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.files = sorted(folder.glob("*.tar"))[rank::WORLD_SIZE]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         for file in self.files[get_worker_info().id :: WORKERS]:
@@ -58,8 +58,7 @@ def train(rank: int, folder: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6))
     model, alone = DistributedDataParallel(net), copy.deepcopy(net)
     optimizer, optimizer_alone = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (net, alone))
-    files = sorted(folder.glob("*.tar"))
-    loaders = [DataLoader(Shards(files[r::WORLD_SIZE]), BATCH_SIZE, num_workers=WORKERS) for r in range(WORLD_SIZE)]
+    loaders = [DataLoader(Shards(folder, r), BATCH_SIZE, num_workers=WORKERS) for r in range(WORLD_SIZE)]
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x, y in loaders[rank]:
             join.weight = len(x)  # before the forward
@@ -69,7 +68,8 @@ def train(rank: int, folder: Path) -> None:
     for batches in zip_longest(*loaders):  # in one process, the i-th batches of all ranks are one
         step(alone, optimizer_alone, *map(torch.cat, zip(*filter(None, batches), strict=True)))
     difference = max((a - b).abs().max() for a, b in zip(net.parameters(), alone.parameters(), strict=True))
-    print(f"Rank {rank}: off from one process by {difference:.0e}.")
+    if rank == 0:
+        print(f"{join.report}\n\nParameters differ from those of one process by {difference:.0e}.")
     assert difference < 1e-6, "training on uneven shards must end where one process ends"
 
 

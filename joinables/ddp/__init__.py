@@ -62,10 +62,16 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
     """The bursts a DDP module stands for, in their order; one that contains SyncBatchNorm is replayed.
 
     Raises:
-        ValueError: if it contains SyncBatchNorm and its own forward does not run it (the trainer's does not).
+        ValueError: if it contains SyncBatchNorm and its own forward does not run it (the trainer's does not), or
+            another DDP module, whose collectives a joined rank would leave out.
     """
     modules = cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules())
     for name, module in modules:
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                "the module is wrapped in DistributedDataParallel twice"
+                f"{f' ({name!r})' if name else ''}; wrap the plain one, once"
+            )
         if isinstance(module, torch.nn.SyncBatchNorm):
             if getattr(cast("object", ddp.module), "forward_is_over", False):
                 raise ValueError(

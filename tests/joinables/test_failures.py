@@ -549,3 +549,15 @@ def interrupted(*_: Any) -> None:
 
 def test_a_rank_that_fails_amid_entering(ending: Ending) -> None:
     assert_blamed(ending.run(failing_between), 1, "KeyError: 'amid entering'")
+
+
+def wrap_twice(rank: int) -> None:
+    part = torch.nn.Sequential(torch.nn.Linear(1, 1), DistributedDataParallel(torch.nn.Linear(1, 1)))
+    with pytest.raises(ValueError, match=r"is wrapped in DistributedDataParallel twice \('1'\); wrap the plain one"):
+        Join([DistributedDataParallel(part)])
+    with pytest.raises(ValueError, match="is wrapped in DistributedDataParallel twice; wrap the plain one"):
+        Join([DistributedDataParallel(DistributedDataParallel(torch.nn.Linear(1, 1)))])
+
+
+def test_a_module_that_is_wrapped_twice(pool: Pool) -> None:
+    pool.run(wrap_twice, ranks=2)

@@ -15,8 +15,10 @@ ranks run the same windows::
     roll call of ``Join.iterate``                    the same
     a window of up to k micro-batches,               a window of k dummies, whose labels count no token
       after as many dummies as are missing
+    all-reduce: how many have 0, 1, ... k of these   the same, with 0
     all-gather of the numbers of tokens              the same, with 0
-    dummies: nothing (DDP); forward, backward (FSDP) the same
+    dummies: forward, backward; where nobody has     the same
+      anything else, nothing
     micro-batches, the last one reduces gradients    the last dummy reduces nothing but zeros
     clip, step, log, evaluate, save                  the same
 

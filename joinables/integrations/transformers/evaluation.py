@@ -17,6 +17,7 @@ import torch.distributed as dist
 from join import Join
 from join.batch import samples_in
 from joinables.integrations.accelerate import gather_rows
+from joinables.integrations.accelerate.gather import gathering_rows
 
 
 class EvaluationLoader:
@@ -57,6 +58,7 @@ def in_step(trainer: Any, batches: Any, group: dist.ProcessGroup | None) -> Gene
         trainer.gather_function = partial(gather_rows, join)
         trainer.args.average_tokens_across_devices = False  # each batch has its own mean
         try:
-            yield EvaluationLoader(join, batches)
+            with gathering_rows(trainer.accelerator, join, lambda: join.shadowing):
+                yield EvaluationLoader(join, batches)
         finally:
             trainer.gather_function, trainer.args.average_tokens_across_devices = gather, average

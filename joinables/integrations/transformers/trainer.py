@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinReport
 from join.loop.dummies import emptied
+from joinables._torch import reducer
 from joinables.integrations.accelerate import check_accelerator, check_wrapping
+from joinables.integrations.accelerate.gather import gathering_rows
 from joinables.integrations.transformers.evaluation import in_step
 from joinables.integrations.transformers.loaders import (
     LoaderOfLength,
@@ -166,32 +168,25 @@ class JoinTrainer(_Base):
             self._windows = Windows(self._join, epoch_iterator, size, without_tokens=without_tokens)
         batches = self._windows.next(num_batches)
         count = self._get_num_items_in_batch(batches, device)
-        if batches and count is None:
-            self._micro_batches = self._windows.batches_of_all_ranks(len(batches))
+        if count is None:
+            self._micro_batches = self._windows.batches_of_all_ranks
         return batches, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of a micro-batch. A dummy's loss is 0, and where nothing is reduced it is left out."""
-        if self._windows is None:
+        """Forward and backward of a micro-batch; of a dummy, the loss is 0, and what it gathers has no rows."""
+        windows = self._windows
+        if windows is None or self._join is None:
             return self._plain.training_step(model, inputs, num_items_in_batch)
         if num_items_in_batch is None:  # the mean over ranks is then that over the micro-batches there are
             self.current_gradient_accumulation_steps = self._micro_batches / self.args.world_size
-        self._windows.begin()
-        if not self._windows.is_dummy:
-            return self._plain.training_step(model, inputs, num_items_in_batch)
-        ddp = unwrapped(model)
-        reduces = not isinstance(ddp, DistributedDataParallel) or ddp.require_backward_grad_sync
-        if reduces:
-            backward = self.accelerator.backward
-
-            def backward_of_zero(loss: torch.Tensor, **named: Any) -> None:
-                backward(_silent(loss), **named)
-
-            self.accelerator.backward = backward_of_zero
-            try:
+        windows.begin()
+        if windows.is_left_out:
+            return torch.zeros((), device=self.args.device)
+        with gathering_rows(self.accelerator, self._join, lambda: windows.is_dummy):
+            if not windows.is_dummy:
+                return self._plain.training_step(model, inputs, num_items_in_batch)
+            with _backward_of_zero(self.accelerator), _buffers_kept(unwrapped(model)):
                 self._plain.training_step(model, inputs, num_items_in_batch)
-            finally:
-                del self.accelerator.backward
         return torch.zeros((), device=self.args.device)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -262,6 +257,34 @@ def _left_unprepared(model: Any) -> Generator[None]:
     finally:
         if not was_prepared:
             vars(model).pop("_is_accelerate_prepared", None)
+
+
+@contextmanager
+def _backward_of_zero(accelerator: Any) -> Generator[None]:
+    """A context in which backwards give gradients of 0, whatever the loss."""
+    backward = accelerator.backward
+
+    def backward_of_zero(loss: torch.Tensor, **named: Any) -> None:
+        backward(_silent(loss), **named)
+
+    accelerator.backward = backward_of_zero
+    try:
+        yield
+    finally:
+        del accelerator.backward
+
+
+@contextmanager
+def _buffers_kept(module: Any) -> Generator[None]:
+    """A context in which a forward that synchronises nothing changes no buffers: else no other rank's replace them."""
+    if not isinstance(module, DistributedDataParallel) or module.require_backward_grad_sync:
+        yield
+        return
+    before = reducer.copied_buffers(module)
+    try:
+        yield
+    finally:
+        reducer.restore_buffers(module, before)
 
 
 def _silent(loss: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,11 @@ class Windows:
         """How many of the micro-batches to come, in the window under way, are dummies."""
         self.is_dummy = False
         """Whether the micro-batch under way is one."""
+        self._left_out = 0
+        self.is_left_out = False
+        """Whether the micro-batch under way is a dummy on all ranks, and nobody runs it."""
+        self.batches_of_all_ranks = 0
+        """How many micro-batches of the window are real, on all ranks together."""
 
     def next(self, size: int) -> list[Any]:
         """The next window, of ``size`` micro-batches; empty if no rank has one."""
@@ -43,7 +48,11 @@ class Windows:
         if window is None:
             return []
         batches = [] if self._join.shadowing else window[:size]
-        self._dummies_left = size - len(batches)
+        numbers = torch.zeros(size + 1, dtype=torch.long)  # of ranks that have so many
+        numbers[len(batches)] = 1
+        self._join.collective.all_reduce(numbers).wait()
+        self.batches_of_all_ranks = int((numbers * torch.arange(size + 1)).sum())
+        self._dummies_left, self._left_out = size - len(batches), size - int(numbers.nonzero().max())
         if self._dummies_left:
             batches = [self._dummy_of(window[-1])] * self._dummies_left + batches
         return batches
@@ -51,13 +60,9 @@ class Windows:
     def begin(self) -> None:
         """A micro-batch begins."""
         self.is_dummy = self._dummies_left > 0
+        self.is_left_out = self._left_out > 0
         self._dummies_left -= self.is_dummy
-
-    def batches_of_all_ranks(self, size: int) -> int:
-        """How many micro-batches of the window of ``size`` are real, on all ranks together; all ranks ask."""
-        count = torch.tensor(size - self._dummies_left)
-        self._join.collective.all_reduce(count).wait()
-        return int(count.item())
+        self._left_out -= self.is_left_out
 
 
 def _windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:

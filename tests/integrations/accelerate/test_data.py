@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from join import JoinError
 from tests.integrations.ranks import accelerator, imported, launched
-from tests.models import batch, build
+from tests.models import assert_same, batch, build
 from tests.pool import Pool
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
@@ -80,6 +80,65 @@ def test_samples_that_are_repeated(pool: Pool, given: bool, inside: bool | None)
         assert after is given
         texts = [text for text in told if "a prepared loader repeats samples" in text]
         assert len(texts) == (given and inside is None)
+
+
+def read_dispatched(rank: int, iterate: bool) -> tuple[list[float], list[str]]:
+    """What a rank reads of a data set of 5 samples that rank 0 reads for all."""
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        dispatching = imported("accelerate").DataLoaderConfiguration(dispatch_batches=True)
+        accelerate = accelerator(dataloader_config=dispatching)
+        loader = DataLoader(TensorDataset(torch.arange(5.0)), batch_size=2)
+        model, loader = accelerate.prepare(torch.nn.Linear(1, 1), loader)
+        found: list[float] = []
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with join_uneven_inputs(accelerate, [model]) as join:
+                for (samples,) in join.iterate(loader) if iterate else loader:
+                    found += samples.tolist()
+                    accelerate.backward(model(samples.unsqueeze(1)).mean())
+        return found, [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("iterate", [False, True])
+def test_batches_that_are_dispatched(pool: Pool, iterate: bool) -> None:
+    results = pool.run(read_dispatched, iterate, ranks=RANKS)
+    assert [found for found, _ in results] == [[0.0, 1.0, 4.0], [2.0, 3.0, 0.0]]
+    for _, told in results:
+        assert any("gives all ranks as many batches, and may repeat samples" in text for text in told)
+
+
+def scale(rank: int, iterate: bool) -> tuple[dict[str, torch.Tensor], float]:
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        accelerate.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)  # as it has one on GPUs
+        net = build("mlp")
+        model, optimizer = accelerate.prepare(net, torch.optim.Adam(net.parameters()))
+        data = [batch(rank, 0, step) for step in range((4, 1)[rank])]
+        with join_uneven_inputs(accelerate, [model, optimizer]) as join:
+            for x, y in join.iterate(data) if iterate else data:
+                optimizer.zero_grad()
+                accelerate.backward(((model(x) - y) ** 2).mean())
+                optimizer.step()
+        return net.state_dict(), accelerate.scaler.get_scale()
+
+
+@pytest.mark.parametrize("iterate", [False, True])
+def test_a_gradient_scaler_that_is_not_listed(pool: Pool, iterate: bool) -> None:
+    net = build("mlp")
+    optimizer = torch.optim.Adam(net.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        there = [batch(rank, 0, step) for rank in range(RANKS) if step < (4, 1)[rank]]
+        for x, y in there:
+            (((net(x) - y) ** 2).mean() / len(there)).backward()
+        optimizer.step()
+    for state, found in pool.run(scale, iterate, ranks=RANKS):
+        assert_same(state, net.state_dict(), 1e-5)
+        assert found == 4096  # it has grown twice
 
 
 def refused(rank: int) -> list[str]:

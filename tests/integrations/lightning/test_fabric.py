@@ -9,10 +9,20 @@ pytest.importorskip("lightning", reason="needs the extra lightning: make test-fr
 import torch
 from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from tests.ending import Ending
-from tests.integrations.lightning.training import Case, batch, build, flat, in_one_process, optimizers_of, quiet
+from tests.integrations.lightning.training import (
+    FEATURES,
+    Case,
+    batch,
+    build,
+    flat,
+    in_one_process,
+    optimizers_of,
+    quiet,
+)
 
 
 def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
@@ -32,6 +42,19 @@ def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
                 wrapped.step()
                 scheduler.step()
     return flat(net, optimizer)
+
+
+def wrap_twice(rank: int) -> None:
+    quiet(rank)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model = fabric.setup(DistributedDataParallel(nn.Linear(FEATURES, 1)))
+    with pytest.raises(ValueError, match="is wrapped in DistributedDataParallel twice; wrap the plain one"):
+        Join([model])
+
+
+def test_a_module_that_is_wrapped_already(ending: Ending) -> None:
+    ending.run(wrap_twice, ranks=2)
 
 
 @pytest.mark.parametrize("iterate", [False, True])

@@ -42,13 +42,14 @@ def trainer_of(
     callbacks: Any = (),
     model: Any = None,
     train_dataset: Any = None,
+    base: Any = None,
     **more: Any,
 ) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from joinables.integrations.transformers import JoinTrainer
 
-    class Trained(JoinTrainer, Trainer):
+    class Trained(JoinTrainer, base or Trainer):  # pyright: ignore[reportGeneralTypeIssues]
         pass
 
     given = {"max_steps": STEPS[1], "save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 1} | more

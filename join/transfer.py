@@ -15,6 +15,7 @@ import torch
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.collectives.base import as_bytes
+from join.errors import described
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -48,9 +49,7 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
             skeleton = pytree.tree_map_only(torch.Tensor, _Slot.of, tree)
         except Exception as error:  # some look at what they get, such as PackedSequence
             #: Give plain tensors in lists, tuples or dicts.
-            refused = TypeError(
-                f"something in it cannot be sent to other ranks: {type(error).__name__}: {error} [J100]"
-            )
+            refused = TypeError(f"something in it cannot be sent to other ranks: {described(error)} [J100]")
             collective.broadcast_object(refused, source)
             raise refused from error
         collective.broadcast_object(skeleton, source)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
+from join.errors import described
 from join.joinable import Block
 from join.transfer import broadcast_tree
 from joinables._torch.optimizers import has_stepped, mark_stepped
@@ -69,8 +70,9 @@ class State(Silent):
             try:
                 state = self._stateful.state_dict()
             except Exception as failure:
-                told = f"{type(failure).__name__}: {failure}"
-                error = f"rank {source} has no state of {self.join_name}: {told}; mend its state_dict [J163]"
+                error = (
+                    f"rank {source} has no state of {self.join_name}: {described(failure)}; mend its state_dict [J163]"
+                )
         state, error, stepped = broadcast_tree(collective, (state, error, stepped), source)
         if error:
             raise RuntimeError(error)

@@ -18,6 +18,7 @@ TRIED = {
     "lightning": ("2.5", "2.6"),
     "accelerate": ("1.15",),
     "transformers": ("5.23",),
+    "ray": ("2.60",),
     "torchmetrics": ("1.9",),
     "torchdata": ("0.11",),
 }

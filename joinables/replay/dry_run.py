@@ -187,7 +187,7 @@ class Rehearsal:
         with_what = "an empty batch" if self.example is None else f"example={self.example!r}"
         return (
             f"rank {rank} cannot run {name} on {with_what}, as a rank without data has to:"
-            f" {type(error).__name__}: {error}. {_HINT} [J157]"
+            f" {described(error)}. {_HINT} [J157]"
         )
 
 

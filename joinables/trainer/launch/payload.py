@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 
 from join.collectives._torch_private import pytree
+from join.errors import described
 from joinables.trainer.launch.errors import Account, Failure, NotPicklable
 
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -51,7 +52,7 @@ class Payload:
                 part, error = _unpicklable_part(value)
                 if error is not None:
                     raise NotPicklable(
-                        f"{name}{part} cannot be pickled for the workers: {type(error).__name__}: {error}. Use"
+                        f"{name}{part} cannot be pickled for the workers: {described(error)}. Use"
                         " functions and classes from the top level of a file, or start processes by fork"
                         " (start_method='fork'; of a trainer, strategy='ddp_fork') [J230]"
                     ) from error
@@ -67,7 +68,7 @@ class Payload:
             return _read(self.folder / "call")
         except Exception as error:
             raise NotPicklable(
-                f"fn or an argument cannot be found again in a worker: {type(error).__name__}: {error}. What they refer"
+                f"fn or an argument cannot be found again in a worker: {described(error)}. What they refer"
                 ' to has to be in a file that workers can import, and not under if __name__ == "__main__" [J231]'
             ) from error
 
@@ -85,8 +86,7 @@ class Payload:
             if error is None:
                 raise  # the disk is full
             raise NotPicklable(
-                f"result{part} of rank 0 cannot be pickled: {type(error).__name__}: {error}. Return values and"
-                " state_dicts [J232]"
+                f"result{part} of rank 0 cannot be pickled: {described(error)}. Return values and state_dicts [J232]"
             ) from error
 
     def read_result(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def forks() -> None:
     def forking(arguments: Any) -> tuple[Any, Any, list[str]]:
         config, _, command = configured(arguments)
         config.start_method = "fork"
+        tempfile.tempdir = config.logs_specs.root_log_dir  # for files that torch leaves there for each worker
         return config, _script, [each for each in command if each != "-u"]
 
     run.config_from_args = forking

@@ -70,7 +70,7 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 "the module is wrapped in DistributedDataParallel twice"
-                f"{f' ({name!r})' if name else ''}; wrap the plain one, once"
+                f"{f' ({name!r})' if name else ''}; wrap the plain one, once [J291]"
             )
         if isinstance(module, torch.nn.SyncBatchNorm):
             if getattr(cast("object", ddp.module), "forward_is_over", False):

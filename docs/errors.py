@@ -149,7 +149,9 @@ def written(node: ast.expr, constants: Mapping[str, str]) -> str:
 def in_short(node: ast.expr) -> str:
     """What an expression is, in a word or two."""
     if isinstance(node, ast.IfExp):
-        return in_short(node.orelse)
+        return in_short(node.orelse if isinstance(node.body, ast.Constant) else node.body)
+    if isinstance(node, ast.JoinedStr):
+        return " ".join(in_short(each.value) for each in node.values if isinstance(each, ast.FormattedValue))
     source = re.sub(r"(['\"]).*?\1", "", ast.unparse(node))
     if isinstance(node, ast.BinOp):
         return re.sub(r"\b(self\.)?_?", "", source)

@@ -175,7 +175,10 @@ class Peers:
         if not ranks:
             who = "another rank is gone, and with it the store in which ranks leave word"
         #: Its output may say why, or the kernel's log, if memory has run out. Restart from a checkpoint.
-        text = f"{who}, without an exception that could be told: killed, ended by os._exit, or cut off [J064]"
+        text = (
+            f"{who}, without an exception that could be told: killed, ended by os._exit, cut off, or never in the"
+            " block [J064]"
+        )
         return self._blaming(PeerError(f"{text}. {_UNUSABLE}"), ranks[0] if ranks else None, "", text)
 
     def _blaming(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:

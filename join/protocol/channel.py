@@ -151,24 +151,13 @@ class Channel:
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
-        if self._shadows is not None:
-            raise JoinError(
-                f"the main_hook of {self._shadows.join_name} announced {joinable.join_name}. A main_hook issues the"
-                " collectives of a burst that another rank has announced, and announces nothing itself: call what"
-                " communicates in it, and not what calls notify_join_context [J080]"
-            )
+        self._refuse_in_main_hook(joinable)
         index = self.roster.index[id(joinable)]
         member, mode = self.roster.members[index], self.mode
         self.prepare(joinable)
         if not member.interjects:
-            if self._outstanding and mode.minds_followers:
-                missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
-                why = (
-                    f"{joinable.join_name} announced before {missing} notified. A joinable that follows another must"
-                    " notify once after each of its bursts; one that keeps its own time comes first in the list, or"
-                    " derives from join.Burst; one without collectives in the loop has communicates = False [J081]"
-                )
-                self.break_off(JoinError(why))
+            if left_out := self._followers_left_out(f"{joinable.join_name} announced"):
+                self.break_off(left_out)
             self._outstanding = list(member.followers)
         if mode.shadowing:
             member.shadowed += 1
@@ -178,6 +167,7 @@ class Channel:
 
     def follow(self, joinable: Joinable) -> None:
         """Note that a follower is about to run its burst."""
+        self._refuse_in_main_hook(joinable)
         self.end_broken_loop()
         if self.guard.closed:
             self.guard.refuse()
@@ -193,6 +183,25 @@ class Channel:
                 " derive it from join.Burst [J082]"
             )
             self.break_off(JoinError(why))
+
+    def _refuse_in_main_hook(self, joinable: Joinable) -> None:
+        if self._shadows is not None:
+            raise JoinError(
+                f"the main_hook of {self._shadows.join_name} announced {joinable.join_name}. A main_hook issues the"
+                " collectives of a burst that another rank has announced, and announces nothing itself: call what"
+                " communicates in it, and not what calls notify_join_context [J080]"
+            )
+
+    def _followers_left_out(self, before: str) -> JoinError | None:
+        """The error for what should have followed the last announcement, and has not before something else."""
+        if not (self._outstanding and self.mode.minds_followers):
+            return None
+        missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
+        return JoinError(
+            f"{before} before {missing} notified. A joinable that follows another must notify once after each of its"
+            " bursts; one that keeps its own time comes first in the list, or derives from join.Burst; one without"
+            " collectives in the loop has communicates = False [J081]"
+        )
 
     def prepare(self, but: Joinable | None = None) -> None:
         """What comes before anything else is announced: what is pending is flushed, the last header is settled."""
@@ -223,7 +232,7 @@ class Channel:
         """Run the followers that have not acted since the last announcement."""
         outstanding, self._outstanding = self._outstanding, []
         for follower in outstanding:
-            follower.hook.main_hook()
+            self._run_main_hook(follower)
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
@@ -234,6 +243,9 @@ class Channel:
             EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
+        self.prepare()
+        if left_out := self._followers_left_out("the block ended"):
+            raise left_out
         with_data, headers = self._last_with_data
         is_at_its_end = headers == self.headers.tally.headers
         outcome = self.mode.drain()
@@ -253,19 +265,22 @@ class Channel:
 
     def shadow_member(self, member: Member) -> None:
         """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
-        self._shadows = member.joinable
-        try:
-            if member.burst is None:
-                member.hook.main_hook()
-            else:
-                member.burst.state = BurstState.RUNNING
-                member.hook.main_hook()
-                member.burst.state = BurstState.IDLE
-        finally:
-            self._shadows = None
+        if member.burst is None:
+            self._run_main_hook(member)
+        else:
+            member.burst.state = BurstState.RUNNING
+            self._run_main_hook(member)
+            member.burst.state = BurstState.IDLE
         self._outstanding += member.followers
         if not self.holds_followers():
             self.complete_followers()
+
+    def _run_main_hook(self, member: Member) -> None:
+        around, self._shadows = self._shadows, member.joinable
+        try:
+            member.hook.main_hook()
+        finally:
+            self._shadows = around
 
     def holds_followers(self) -> bool:
         """Whether an interjecting burst is to come before the followers may act."""

@@ -171,7 +171,18 @@ def test_follower_out_of_step_is_an_error() -> None:
         return str(caught.value)
 
     assert all("without an announcement" in text for text in run_threads(2, early))
+
+    def missing_at_the_end(collective: ThreadCollective) -> str:
+        first, second = Counter(collective), Counter(collective)
+        with pytest.raises(JoinError) as caught, Join([first, second]):
+            for step in range(collective.rank):  # the last step is that of rank 1
+                first()
+                if step + 1 < collective.rank:
+                    second()
+        return str(caught.value)
+
     assert all("announced before Counter notified" in text for text in run_threads(2, missing))
+    assert all("the block ended before Counter notified" in text for text in run_threads(2, missing_at_the_end))
 
 
 def test_timeout_names_who_is_missing() -> None:

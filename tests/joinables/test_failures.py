@@ -510,21 +510,23 @@ class AnnouncingHook(JoinHook):
         self._counter()
 
 
-def announcing_in_the_hook(rank: int) -> str:
-    counter = Announcing(collective_of(None))
+def announcing_in_the_hook(rank: int, follows: bool) -> str:
+    counter, first = Announcing(collective_of(None)), Counter(collective_of(None))
     try:
-        with Join([counter]):
+        with Join([first, counter] if follows else [counter]):
             for _ in range(2 * rank):
+                if follows:
+                    first()
                 counter()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
 
 
-@pytest.mark.parametrize("over_group", [False, True])
-def test_a_main_hook_that_announces(ending: Ending, over_group: bool) -> None:
+@pytest.mark.parametrize(("over_group", "follows"), [(False, False), (True, False), (False, True)])
+def test_a_main_hook_that_announces(ending: Ending, over_group: bool, follows: bool) -> None:
     told = "JoinError: the main_hook of Announcing announced Announcing"
-    ends = ending.run(announcing_in_the_hook, over_group=over_group)
+    ends = ending.run(announcing_in_the_hook, follows, over_group=over_group)
     assert any(text.startswith(told) for text in ends)
     assert all(told in text for text in ends)
 

@@ -132,7 +132,9 @@ def sentences_of(tree: ast.AST) -> list[str]:
 
 def test_what_is_refused_is_what_is_said() -> None:
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "integrations").rglob("*.py")]
-    patterns = [each for tree in trees for each in sentences_of(tree) if len(each) > 30]
+    patterns = [
+        re.sub(r"\\ \\\[J\d+\\\]$", "", each) for tree in trees for each in sentences_of(tree) if len(each) > 30
+    ]
     told: list[str] = re.findall(r"^\| [^|]+ \| `([^|]+)` \|$", TEXT, re.MULTILINE)
     assert len(told) > 15
     assert [sentence for sentence in told if not any(re.fullmatch(each, sentence) for each in patterns)] == []

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.selection import at_night
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "tutorials" / "notebook.ipynb"
 MISSING = [name for name in ("ipykernel", "nbclient") if importlib.util.find_spec(name) is None]
@@ -32,6 +34,7 @@ print(nbformat.writes(notebook))
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: pip install joinables[test]")
+@at_night
 def test_the_notebook_shows_what_is_stored_in_it(short_path: Path) -> None:
     folders = "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"
     result = subprocess.run(

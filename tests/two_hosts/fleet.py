@@ -14,12 +14,10 @@ RANKS_OF_HOST = 2
 RANKS = HOSTS * RANKS_OF_HOST
 START_SECONDS = 90.0  # that torchrun may take beside others, or all ranks until they train
 KILL_SECONDS = 20.0  # that killing them may take
-MEMORY = {
-    "one memory": (False, False),
-    "each host its own memory": (True, True),
-    **({"one host its own memory": (False, True)} if ALL else {}),
-}
+MEMORY = {"each host its own memory": (True, True)}
 """Which hosts have processes of their own, by what that means."""
+if ALL:
+    MEMORY |= {"one memory": (False, False), "one host its own memory": (False, True)}
 
 
 class Fleet:

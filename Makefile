@@ -77,7 +77,7 @@ outputs: .venv/.test-installed
 
 docs: .venv/.docs-installed
 	$(BIN)/python -m docs.errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
 	$(BIN)/python -m pytest tests/docs

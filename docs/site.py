@@ -14,9 +14,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingImports]
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
-OUTPUTS = DOCS / "outputs"
+from docs.outputs import DOCS, OUTPUTS, ROOT, output_of, scripts
+
 BESIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -76,7 +75,7 @@ def page_of_script(script: Path) -> str:
     text = script.read_text()
     docstring = ast.get_docstring(ast.parse(text)) or script.stem
     code = text.partition('"""')[2].partition('"""')[2]
-    told = OUTPUTS / script.parent.name / f"{script.stem}.txt"
+    told = output_of(script)
     first, _, rest = docstring.partition("\n")
     own = DOCS / script.parent.name / f"{script.stem}.md"
     head = own.read_text() if own.exists() else f"# {first.rstrip('.')}\n{rest}\n"
@@ -113,7 +112,7 @@ def generated_pages() -> dict[str, str]:
         "The next pages are scripts: `.venv/bin/python tutorials/01_uneven_ddp.py` after `make demo`; elsewhere"
         " `pip install 'joinables[demo]'` first, which brings the data that some train on.\n"
     )
-    for script in [*sorted(ROOT.glob("tutorials/[0-9]*.py")), *sorted(ROOT.glob("recipes/[a-z]*.py"))]:
+    for script in scripts():
         found[f"howto/{script.stem}.md"] = page_of_script(script)
     for notebook in sorted(ROOT.glob("tutorials/*.ipynb")):
         found[f"howto/{notebook.stem}.md"] = page_of_notebook(notebook)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from typing_extensions import Self
@@ -376,7 +377,9 @@ class Join:
         block.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if not self._enable:
             self._unconfigure()
             return

@@ -96,7 +96,7 @@ def emptied_output(output: Any, arguments: Any) -> Any:
 
 
 class _Emptied(torch.autograd.Function):
-    """Of the first ``count`` tensors, each without its rows."""
+    """Returns the first ``count`` tensors, each without its rows."""
 
     @staticmethod
     @override

@@ -20,7 +20,7 @@ import pytest
 import torch.multiprocessing
 
 import joinables.trainer
-from docs.outputs import output_of
+from docs.outputs import output_of, scripts
 from joinables.trainer import Launcher, ddp_strategy
 from tests import torchrun
 from tests.ending import Ending
@@ -74,13 +74,12 @@ def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
     return own_lines(end.text.removesuffix(end.stderr))
 
 
-TUTORIALS = [*sorted((ROOT / "tutorials").glob("[0-9]*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 ELSEWHERE = {"13_ray": "it needs Ray; where that is installed, tests/integrations/ray runs it"}
 SPAWNING = {"05_gan"}
 """Always run as its readers do: by the trainer that tells its processes how to log."""
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.stem)
 def test_tutorial(ending: Ending, path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
     assert path.parent.name != "recipes" or (ROOT / "docs" / "recipes" / f"{path.stem}.md").exists()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import final, override
 
 Kind: TypeAlias = Literal["note", "told"]
-"""Of a message: a note, or how far a rank is."""
+"""What a message is: a note, or how far a rank is."""
 # Of a part of a message, which must have room in memory of a fixed size.
 _MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100}
 

@@ -54,7 +54,6 @@ class Announced(Mode):
     @override
     def drain(self) -> Outcome:
         channel, headers = self._channel, self._headers
-        channel.prepare()
         fresh, throws = True, channel.roster.throws
         while True:
             fields = [FRESH] if fresh else []

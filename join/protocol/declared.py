@@ -124,7 +124,6 @@ class Declared(Mode):
 
     @override
     def drain(self) -> Outcome:
-        self._channel.prepare()
         (made, part), longest = divmod(self._events, len(self._cycle)), self._sorted[-1]
         if (made, part) != (self._mine, 0):
             unfinished = f" and {part} of {len(self._cycle)} parts of another" if part else ""

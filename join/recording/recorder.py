@@ -11,10 +11,8 @@ import logging
 import os
 import socket
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -28,6 +26,7 @@ from join.protocol.members import Member
 from join.protocol.mode import Outcome
 from join.recording import COLUMNS, FORMAT, MOST_EVENTS, VERSION, part_of
 from join.recording.states import leave_alone, watch
+from join.report.files import whole_file
 
 _logger = logging.getLogger("join")
 
@@ -225,14 +224,11 @@ class Recorder:
         now = time.monotonic()
         for position, (begin, number) in self._running.items():
             self._add("unfinished", begin, now, position, number)
-        temporary = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            temporary.write_text(json.dumps(self._told(now)))
-            temporary.replace(self._path)
+            with whole_file(self._path) as temporary:
+                temporary.write_text(json.dumps(self._told(now)))
         except OSError as error:  # training has gone well, or has an error of its own
             _logger.warning("the trace could not be written to %s: %s", self._path, error)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     def _told(self, now: float) -> dict[str, Any]:
         """What the file has."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from join.report.files import check_folder, whole_file
 from join.report.step_times import EDGES, PER_DECADE
 
 if TYPE_CHECKING:
@@ -41,15 +41,10 @@ def draw(report: JoinReport) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write under another name first, so that nobody ever sees half a file, even if all ranks write it."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}; make it first [J099]")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    """Write the picture to a file whose folder exists."""
+    check_folder(path)
+    with whole_file(path) as temporary:
         figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _draw_timeline(axis: Any, ranks: Sequence[RankReport]) -> None:

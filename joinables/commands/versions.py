@@ -26,7 +26,7 @@ TRIED = {
 
 
 def look_at_versions() -> list[Finding]:
-    """Of Python, torch, this package, and frameworks that are installed."""
+    """The versions of Python, torch, this package, and the frameworks that are installed."""
     found = [Finding(f"joinables {joinables.__version__}")]
     told = {"Python": platform.python_version(), "torch": torch.__version__}
     for name in TRIED:

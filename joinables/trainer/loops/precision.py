@@ -17,7 +17,7 @@ _NAMES = {
 
 
 class Precision:
-    """In which formats a run keeps and computes floating-point numbers.
+    """The formats in which a run keeps and computes floating-point numbers.
 
     Args:
         precision: ``32``; ``64``, which makes the module and its batches double, for good; ``"bf16-mixed"``, autocast;

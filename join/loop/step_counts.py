@@ -75,6 +75,7 @@ class StepCounts:
         self._stretches: list[tuple[int, int]] = []
         self._stretch = 0  # the one that the step under way is in
         self._begun = 0  # how many bursts this rank had begun when it called last
+        self._heard: list[int] = []  # the packed answers that tell of this window, if any do
         self.under_way: RollCall | None = None
         """The roll call, if a call was started and not read."""
         if size is not None:
@@ -151,10 +152,14 @@ class StepCounts:
         if self._lockstep.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
+        heard = self._roll_call.answers()
+        if heard == self._heard:
+            return self.batches  # nothing is new, as in most steps, which end the sooner
         replies = self.replies
         if max(replies) == self.answers.failed:
             others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
             self._guard.close_with(self._guard.peers.failures(len(others)))
+        self._heard = heard
         return replies
 
     def is_last(self, doing: str) -> bool:

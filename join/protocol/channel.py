@@ -151,12 +151,13 @@ class Channel:
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
-        self._refuse_in_main_hook(joinable)
+        if self._shadows is not None:
+            self._refuse_in_main_hook(joinable, self._shadows)
         index = self.roster.index[id(joinable)]
         member, mode = self.roster.members[index], self.mode
         self.prepare(joinable)
         if not member.interjects:
-            if left_out := self._followers_left_out(f"{joinable.join_name} announced"):
+            if left_out := self._followers_left_out(joinable):
                 self.break_off(left_out)
             self._outstanding = list(member.followers)
         if mode.shadowing:
@@ -167,7 +168,8 @@ class Channel:
 
     def follow(self, joinable: Joinable) -> None:
         """Note that a follower is about to run its burst."""
-        self._refuse_in_main_hook(joinable)
+        if self._shadows is not None:
+            self._refuse_in_main_hook(joinable, self._shadows)
         self.end_broken_loop()
         if self.guard.closed:
             self.guard.refuse()
@@ -184,18 +186,18 @@ class Channel:
             )
             self.break_off(JoinError(why))
 
-    def _refuse_in_main_hook(self, joinable: Joinable) -> None:
-        if self._shadows is not None:
-            raise JoinError(
-                f"the main_hook of {self._shadows.join_name} announced {joinable.join_name}. A main_hook issues the"
-                " collectives of a burst that another rank has announced, and announces nothing itself: call what"
-                " communicates in it, and not what calls notify_join_context [J080]"
-            )
+    def _refuse_in_main_hook(self, joinable: Joinable, runs: Joinable) -> NoReturn:
+        raise JoinError(
+            f"the main_hook of {runs.join_name} announced {joinable.join_name}. A main_hook issues the collectives of a"
+            " burst that another rank has announced, and announces nothing itself: call what communicates in it, and"
+            " not what calls notify_join_context [J080]"
+        )
 
-    def _followers_left_out(self, before: str) -> JoinError | None:
-        """The error for what should have followed the last announcement, and has not before something else."""
+    def _followers_left_out(self, announced: Joinable | None) -> JoinError | None:
+        """The error for what has not followed the last announcement; ``announced`` came instead, or the block's end."""
         if not (self._outstanding and self.mode.minds_followers):
             return None
+        before = "the block ended" if announced is None else f"{announced.join_name} announced"
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
         return JoinError(
             f"{before} before {missing} notified. A joinable that follows another must notify once after each of its"
@@ -244,7 +246,7 @@ class Channel:
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
         self.prepare()
-        if left_out := self._followers_left_out("the block ended"):
+        if left_out := self._followers_left_out(None):
             raise left_out
         with_data, headers = self._last_with_data
         is_at_its_end = headers == self.headers.tally.headers

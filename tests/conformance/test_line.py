@@ -209,6 +209,7 @@ def open_files() -> list[str]:
 
 def memory_files() -> dict[str, str]:
     """The shared memory that is open: its name, and a path to it."""
+    gc.collect()  # what a test before has left must not go between two looks
     found = {os.path.realpath(each): each for each in open_files()}
     return {name: path for name, path in found.items() if "join-" in name}
 

@@ -66,6 +66,7 @@ class Channel:
     ranks_with_data: int | None = _asks("mode.ranks_with_data")
     all_have_data: bool = _asks("mode.all_have_data")
     first_with_data: int = _asks("mode.first_with_data")
+    leave_broken_loop: Callable[[], None] | None = _asks("mode.leave_broken_loop")
 
     late_use: LateUse | None = None
     """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
@@ -149,15 +150,15 @@ class Channel:
         Returns:
             The header's sum over all ranks, under way.
         """
-        if self.mode.leave_broken_loop is not None:
-            self.mode.leave_broken_loop()
+        if self.leave_broken_loop is not None:
+            self.leave_broken_loop()
         if self._shadows is not None:
             self._refuse_in_main_hook(joinable, self._shadows)
         index = self.roster.index[id(joinable)]
         member, mode = self.roster.members[index], self.mode
         self.prepare(joinable)
         if not member.interjects:
-            if left_out := self._followers_left_out(joinable):
+            if self._outstanding and (left_out := self._followers_left_out(joinable)):
                 self.break_off(left_out)
             self._outstanding = list(member.followers)
         if mode.shadowing:
@@ -170,7 +171,8 @@ class Channel:
         """Note that a follower is about to run its burst."""
         if self._shadows is not None:
             self._refuse_in_main_hook(joinable, self._shadows)
-        self.end_broken_loop()
+        if self.leave_broken_loop is not None:
+            self.leave_broken_loop()
         if self.guard.closed:
             self.guard.refuse()
         self.flush(complete=False)
@@ -195,7 +197,7 @@ class Channel:
 
     def _followers_left_out(self, announced: Joinable | None) -> JoinError | None:
         """The error for what has not followed the last announcement; ``announced`` came instead, or the block's end."""
-        if not (self._outstanding and self.mode.minds_followers):
+        if not self.mode.minds_followers:
             return None
         before = "the block ended" if announced is None else f"{announced.join_name} announced"
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
@@ -246,7 +248,7 @@ class Channel:
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
         self.prepare()
-        if left_out := self._followers_left_out(None):
+        if self._outstanding and (left_out := self._followers_left_out(None)):
             raise left_out
         with_data, headers = self._last_with_data
         is_at_its_end = headers == self.headers.tally.headers
@@ -362,11 +364,6 @@ class Channel:
     def targets(self) -> Sequence[object]:
         """The objects that are listed in the blocks of the group."""
         return [member.joinable.join_target for member in self.roster.listed]
-
-    def end_broken_loop(self) -> None:
-        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
-        if self.mode.leave_broken_loop is not None:
-            self.mode.leave_broken_loop()
 
     @property
     def watches_calls(self) -> bool:

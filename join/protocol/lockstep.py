@@ -48,7 +48,8 @@ def begin_loop(channel: Channel) -> Lockstep:
     """
     if channel.closed:
         channel.guard.refuse()
-    channel.end_broken_loop()
+    if channel.leave_broken_loop is not None:
+        channel.leave_broken_loop()
     if channel.ranks_with_data is not None:
         raise JoinError(ONE_AT_A_TIME)
     channel.prepare()

@@ -8,12 +8,13 @@ from joinables._torch.versions import require
 require(
     {
         "torch._C": ("_current_graph_task_id",),
+        "torch._C:_FunctionBase": ("_register_hook_dict",),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._dynamo.decorators": ("skip",),
         "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),
-        "torch:Tensor": ("_version",),
+        "torch:Tensor": ("_backward_hooks", "_version"),
         "torch.distributed:Reducer": (
             "_autograd_hook",
             "_delay_all_reduce",

@@ -135,7 +135,7 @@ class Forwards:
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
         hook = partial(self._enters, synchronises)
         for tensor in outputs:
-            handle = cast("Any", tensor).register_hook(hook)
+            handle = autograd.on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._handles.append(handle)
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell

@@ -114,7 +114,8 @@ class ReplayedForward(ReplayedBurst):
             return None
         of = self._of
         self._channel.module_called()
-        self._channel.end_broken_loop()
+        if self._channel.leave_broken_loop is not None:
+            self._channel.leave_broken_loop()
         if self._channel.ranks_with_data is None:  # else every rank calls the module itself
             self._is_other = of.rehearsal.is_other(args, kwargs)
         if self._is_other and self._channel.foresees_bursts and of.rehearsal.call is not None:

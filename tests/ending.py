@@ -10,6 +10,7 @@ import atexit
 import faulthandler
 import fcntl
 import importlib
+import itertools
 import os
 import pickle
 import select
@@ -125,7 +126,7 @@ class Ending:
         return Running(self, folder, call, self._ask(pickle.dumps(call)), time.monotonic() + limit)
 
     def look(self) -> dict[int, tuple[int, float]]:
-        """By process that has ended, of all that were started here: its exit code, and when that was."""
+        """By number of the rank that has ended, of all that were started here: its exit code, and when that was."""
         self._ended.update(self._ask("ended"))
         return self._ended
 
@@ -141,7 +142,8 @@ class Running:
     _ending: Ending
     _folder: tempfile.TemporaryDirectory[str]
     _call: _Call
-    _pids: list[int]
+    _started: list[tuple[int, int]]
+    """The ranks' numbers, of which no two started here have the same, and process ids, which are used again."""
     _deadline: float
 
     def ends(self) -> list[End]:
@@ -151,7 +153,7 @@ class Running:
             AssertionError: if a rank has forked processes that go on without it.
         """
         deadline = self._deadline
-        while left := [pid for pid in self._pids if pid not in self._ending.look()]:
+        while left := [pid for number, pid in self._started if number not in self._ending.look()]:
             if time.monotonic() > deadline:
                 self._end_by_force(left)
                 deadline = float("inf")
@@ -160,7 +162,7 @@ class Running:
         with self._folder:
             for rank in range(call.ranks):
                 assert call.leaves_nobody(rank), f"processes that rank {rank} has forked are still there"
-            return [End(*ended[pid], *call.came_out(rank)) for rank, pid in enumerate(self._pids)]
+            return [End(*ended[number], *call.came_out(rank)) for rank, (number, _) in enumerate(self._started)]
 
     def _end_by_force(self, pids: list[int]) -> None:
         for pid in pids:
@@ -227,7 +229,8 @@ class _Call:
 
 def _serve() -> tuple[_Call, int] | None:
     """Fork ranks on request; returns in each of them, with what it is to do, and ``None`` at the end."""
-    running: set[int] = set()
+    running: dict[int, int] = {}  # the numbers of ranks by process id
+    numbers = itertools.count()
     ended: list[tuple[int, tuple[int, float]]] = []
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -236,8 +239,7 @@ def _serve() -> tuple[_Call, int] | None:
         for pid in list(running):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                running.remove(pid)
-                ended.append((pid, (os.waitstatus_to_exitcode(status), time.time())))
+                ended.append((running.pop(pid), (os.waitstatus_to_exitcode(status), time.time())))
         if not is_asked:
             continue
         try:
@@ -253,8 +255,8 @@ def _serve() -> tuple[_Call, int] | None:
                 pid = os.fork()
                 if pid == 0:
                     return call, rank
-                running.add(pid)
-                answer.append(pid)
+                running[pid] = next(numbers)
+                answer.append((running[pid], pid))
         pickle.dump(answer, answers)
         answers.flush()
 

@@ -302,9 +302,8 @@ class BlockChannel(Protocol):
         """A module runs on these arguments."""
         ...
 
-    @property
-    def leave_broken_loop(self) -> Callable[[], None] | None:
-        """Where this rank has broken out of a loop: leaves it with all others. Comes before anything is announced."""
+    def end_broken_loop(self) -> None:
+        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
         ...
 
 

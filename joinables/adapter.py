@@ -1,4 +1,4 @@
-"""What adapters have in common: :class:`StandIn`, :class:`Announcing` for bursts, :class:`Silent` for mere state."""
+"""What adapters have in common: :class:`Adapter`, :class:`Announcing` for bursts, :class:`Silent` for mere state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from join import Burst, Joinable, JoinHook
 from join.joinable import Block, BurstState
 
 
-class StandIn(Joinable):
+class Adapter(Joinable):
     """Stands for an object: device, process group and name are the object's.
 
     Those are its ``join_device`` and ``join_process_group``, as DDP modules and torch's own ``Joinable`` objects have
@@ -46,7 +46,7 @@ class StandIn(Joinable):
         return self._target
 
 
-class Announcing(StandIn, Burst, JoinHook):
+class Announcing(Adapter, Burst, JoinHook):
     """Stands for an object that communicates in the loop, and is its own hook.
 
     A subclass registers hooks at the object in ``attach``. Before the object's collectives they call
@@ -78,7 +78,7 @@ class Announcing(StandIn, Burst, JoinHook):
         del self._channel, self._collective  # which hold the object
 
 
-class Silent(StandIn):
+class Silent(Adapter):
     """Stands for an object that issues no collective in the loop; what is to be done comes when the block ends."""
 
     communicates: ClassVar[bool] = False

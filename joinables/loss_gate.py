@@ -29,7 +29,8 @@ class LossGate(torch.nn.Module):
     """
 
     forward_is_over: ClassVar[bool] = True
-    """The trained module's is: its buffers have changed when this one's forward begins."""
+    """Tells ``Join`` that the trained module has run before this forward, which has changed its buffers: those of a
+    rank that has data in this step are broadcast."""
 
     def __init__(self, trained: torch.nn.Module) -> None:
         super().__init__()

@@ -16,10 +16,10 @@ from join import Join, JoinHook
 from join.arguments import check_initialised
 from join.joinable import Block
 from joinables._torch.torch_join import routed_notifications
-from joinables.adapter import StandIn
+from joinables.adapter import Adapter
 
 
-class TorchJoinable(StandIn):
+class TorchJoinable(Adapter):
     """Stands for one object whose class derives from torch's ``Joinable``."""
 
     def __init__(self, target: TorchJoinableBase) -> None:

@@ -50,7 +50,8 @@ class Weights:
         self.refused: ValueError | None = None
         """What the reduction under way is to raise when it is over, on this rank: weights that ranks do not share."""
         self.silent = False
-        """Whether gradients count for nothing: those of a batch that is not there. Needs ``watch(always=True)``."""
+        """Whether gradients are replaced by zeros: this rank has no data, and runs backward for its collectives only.
+        Needs ``watch(always=True)``."""
 
     def attach(self, join: Block) -> None:
         """A block is entered."""

@@ -30,7 +30,7 @@ def unwrapped(obj: Any) -> Any:
 
 def _inner(obj: Any) -> Any:
     if isinstance(obj, torch.nn.Module):
-        inner = compiled_from(obj) or vars(obj).get("_modules", {}).get("_forward_module")
+        inner = compiled_from(obj) or dict(obj.named_children()).get("_forward_module")
         return inner if isinstance(inner, torch.nn.Module) else None
     if hasattr(obj, "param_groups"):  # a scheduler has none
         inner = getattr(obj, "optimizer", None)

@@ -76,6 +76,19 @@ def test_public_names() -> None:
         "register_strategy",
         "strategies",
     ]
+    assert join.collectives.__all__ == [
+        "Collective",
+        "Line",
+        "ReduceOp",
+        "RollCall",
+        "SingleCollective",
+        "Sum",
+        "ThreadCollective",
+        "TorchCollective",
+        "Work",
+        "collective_of",
+        "run_threads",
+    ]
     for package in (join, joinables, join.collectives, joinables.trainer):
         for name in package.__all__:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name

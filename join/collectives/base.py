@@ -131,7 +131,7 @@ class Collective(ABC):
         return GroupLine(self.companion())
 
     def sums(self) -> Line:
-        """A line for sums that belong to operations of the group, with which they come, on all ranks, in one order.
+        """The line for sums made amid the group's own operations: all ranks start them in the same order as those.
 
         After all ranks have called :meth:`line`.
         """
@@ -154,7 +154,7 @@ class Collective(ABC):
         return None
 
     def hold(self) -> None:
-        """Let an operation that nobody else will come to keep nobody waiting who ends, or destroys the group."""
+        """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 
     @final
     def broadcast_object(self, value: Any, source: int) -> Any:

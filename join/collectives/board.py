@@ -17,7 +17,7 @@ from typing_extensions import final, override
 
 Kind: TypeAlias = Literal["note", "told"]
 """What a message is: a note, or how far a rank is."""
-# Of a part of a message, which must have room in memory of a fixed size.
+# The length of a part of a message, which must have room in memory of a fixed size.
 _MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100}
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import torch
 
@@ -41,10 +42,9 @@ class Answers:
         """An answer, and how many bursts its rank has begun since its last one, or the most that can be told."""
         return answer << self._bits | min(bursts, self._most)
 
-    def unpacked(self, packed: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The answers, and the numbers of bursts."""
-        bits, most = self._bits, self._most
-        return [each >> bits for each in packed], [each & most for each in packed]
+    def unpacked(self, packed: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The answers, each with the number of bursts."""
+        return map(divmod, packed, repeat(self._most + 1))
 
 
 class StepCounts:
@@ -75,7 +75,6 @@ class StepCounts:
         self._stretches: list[tuple[int, int]] = []
         self._stretch = 0  # the one that the step under way is in
         self._begun = 0  # how many bursts this rank had begun when it called last
-        self._heard: list[int] = []  # the packed answers that tell of this window, if any do
         self.under_way: RollCall | None = None
         """The roll call, if a call was started and not read."""
         if size is not None:
@@ -152,14 +151,10 @@ class StepCounts:
         if self._lockstep.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
-        heard = self._roll_call.answers()
-        if heard == self._heard:
-            return self.batches  # nothing is new, as in most steps, which end the sooner
         replies = self.replies
         if max(replies) == self.answers.failed:
             others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
             self._guard.close_with(self._guard.peers.failures(len(others)))
-        self._heard = heard
         return replies
 
     def is_last(self, doing: str) -> bool:
@@ -175,7 +170,7 @@ class StepCounts:
 
         Bursts are those of the window before that one.
         """
-        replies, bursts = self.answers.unpacked(self._roll_call.answers())
+        replies, bursts = map(list, zip(*self.answers.unpacked(self._roll_call.answers()), strict=True))
         most = max(bursts)
         if bursts[self._rank] < most:
             last = self._lockstep.steps - self.at

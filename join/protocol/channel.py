@@ -66,7 +66,6 @@ class Channel:
     ranks_with_data: int | None = _asks("mode.ranks_with_data")
     all_have_data: bool = _asks("mode.all_have_data")
     first_with_data: int = _asks("mode.first_with_data")
-    leave_broken_loop: Callable[[], None] | None = _asks("mode.leave_broken_loop")
 
     late_use: LateUse | None = None
     """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
@@ -150,8 +149,8 @@ class Channel:
         Returns:
             The header's sum over all ranks, under way.
         """
-        if self.leave_broken_loop is not None:
-            self.leave_broken_loop()
+        if self.mode.leave_broken_loop is not None:
+            self.mode.leave_broken_loop()
         if self._shadows is not None:
             self._refuse_in_main_hook(joinable, self._shadows)
         index = self.roster.index[id(joinable)]
@@ -171,8 +170,7 @@ class Channel:
         """Note that a follower is about to run its burst."""
         if self._shadows is not None:
             self._refuse_in_main_hook(joinable, self._shadows)
-        if self.leave_broken_loop is not None:
-            self.leave_broken_loop()
+        self.end_broken_loop()
         if self.guard.closed:
             self.guard.refuse()
         self.flush(complete=False)
@@ -188,11 +186,11 @@ class Channel:
             )
             self.break_off(JoinError(why))
 
-    def _refuse_in_main_hook(self, joinable: Joinable, runs: Joinable) -> NoReturn:
+    def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
-            f"the main_hook of {runs.join_name} announced {joinable.join_name}. A main_hook issues the collectives of a"
-            " burst that another rank has announced, and announces nothing itself: call what communicates in it, and"
-            " not what calls notify_join_context [J080]"
+            f"the main_hook of {shadowed.join_name} announced {joinable.join_name}. A main_hook issues the collectives"
+            " of a burst that another rank has announced, and announces nothing itself: call what communicates in it,"
+            " and not what calls notify_join_context [J080]"
         )
 
     def _followers_left_out(self, announced: Joinable | None) -> JoinError | None:
@@ -364,6 +362,11 @@ class Channel:
     def targets(self) -> Sequence[object]:
         """The objects that are listed in the blocks of the group."""
         return [member.joinable.join_target for member in self.roster.listed]
+
+    def end_broken_loop(self) -> None:
+        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
+        if self.mode.leave_broken_loop is not None:
+            self.mode.leave_broken_loop()
 
     @property
     def watches_calls(self) -> bool:

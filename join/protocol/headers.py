@@ -109,7 +109,7 @@ class Headers:
     def assume(
         self, index: int, active: int, *, leader_alive: bool, mine: bool = True, weighted: bool = False
     ) -> Header:
-        """Send nothing, and take for the last header the one by which ``active`` ranks announce member ``index``.
+        """Set the last header without sending one: as if ``active`` ranks had announced member ``index``.
 
         Args:
             index: the member.

@@ -48,8 +48,7 @@ def begin_loop(channel: Channel) -> Lockstep:
     """
     if channel.closed:
         channel.guard.refuse()
-    if channel.leave_broken_loop is not None:
-        channel.leave_broken_loop()
+    channel.end_broken_loop()
     if channel.ranks_with_data is not None:
         raise JoinError(ONE_AT_A_TIME)
     channel.prepare()
@@ -139,7 +138,7 @@ class Lockstep(Mode):
         self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
-        """This rank has broken out of the loop, and is in its last batch no more; the loop is left in due form later.
+        """This rank left the loop by ``break``; it agrees on that with the others when it next announces something.
 
         Args:
             leave: leaves it, before anything else is announced; ``None`` where that begins, or there is nothing left.

@@ -48,7 +48,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from join.report.files import check_folder
+from join.files import check_folder
 
 FORMAT, VERSION = "joinables trace", 1
 SUFFIX = ".json"

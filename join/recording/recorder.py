@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from join.collectives import Work
 from join.errors import JoinError, described
+from join.files import whole_file
 from join.joinable import Burst, BurstState, Joinable
 from join.protocol.channel import Channel
 from join.protocol.lockstep import Lockstep
@@ -26,7 +27,6 @@ from join.protocol.members import Member
 from join.protocol.mode import Outcome
 from join.recording import COLUMNS, FORMAT, MOST_EVENTS, VERSION, part_of
 from join.recording.states import leave_alone, watch
-from join.report.files import whole_file
 
 _logger = logging.getLogger("join")
 

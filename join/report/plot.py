@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from join.report.files import check_folder, whole_file
+from join.files import check_folder, whole_file
 from join.report.step_times import EDGES, PER_DECADE
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ def draw(report: JoinReport) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the picture to a file whose folder exists."""
+    """Write the picture to a file.
+
+    Raises:
+        FileNotFoundError: if there is no folder for it.
+    """
     check_folder(path)
     with whole_file(path) as temporary:
         figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)

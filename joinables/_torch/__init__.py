@@ -8,7 +8,7 @@ from joinables._torch.versions import require
 require(
     {
         "torch._C": ("_current_graph_task_id",),
-        "torch._C:_FunctionBase": ("_register_hook_dict",),
+        "torch:_C._functions.AccumulateGrad": ("_register_hook_dict",),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._dynamo.decorators": ("skip",),
         "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
@@ -46,5 +46,6 @@ require(
             "static_graph",
         ),
         "torch.optim.lr_scheduler:LRScheduler": ("_opt_called",),
+        "torch.utils.data:DataLoader": ("_iterator",),
     }
 )

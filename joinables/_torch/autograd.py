@@ -35,10 +35,10 @@ _NO_HANDLE = -1  # in the place of the number of a handle; these are not negativ
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Have ``hook`` called with the gradient of a tensor that requires one; a handle if the tensor is a leaf.
+    """Have ``hook`` called with the gradient of a tensor that requires one; the handle, or ``None``.
 
-    Stands in for ``Tensor.register_hook``, which takes three times as long, for a handle. Nobody needs that of a tensor
-    which a module has computed: the hook goes with the graph.
+    Stands in for ``Tensor.register_hook``, whose handle costs 15 us where a step has emptied the caches. Where a module
+    has computed the tensor nobody needs one, since the hook goes with the graph.
     """
     if tensor.is_leaf or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         return tensor.register_hook(hook)

@@ -22,11 +22,11 @@ def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 compiler_under_way: Callable[[], object] = eval_frame.get_eval_frame_callback
-"""What compiles the functions that are called now, or None. Stands in for a disabled function that costs nothing."""
+"""The callback of ``torch.compile`` that is active, or None. Stands in for the slow ``torch.compiler.disable``."""
 
 
 def not_compiled(function: F) -> F:
-    """Leave a function uncompiled, but not what it calls. Stands in for a disabled function that costs nothing."""
+    """Leave a function uncompiled, but not what it calls. Stands in for the slow ``torch.compiler.disable``."""
     return cast("F", decorators.skip(function))
 
 

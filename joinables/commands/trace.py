@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from join.files import whole_file
 from joinables.commands.page import page_of
 from joinables.commands.parts import TraceError, read
 from joinables.commands.perfetto import perfetto_of
@@ -34,8 +35,9 @@ def _run(told: argparse.Namespace) -> int:
         run = read(told.path)
         page = told.out or run.path.with_suffix(".html")
         other = page.with_suffix(".perfetto.json")
-        page.write_text(page_of(run), encoding="utf-8")
-        other.write_text(json.dumps(perfetto_of(run)), encoding="utf-8")
+        for path, text in ((page, page_of(run)), (other, json.dumps(perfetto_of(run)))):
+            with whole_file(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
     except (TraceError, OSError) as error:
         print(f"joinables trace: {error}", file=sys.stderr)
         return 1

@@ -132,8 +132,7 @@ class GradientSync(DDPBurst):
         if not self._ddp.require_backward_grad_sync or self.state is BurstState.OWED:
             return
         self._mean.weighted = weighted and not channel.shadowing
-        if channel.leave_broken_loop is not None:
-            channel.leave_broken_loop()
+        channel.end_broken_loop()
         if self._last_result.kept and channel.ranks_with_data is None:
             self._last_result.look()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when

@@ -1,4 +1,4 @@
-"""How a rank without data runs a module: :class:`Call`, what it runs it with, and :class:`Rehearsal`, how.
+"""How a rank without data runs a module: :class:`Call`, what it runs it with, and :class:`DryRun`, how.
 
 The arguments are those of an active rank, without rows: tensors ``[0, ...]``, everything else as it is. One rank tells
 them to all the first time, and again when a call is of another kind (other keywords, strings, dtypes). Before it first
@@ -79,7 +79,7 @@ class Call:
         return self
 
 
-class Rehearsal:
+class DryRun:
     """How ranks without data run one module: with which call, and whether the module can take it.
 
     Args:

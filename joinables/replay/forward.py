@@ -31,7 +31,7 @@ from joinables._torch import autograd
 from joinables._torch.hooks import ModuleHook
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
 from joinables.replay.dry_run import in_mode
-from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, rehearsals
+from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, dry_runs
 from joinables.sharding import is_dtensor
 from joinables.tensors import tensors_with_grad
 
@@ -56,11 +56,11 @@ class ReplayedForward(ReplayedBurst):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        rehearsals[self._of.module] = self._of.rehearsal
+        dry_runs[self._of.module] = self._of.dry_run
         self._reduction.attach()
         self._dummy_forward, self._stands_in, self._found_in = DummyForward(join.channel), None, 0
         # Else ranks may compute together with what a rank without data runs on.
-        is_known = self._reduction.scales or self._of.rehearsal.example is not None
+        is_known = self._reduction.scales or self._of.dry_run.example is not None
         self._may_stand_in = is_known and not self.mixes_ranks
         before = cast("Any", ModuleHook(self._before))
         # Before everybody else's hooks, which may communicate.
@@ -105,7 +105,7 @@ class ReplayedForward(ReplayedBurst):
         training, due = self._of.module.training, self._reduction.buffers_are_due()
         if self._channel.ranks_with_data is not None:
             return (torch.is_grad_enabled(), training, self._reduction.prepares, False, due)
-        return (True, training, True, self._of.rehearsal.call is None, due)
+        return (True, training, True, self._of.dry_run.call is None, due)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -114,11 +114,10 @@ class ReplayedForward(ReplayedBurst):
             return None
         of = self._of
         self._channel.module_called()
-        if self._channel.leave_broken_loop is not None:
-            self._channel.leave_broken_loop()
+        self._channel.end_broken_loop()
         if self._channel.ranks_with_data is None:  # else every rank calls the module itself
-            self._is_other = of.rehearsal.is_other(args, kwargs)
-        if self._is_other and self._channel.foresees_bursts and of.rehearsal.call is not None:
+            self._is_other = of.dry_run.is_other(args, kwargs)
+        if self._is_other and self._channel.foresees_bursts and of.dry_run.call is not None:
             raise ValueError(
                 f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
                 " cannot know of another [J158]"
@@ -143,7 +142,7 @@ class ReplayedForward(ReplayedBurst):
             self._dummy_forward.called(args, kwargs)
         if channel.all_have_data:
             return None
-        example = self._of.rehearsal.arguments_of_example()
+        example = self._of.dry_run.arguments_of_example()
         if example is None and self._found_in != channel.loop:
             self._found_in, self._takes_empty = channel.loop, self._find_out(args, kwargs)
         if (example is None and self._takes_empty) or channel.batch is not StepBatch.EMPTY:
@@ -170,7 +169,7 @@ class ReplayedForward(ReplayedBurst):
             return True  # it cannot be sent to all ranks: an error, if there is one, comes from the module itself
         of.replaying = True
         try:
-            takes = of.rehearsal.takes_empty(self._reduction.inner, *told, self._collective.rank)
+            takes = of.dry_run.takes_empty(self._reduction.inner, *told, self._collective.rank)
         finally:
             of.replaying = False
         if not takes:
@@ -191,10 +190,10 @@ class ReplayedForward(ReplayedBurst):
         if is_other:
             of.replaying = True
             try:
-                of.rehearsal.agree(self._collective, self._channel.lead(), mine)
-                of.rehearsal.attempt(self._reduction.inner, self._collective.rank)
+                of.dry_run.agree(self._collective, self._channel.lead(), mine)
+                of.dry_run.attempt(self._reduction.inner, self._collective.rank)
             except Exception:
-                of.rehearsal.call = None
+                of.dry_run.call = None
                 self._reduction.reset()
                 raise
             finally:
@@ -222,13 +221,13 @@ class ReplayedForward(ReplayedBurst):
                 self._reduction.reducing(prepares > 0, prepares > 0),
             ):
                 self._reduction.buffers_are_due()
-                outputs = of.rehearsal.run(of.module)
+                outputs = of.dry_run.run(of.module)
                 if grad:
                     self._reduction.forwarded()
         except Exception as error:
             if is_broken(error):
                 raise  # another rank is gone
-            raise JoinError(of.rehearsal.complaint(of.module, error, self._collective.rank)) from error
+            raise JoinError(of.dry_run.complaint(of.module, error, self._collective.rank)) from error
         finally:
             of.replaying = False
         if grad:

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from joinables.adapter import Announcing
-from joinables.replay.dry_run import Example, Rehearsal
+from joinables.replay.dry_run import DryRun, Example
 from joinables.replay.reductions import Reduction, reduction_of
 from joinables.sharding import group_of
 
 REMEMBERED = 62
 """How many forwards back a backward can go through: bits of a word."""
 
-rehearsals: weakref.WeakKeyDictionary[torch.nn.Module, Rehearsal] = weakref.WeakKeyDictionary()
+dry_runs: weakref.WeakKeyDictionary[torch.nn.Module, DryRun] = weakref.WeakKeyDictionary()
 """Over blocks: how ranks without data run a module, as agreed on all ranks."""
 
 
@@ -37,14 +37,14 @@ class ReplayedModule:
         if process_group is None:
             process_group = group_of(self.reduction.parameters, type(module).__name__)
         self.process_group = process_group
-        self.rehearsal = rehearsals.get(module, Rehearsal(self.device, example))
-        if self.rehearsal.example is not example:
-            self.rehearsal = Rehearsal(self.device, example)
+        self.dry_run = dry_runs.get(module, DryRun(self.device, example))
+        if self.dry_run.example is not example:
+            self.dry_run = DryRun(self.device, example)
         self.replaying = False  # this rank runs the module for its collectives alone, so hooks must not announce
 
 
 class Graph:
-    """Lives as long as the autograd graph into which hooks that hold it were registered."""
+    """Is held by hooks in the autograd graph of one forward only: once it is freed, no backward of that can come."""
 
 
 class Pass:

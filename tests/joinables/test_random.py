@@ -25,6 +25,7 @@ CaseT = TypeVar("CaseT", bound=Case)
 
 SOAK = int(os.environ.get("SOAK", "0"))
 HANG_SECONDS = 60.0
+"""For a training that takes less than one, where the machine has much else to do."""
 SHRINK_SECONDS = 120.0
 """From the first failure on: a rank that failed costs seconds, and one that hangs costs more."""
 

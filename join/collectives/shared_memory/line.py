@@ -117,7 +117,7 @@ class _Arrivals:
             BrokenCollective: if one of them is gone, or does not come within the time limit of the group.
         """
         if self._next < self._lane.world_size and not self.is_completed():
-            self._wait(self._lane.patience if timeout is None else timeout.total_seconds())
+            self._wait(self._lane.timeout if timeout is None else timeout.total_seconds())
         if self._failure is not None:
             raise self._failure
         return True
@@ -139,12 +139,12 @@ class _Arrivals:
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
     def _see_whether_it_comes(self) -> None:
-        rank, patience = self._next, self._lane.patience
+        rank, timeout = self._next, self._lane.timeout
         assert self._waits_since is not None
         if self._lane.has_ended(rank) and not self.is_completed():  # it may have given its number as its last act
             self._failure = BrokenCollective(f"the process of rank {rank} has ended, or has left the group", [rank])
-        elif time.monotonic() - self._waits_since > patience:
-            self._failure = BrokenCollective(f"timed out after {patience:g} s: rank {rank} did not come")
+        elif time.monotonic() - self._waits_since > timeout:
+            self._failure = BrokenCollective(f"timed out after {timeout:g} s: rank {rank} did not come")
 
 
 @final

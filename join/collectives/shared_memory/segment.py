@@ -1,7 +1,8 @@
 """Memory that the ranks of one machine share: :class:`Segment`, made of a :class:`Lane` for each line, and a board.
 
-Cells are 64 bits, each of which is written at once, so that no number relies on the order in which others see cells
-change. In a lane a rank has four places for its numbers and uses them in turn, so it may write the next one while
+Cells are 64 bits, each of which is written at once, so that a number is whole wherever it is seen. That what its rank
+has written before it, such as a note on the board, is then seen, too, holds on x86 only; elsewhere this is not used.
+In a lane a rank has four places for its numbers and uses them in turn, so it may write the next one while
 others still read the last; each cell holds 32 bits of a number and the count that it is for. Behind the lanes are the
 rank's messages for the board.
 
@@ -54,11 +55,11 @@ class Lane:
     Args:
         segment: what it is part of.
         number: which part.
-        patience: seconds after which a number that does not come is an error.
+        timeout: seconds after which a number that does not come is an error.
     """
 
-    def __init__(self, segment: Segment, number: int, patience: float) -> None:
-        self.rank, self.world_size, self.patience = segment.rank, segment.world_size, patience
+    def __init__(self, segment: Segment, number: int, timeout: float) -> None:
+        self.rank, self.world_size, self.timeout = segment.rank, segment.world_size, timeout
         self.cells, self.others, self.has_ended = segment.cells, segment.others, segment.has_ended
         self.count = 0
         """How many numbers this rank has given."""
@@ -83,7 +84,7 @@ class Lane:
         return count
 
     def ahead(self, rank: int, count: int) -> int:
-        """By how many numbers what is in a rank's place for a count is later than that, as far as can be told."""
+        """How many numbers newer than number ``count`` the one in the rank's place is, modulo 2**32; 0 for that one."""
         return self.cells[self.places[count % PLACES][rank]] - count & LOW
 
     def restart(self) -> None:

@@ -15,7 +15,7 @@ spawned processes. It is a dict of plain data and tensors::
 An epoch counts as completed when its validation is over and schedulers have stepped. A fit that resumes from a snapshot
 taken before that skips all batches and validates again.
 
-Taking one is collective, since each rank holds a part. Ranks without data take part through ``Meeting``::
+Taking one is collective, since each rank holds a part. Ranks without data take part through ``CollectiveCall``::
 
     all-gather of the ranks' parts; the lowest rank with data becomes the writer
     for each sharded optimizer: its shards go to the writer

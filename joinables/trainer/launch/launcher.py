@@ -197,8 +197,8 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
     failures: dict[int, Failure] = {}
     has_result, deadline = False, None
     while running and (deadline is None or time.monotonic() < deadline):
-        patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        ready = connection.wait([job.queue.reader, *running], patience)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        ready = connection.wait([job.queue.reader, *running], left)
         ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
         # A worker puts its message before it ends: those of workers that have ended are there by now.
         while job.queue.reader.poll():

@@ -1,4 +1,4 @@
-"""What the trainer itself lists in the block of an epoch: :class:`Counters`, :class:`Ticker`, :class:`Meeting`."""
+"""What the trainer itself lists in an epoch's block: :class:`Counters`, :class:`Ticker`, :class:`CollectiveCall`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ticker(OnGroup):
         self._tick()
 
 
-class Meeting(SharedCall[T]):
+class CollectiveCall(SharedCall[T]):
     """A call with collectives that all ranks make together, also those that have run out of data.
 
     Args:

@@ -7,7 +7,6 @@ set. Nothing is repeated or dropped to make ranks even: ``Join`` takes care of r
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
@@ -27,6 +26,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from join.collectives import Collective
+from joinables._torch.data_loader import with_parts
 
 
 class UnevenDistributedSampler(Sampler[int]):
@@ -129,13 +129,10 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
         seed=seed,
         block_size=1 if batches is None else batches.batch_size,
     )
-    # A copy works whatever its class and its constructor. DataLoader forbids to assign these attributes, and the
-    # original keeps its persistent workers.
-    dealt = copy.copy(loader)
-    vars(dealt).update(sampler=sampler, _iterator=None)
+    parts: dict[str, Any] = {"sampler": sampler}
     if batches is not None:
-        vars(dealt)["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    return dealt
+        parts["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return with_parts(loader, **parts)
 
 
 def _is_data_loader(loader: Any) -> TypeGuard[DataLoader[Any]]:

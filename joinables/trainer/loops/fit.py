@@ -28,7 +28,7 @@ from join.transfer import broadcast_tree
 from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.loops import rng
-from joinables.trainer.loops.collective_calls import Meeting
+from joinables.trainer.loops.collective_calls import CollectiveCall
 from joinables.trainer.loops.data import Plan, distribute, sampler_of, set_epoch
 from joinables.trainer.loops.evaluate import evaluate, local_loader
 from joinables.trainer.loops.optimizers import check_closure, parse_optimizers, retarget
@@ -55,9 +55,9 @@ class FitLoop:
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._state = state
         self._hooks: list[Any] = []
-        run.take_snapshot = Meeting(run.collective, lambda active: snapshot.take(run, active))
+        run.take_snapshot = CollectiveCall(run.collective, lambda active: snapshot.take(run, active))
         self._has_another = False
-        self._all_have_another = Meeting(
+        self._all_have_another = CollectiveCall(
             run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
         )
 

@@ -17,7 +17,7 @@ import torch
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.transfer import broadcast_tree
-from joinables.trainer.loops.collective_calls import Counters, Meeting, Ticker
+from joinables.trainer.loops.collective_calls import CollectiveCall, Counters, Ticker
 from joinables.trainer.loops.data import UnevenDistributedSampler
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import Scheduler
@@ -109,7 +109,7 @@ class Run:
 class FitRun(Run):
     """A run that trains: optimizers, counters, and where in its epoch it is. The fit loop fills it."""
 
-    take_snapshot: Meeting[dict[str, Any] | None]
+    take_snapshot: CollectiveCall[dict[str, Any] | None]
     """Takes a snapshot of the fit, see ``joinables.trainer.checkpoints.snapshot``; all ranks call it."""
 
     def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:

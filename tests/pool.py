@@ -90,7 +90,18 @@ class Pool:
                 raise RankFailed(failed)
             if pending:
                 raise RankHung(f"ranks {sorted(pending.values())} did not return within {timeout:g} s")
+            self._end_groups(workers)
         return [results[rank][1] for rank in range(ranks)]
+
+    def _end_groups(self, workers: list[_Worker]) -> None:
+        """Only once all are done: a rank that is done early would close connections that others are still making."""
+        for worker in workers:
+            worker.pipe.send("all are done")
+        for rank, worker in enumerate(workers):
+            if not worker.pipe.poll(30):
+                self.close(dump=True)
+                raise RankHung(f"rank {rank} did not destroy its process group within 30 s")
+            worker.pipe.recv()
 
     def _start(self) -> None:
         started: list[_Worker] = []
@@ -144,11 +155,15 @@ def _serve(pipe: Any) -> None:
                 world_size=ranks,
                 device_id=torch.device("cuda", rank) if backend == "nccl" else None,
             )
-            dist.barrier()  # a rank that is done early would close connections that others are still making
             result = (True, fn(rank, *args))
         except BaseException:
             result = (False, traceback.format_exc())
+        pipe.send(result)
+        try:
+            pipe.recv()
+        except EOFError:
+            return
         if dist.is_initialized():
             recent.append(dist.group.WORLD)
             dist.destroy_process_group()
-        pipe.send(result)
+        pipe.send("ended")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from itertools import repeat
 
 import torch
 
@@ -33,18 +31,16 @@ class Answers:
     def __init__(self, window: int) -> None:
         self.failed = window + 1
         """It does not go on: its loader has raised, or had another number of batches than declared."""
-        self._bits = _BURST_BITS + (window - 1).bit_length()
-        self._most = (1 << self._bits) - 1
+        bits = self.failed.bit_length()
+        self.mask = (1 << bits) - 1
+        """The bits of a packed number that hold the answer; those above count bursts."""
+        self._bits, self._most = bits, (1 << _BURST_BITS + (window - 1).bit_length()) - 1
         self.largest = self.packed(self.failed, self._most)
         """The largest packed number."""
 
     def packed(self, answer: int, bursts: int) -> int:
         """An answer, and how many bursts its rank has begun since its last one, or the most that can be told."""
-        return answer << self._bits | min(bursts, self._most)
-
-    def unpacked(self, packed: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The answers, each with the number of bursts."""
-        return map(divmod, packed, repeat(self._most + 1))
+        return min(bursts, self._most) << self._bits | answer
 
 
 class StepCounts:
@@ -170,13 +166,13 @@ class StepCounts:
 
         Bursts are those of the window before that one.
         """
-        replies, bursts = map(list, zip(*self.answers.unpacked(self._roll_call.answers()), strict=True))
-        most = max(bursts)
-        if bursts[self._rank] < most:
+        packed, mask = self._roll_call.answers(), self.answers.mask
+        most = max(packed)
+        if packed[self._rank] | mask < most:  # another rank has begun more bursts
             last = self._lockstep.steps - self.at
             steps = range(last - self._steps_before + 1, last + 1)
-            self._lockstep.progress.left_out("something", steps, bursts.index(most))
-        return replies
+            self._lockstep.progress.left_out("something", steps, packed.index(most))
+        return [each & mask for each in packed]
 
     def failed(self, error: BaseException) -> int:
         """Tell the others that this rank does not go on because of ``error``; the answer that says so."""

@@ -28,8 +28,9 @@ def tables() -> dict[str, list[Row]]:
     """The models, and what each way costs as a ratio to plain DDP; ``None`` where it hangs or is not possible."""
     found: dict[str, list[Row]] = {}
     texts: list[str] = re.findall(r"^\| model,.*?(?=\n\n)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    for name, text in zip(PICTURES, texts, strict=True):
-        head, _, *lines = [[cell.strip(" *`") for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    for name, marked in zip(PICTURES, texts, strict=True):
+        text = re.sub("[*`]", "", marked)
+        head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
         ways = {at: way for at, cell in enumerate(head) for way in [_way_of(cell)] if way}
         found[name] = [(line[0], {way: _number(line[at]) for at, way in ways.items()}) for line in lines]
     return found
@@ -38,8 +39,7 @@ def tables() -> dict[str, list[Row]]:
 def _way_of(cell: str) -> str:
     if "added" in cell or "plain" in cell:
         return ""
-    plain = cell.replace("`", "").replace("*", "")
-    return next((way for way in COLOURS if way != "Join" and way in plain), "Join")
+    return next((way for way in COLOURS if way != "Join" and way in cell), "Join")
 
 
 def _number(cell: str) -> float | None:

@@ -98,10 +98,13 @@ class Pool:
         for worker in workers:
             worker.pipe.send("all are done")
         for rank, worker in enumerate(workers):
-            if not worker.pipe.poll(30):
+            try:
+                is_done = worker.pipe.poll(30) and worker.pipe.recv()
+            except EOFError:
+                is_done = False
+            if not is_done:
                 self.close(dump=True)
-                raise RankHung(f"rank {rank} did not destroy its process group within 30 s")
-            worker.pipe.recv()
+                raise RankHung(f"rank {rank} did not destroy its process group within 30 s, or died in it")
 
     def _start(self) -> None:
         started: list[_Worker] = []

@@ -18,6 +18,11 @@ T = TypeVar("T")
 Parts = Mapping[str, Hashable]
 
 
+def by_position(row: Iterable[Hashable]) -> Parts:
+    """The parts of a row that is a tuple of them."""
+    return {str(at): part for at, part in enumerate(row)}
+
+
 def all_or_some(rows: Iterable[T], parts_of: Callable[[T], Parts], together: int = 2) -> list[T]:
     """All rows, or so few of them that each pair of parts which occurs in a row still occurs in one.
 

@@ -49,9 +49,8 @@ def test_the_script_runs_as_pasted(tmp_path: Path) -> None:
         [sys.executable, *arguments], capture_output=True, text=True, timeout=100, cwd=tmp_path, env=free, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    found = [
-        float(number) for number in re.findall(r"difference: ([\d.e+-]+)", done.stdout)
-    ]  # two ranks may print on one line
+    # Two ranks may print on one line.
+    found = [float(number) for number in re.findall(r"difference: ([\d.e+-]+)", done.stdout)]
     assert len(found) == 2
     assert max(found) < 1e-6
 

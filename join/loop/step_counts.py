@@ -31,10 +31,10 @@ class Answers:
     def __init__(self, window: int) -> None:
         self.failed = window + 1
         """It does not go on: its loader has raised, or had another number of batches than declared."""
-        bits = self.failed.bit_length()
-        self.mask = (1 << bits) - 1
+        self._bits = self.failed.bit_length()
+        self.mask = (1 << self._bits) - 1
         """The bits of a packed number that hold the answer; those above count bursts."""
-        self._bits, self._most = bits, (1 << _BURST_BITS + (window - 1).bit_length()) - 1
+        self._most = (1 << _BURST_BITS + (window - 1).bit_length()) - 1
         self.largest = self.packed(self.failed, self._most)
         """The largest packed number."""
 

@@ -177,8 +177,7 @@ class ReplayedBackward(ReplayedBurst):
     def _watch(self, output: Any, graph: Graph) -> None:
         for tensor in tensors_with_grad(output):
             if not tensor.is_leaf:  # the user's own tensor, passed through: no collective comes after it
-                hook = functools.partial(self._gradient_enters, graph)
-                cast("Any", tensor).register_hook(hook)
+                autograd.on_gradient(tensor, functools.partial(self._gradient_enters, graph))
 
     # -- the active side ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from join import Join
 from joinables import Replay
 from tests.models import assert_same, flat_state
 from tests.pool import Pool
-from tests.selection import all_or_some
+from tests.selection import all_or_some, by_position
 from tests.training import mesh_of, whole
 
 COUNTS = 1, 3, 0
@@ -92,11 +92,7 @@ def train(rank: int, family: str, how: str) -> dict[str, torch.Tensor]:
     return flat_state(whole(model.state_dict()))
 
 
-def parts_of(row: tuple[str, str]) -> dict[str, str]:
-    return {"family": row[0], "how": row[1]}
-
-
-@pytest.mark.parametrize(("family", "how"), all_or_some(product(FAMILIES, HOWS), parts_of, together=1))
+@pytest.mark.parametrize(("family", "how"), all_or_some(product(FAMILIES, HOWS), by_position, together=1))
 def test_it_trains_exactly(pool: Pool, family: str, how: str) -> None:
     pytest.importorskip("transformers")
     model = build(family)

@@ -1,10 +1,10 @@
 """Memory that the ranks of one machine share: :class:`Segment`, made of a :class:`Lane` for each line, and a board.
 
 Cells are 64 bits, each of which is written at once, so that a number is whole wherever it is seen. That what its rank
-has written before it, such as a note on the board, is then seen, too, holds on x86 only; elsewhere this is not used.
-In a lane a rank has four places for its numbers and uses them in turn, so it may write the next one while
-others still read the last; each cell holds 32 bits of a number and the count that it is for. Behind the lanes are the
-rank's messages for the board.
+has written before it, such as a note on the board, is then seen, too, holds on x86 only; elsewhere this is not used. In
+a lane a rank has four places for its numbers and uses them in turn, so it may write the next one while others still
+read the last; each cell holds 32 bits of a number and the count that it is for. Behind the lanes are the rank's
+messages for the board.
 
 The memory has no name: rank 0 makes it, and the others open it through rank 0's process, which only the same user can.
 So nothing is left of it, whenever a process ends. Every rank holds a lock on a byte of it for as long as its process

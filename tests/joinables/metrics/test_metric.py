@@ -26,7 +26,7 @@ from joinables.metrics.at_end import MetricAtEnd
 from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool
-from tests.selection import all_or_some
+from tests.selection import all_or_some, by_position
 from tests.training import Sharded, shard
 
 EPOCHS = [[0, 4, 2], [3, 0, 1], [0, 2, 0]]
@@ -109,14 +109,10 @@ def alone() -> Iterator[dict[str, float]]:
                 metric.reset()
 
 
-def parts_of(row: tuple[str, str]) -> dict[str, str]:
-    return {"kind": row[0], "way": row[1]}
-
-
 ROWS = product(("ddp", "sharded"), ("plain", "declared", "lockstep"))
 
 
-@pytest.mark.parametrize(("kind", "way"), all_or_some(ROWS, parts_of, together=1))
+@pytest.mark.parametrize(("kind", "way"), all_or_some(ROWS, by_position, together=1))
 def test_values_are_those_of_one_process(pool: Pool, kind: str, way: str) -> None:
     expected = list(alone())
     for results in pool.run(distributed, kind, way, ranks=3):

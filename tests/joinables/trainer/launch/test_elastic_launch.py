@@ -252,6 +252,7 @@ def assert_exact(folder: Path, ranks: int) -> None:
 
 ALONE: dict[str, Any] = {"group": False, "limit": 150}  # seconds, for a slow machine
 SEEDS = range(10) if ALL else range(1)
+SOME_WORK = WORK if ALL else [*WORK][:1]
 
 
 def drawn(seed: int, count: int, **where: Any) -> list[Kill]:
@@ -260,7 +261,7 @@ def drawn(seed: int, count: int, **where: Any) -> list[Kill]:
     return [Kill(step, draw.randrange(3), draw.random() < 0.5, **where) for step in steps]
 
 
-@pytest.mark.parametrize("work", WORK if ALL else [*WORK][:1])
+@pytest.mark.parametrize("work", SOME_WORK)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_as_many_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int) -> None:
     kills = drawn(seed, 2)
@@ -280,7 +281,7 @@ def test_fewer_ranks_go_on(ending: Ending, tmp_path: Path, work: str, seed: int)
     assert_exact(tmp_path, 2)
 
 
-@pytest.mark.parametrize("work", WORK if ALL else [*WORK][:1])
+@pytest.mark.parametrize("work", SOME_WORK)
 def test_a_rank_is_killed_before_it_meets_the_others(ending: Ending, tmp_path: Path, work: str) -> None:
     kill = Kill(-1, 1, is_over=False)
     assert ending.run(torchrun, work, str(tmp_path), 1, 3, 1, kill, ranks=1, **ALONE) == ["done"]

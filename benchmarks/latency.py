@@ -25,39 +25,32 @@ import fcntl
 import multiprocessing
 import os
 import pickle
-import random
 import secrets
 import select
 import shutil
 import stat
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from common import save, table
-from overhead import TORCH_JOIN, Parts, Training, Way, sharded, take
 from overhead import WAYS as USUAL_WAYS
+from overhead import Parts, Training, Way, of_turns, opened, our_join, sharded, supervised, trainings_of, turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from join import Join
-
 WORLD_SIZE = 2
-WARM_UP_STEPS, SETTLING_STEPS = 4, 4
 LIMIT_SECONDS = 900.0
 
 # -- the link ---------------------------------------------------------------------------------------------------------
@@ -166,52 +159,38 @@ def enter(name: str) -> None:
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
-def trained(*layers: nn.Module, zero: bool = False) -> Training:
-    ddp = DDP(nn.Sequential(*layers))
-    optimizer = sharded(ddp) if zero else torch.optim.Adam(ddp.parameters())
-    inputs, outputs = torch.randn(64, 256), list[torch.Tensor]()
-
-    def forward() -> None:
-        outputs.append(ddp(inputs))
-
-    def backward() -> None:
-        outputs.pop().square().mean().backward()
-
-    return Training([optimizer.zero_grad, forward, backward, optimizer.step], [ddp], [optimizer])
+def adam(ddp: DDP) -> torch.optim.Optimizer:
+    return torch.optim.Adam(ddp.parameters())
 
 
 def linear() -> nn.Module:
     return nn.Linear(256, 256)
 
 
-def mlp(*, zero: bool = False) -> Training:
-    return trained(linear(), nn.ReLU(), linear(), nn.ReLU(), linear(), zero=zero)
+def mlp(optimizer_of: Callable[[DDP], torch.optim.Optimizer] = adam) -> Training:
+    return supervised(
+        nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear()), torch.randn(64, 256), optimizer_of
+    )
 
 
 def with_batch_norm() -> Training:
-    return trained(linear(), nn.BatchNorm1d(256), nn.ReLU(), linear(), nn.BatchNorm1d(256), nn.ReLU(), linear())
+    layers = [linear(), nn.BatchNorm1d(256), nn.ReLU(), linear(), nn.BatchNorm1d(256), nn.ReLU(), linear()]
+    return supervised(nn.Sequential(*layers), torch.randn(64, 256), adam)
 
 
-def patient(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
-    return Join([*training.modules, *training.optimizers], timeout=60)
-
-
-WAYS: dict[str, Way] = {**USUAL_WAYS, "Join, timeout=60": patient}
+WAYS: dict[str, Way] = {**USUAL_WAYS, "Join, timeout=60": partial(our_join, timeout=60)}
 CASES: dict[str, Callable[[], Training]] = {
     "MLP": mlp,
     "MLP with BatchNorm": with_batch_norm,
-    "MLP with ZeRO": partial(mlp, zero=True),
+    "MLP with ZeRO": partial(mlp, sharded),
 }
 PARTS = ["next", "zero_grad", "forward", "backward", "step"]
 
 # -- measuring, on a rank ---------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Measured:
-    """The seconds of each part of each step, turn by turn."""
-
-    parts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PARTS})
+Measured: TypeAlias = dict[str, list[float]]
+"""The seconds of each part of each step, turn by turn."""
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
@@ -225,35 +204,21 @@ def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Meas
 
 
 def measure(build: Callable[[], Training], options: argparse.Namespace) -> dict[str, Measured]:
-    draw = random.Random(0)  # the same on all ranks
     names = [name for name in WAYS if name in ("plain", "plain, again", *(options.way or WAYS))]
-    results = {name: Measured() for name in names}
-    with warnings.catch_warnings():  # torch's Join rewrites the filters
-        trainings = dict.fromkeys(names, warm(build))
-        if TORCH_JOIN in names:  # it leaves its modules as they are in it
-            trainings[TORCH_JOIN] = warm(build)
-        for _ in range(options.rounds):
-            for name in draw.sample(names, len(names)):
-                time_turn(trainings[name], WAYS[name], options.steps, results[name])
+    results: dict[str, Measured] = {name: {part: [] for part in PARTS} for name in names}
+    with trainings_of(build, names) as trainings:
+        for name in turns(names, options.rounds, seed=0):
+            with opened(trainings[name], WAYS[name], options.steps) as parts:
+                for _ in range(options.steps):
+                    time_step(parts, results[name])
     return results
 
 
-def warm(build: Callable[[], Training]) -> Training:
-    torch.manual_seed(0)
-    training = build()
-    take(training.parts, WARM_UP_STEPS)
-    return training
-
-
-def time_turn(training: Training, way: Way, steps: int, measured: Measured) -> None:
-    with way(training, SETTLING_STEPS + steps) as given:
-        parts: Parts = [partial(next, given) if isinstance(given, Iterator) else int, *training.parts]
-        take(parts, SETTLING_STEPS)
-        for _ in range(steps):
-            for name, part in zip(PARTS, parts, strict=True):
-                began = time.perf_counter()
-                part()
-                measured.parts[name].append(time.perf_counter() - began)
+def time_step(parts: Parts, measured: Measured) -> None:
+    for name, part in zip(PARTS, parts, strict=True):
+        began = time.perf_counter()
+        part()
+        measured[name].append(time.perf_counter() - began)
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
@@ -284,16 +249,10 @@ def run(options: argparse.Namespace) -> list[dict[str, dict[str, Measured]]]:
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
-def typical(ranks: list[Measured], part: str, steps: int) -> float:
-    """Seconds that a part takes in a typical step."""
-    means = [statistics.fmean(each) for each in zip(*(rank.parts[part] for rank in ranks), strict=True)]
-    return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
-
-
-def typical_step(ranks: list[Measured], steps: int) -> float:
-    whole = [[sum(parts) for parts in zip(*rank.parts.values(), strict=True)] for rank in ranks]
-    means = [statistics.fmean(each) for each in zip(*whole, strict=True)]
-    return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
+def typical(ranks: list[Measured], parts: list[str], steps: int) -> float:
+    """Seconds that these parts take together in a typical step."""
+    by_rank = [[sum(times) for times in zip(*(rank[part] for part in parts), strict=True)] for rank in ranks]
+    return of_turns(by_rank, steps)
 
 
 def summarise(case: str, ranks: list[dict[str, Measured]], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -301,8 +260,8 @@ def summarise(case: str, ranks: list[dict[str, Measured]], options: argparse.Nam
     entries: list[dict[str, Any]] = []
     for name in ranks[0]:
         mine, plain = ([rank[way] for rank in ranks] for way in (name, "plain"))
-        step, base = (typical_step(each, options.steps) for each in (mine, plain))
-        added = {part: typical(mine, part, options.steps) - typical(plain, part, options.steps) for part in PARTS}
+        step, base = (typical(each, PARTS, options.steps) for each in (mine, plain))
+        added = {part: typical(mine, [part], options.steps) - typical(plain, [part], options.steps) for part in PARTS}
         entries.append(
             {
                 "model": case,

@@ -34,7 +34,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -71,10 +71,21 @@ class Training:
     optimizers: list[torch.optim.Optimizer]
 
 
-def supervised(model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) -> Training:
-    ddp = DDP(model)
-    optimizer = sharded(ddp) if zero else torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
+def sgd(ddp: DDP) -> torch.optim.Optimizer:
+    return torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
 
+
+def sharded(ddp: DDP) -> torch.optim.Optimizer:
+    from joinables.zero import ZeroRedundancyOptimizer  # torch's own, without the notices of its import
+
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3)
+
+
+def supervised(
+    model: nn.Module, inputs: torch.Tensor, optimizer_of: Callable[[DDP], torch.optim.Optimizer] = sgd
+) -> Training:
+    ddp = DDP(model)
+    optimizer = optimizer_of(ddp)
     outputs: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -86,18 +97,9 @@ def supervised(model: nn.Module, inputs: torch.Tensor, *, zero: bool = False) ->
     return Training([optimizer.zero_grad, forward, backward, optimizer.step], [ddp], [optimizer])
 
 
-def sharded(ddp: DDP) -> torch.optim.Optimizer:
-    from joinables.zero import ZeroRedundancyOptimizer  # torch's own, without the notices of its import
-
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3)
-
-
-def small_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
-def mlp() -> Training:
-    return supervised(small_mlp(), torch.randn(256, 128))
+def mlp(optimizer_of: Callable[[DDP], torch.optim.Optimizer] = sgd) -> Training:
+    layers = [nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return supervised(nn.Sequential(*layers), torch.randn(256, 128), optimizer_of)
 
 
 def cnn() -> Training:
@@ -113,18 +115,12 @@ def transformer() -> Training:
     return supervised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 32, 256))
 
 
-def mlp_zero() -> Training:
-    return supervised(small_mlp(), torch.randn(256, 128), zero=True)
-
-
 def gan() -> Training:
     """One update of the discriminator, one of the generator; the second runs backward through both."""
     generator = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128)))
     discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
-    update_g = torch.optim.SGD(generator.parameters(), lr=1e-3, momentum=0.9)
-    update_d = torch.optim.SGD(discriminator.parameters(), lr=1e-3, momentum=0.9)
+    update_g, update_d = sgd(generator), sgd(discriminator)
     noise, real = torch.randn(256, 32), torch.randn(256, 128)
-
     outputs: list[torch.Tensor] = []
 
     def without_grad() -> None:
@@ -161,16 +157,8 @@ def torch_join(training: Training, steps: int) -> contextlib.AbstractContextMana
     return TorchJoin([*training.modules, *sharded_ones])
 
 
-def our_join(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
-    return Join([*training.modules, *training.optimizers])
-
-
-def our_join_by_active(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
-    return Join([*training.modules, *training.optimizers], divide_by_initial_world_size=False)
-
-
-def our_join_declared(training: Training, steps: int) -> contextlib.AbstractContextManager[Any]:
-    return Join([*training.modules, *training.optimizers], steps=steps)
+def our_join(training: Training, _: int, **told: Any) -> Join:
+    return Join([*training.modules, *training.optimizers], **told)
 
 
 @contextlib.contextmanager
@@ -189,8 +177,8 @@ WAYS: dict[str, Way] = {
     "plain, again": plain,
     TORCH_JOIN: torch_join,
     "Join": our_join,
-    "Join, mean over contributors": our_join_by_active,
-    "Join, declared steps": our_join_declared,
+    "Join, mean over contributors": partial(our_join, divide_by_initial_world_size=False),
+    "Join, declared steps": lambda training, steps: our_join(training, steps, steps=steps),
     "join.iterate": partial(lockstep, lookahead=1),
     "join.iterate, lookahead=4": partial(lockstep, lookahead=4),
 }
@@ -198,11 +186,9 @@ CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),
     "CNN with BatchNorm": (cnn, list(WAYS)),
     "transformer": (transformer, list(WAYS)),
-    "MLP with ZeRO": (mlp_zero, list(WAYS)),
-    "GAN": (
-        gan,
-        ["plain", "plain, again", "Join", "join.iterate", "join.iterate, lookahead=4"],
-    ),  # torch's Join hangs on it as soon as inputs are uneven
+    "MLP with ZeRO": (partial(mlp, sharded), list(WAYS)),
+    # torch's Join hangs on it as soon as inputs are uneven
+    "GAN": (gan, ["plain", "plain, again", "Join", "join.iterate", "join.iterate, lookahead=4"]),
 }
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -224,21 +210,33 @@ class Measured:
 def measure(case: str, ways: list[str], steps: int, rounds: int, launch: int) -> dict[str, Measured]:
     """On each rank: time and count these ways of training a model, as far as it can be trained so."""
     build, possible = CASES[case]
-    draw = random.Random(launch)  # the same on all ranks
     names = [name for name in possible if name in ways]
     results = {name: Measured() for name in names}
-    with warnings.catch_warnings():  # torch's Join rewrites the filters
-        trainings = dict.fromkeys(names, warm(build))
-        if TORCH_JOIN in names:  # it leaves its modules as they are in it
-            trainings[TORCH_JOIN] = warm(build)
-        for _ in range(rounds):
-            for name in draw.sample(names, len(names)):
-                with opened(trainings[name], WAYS[name], steps) as parts:
-                    time_steps(parts, steps, results[name])
+    with trainings_of(build, names) as trainings:
+        for name in turns(names, rounds, launch):
+            with opened(trainings[name], WAYS[name], steps) as parts:
+                time_steps(parts, steps, results[name])
         for name in names:
             with opened(trainings[name], WAYS[name], COUNTED_STEPS) as parts:
                 count_collectives(parts, results[name])
     return results
+
+
+@contextlib.contextmanager
+def trainings_of(build: Callable[[], Training], ways: list[str]) -> Iterator[dict[str, Training]]:
+    """What is trained in these ways, warmed up."""
+    with warnings.catch_warnings():  # torch's Join rewrites the filters
+        trainings = dict.fromkeys(ways, warm(build))
+        if TORCH_JOIN in ways:  # it leaves its modules as they are in it
+            trainings[TORCH_JOIN] = warm(build)
+        yield trainings
+
+
+def turns(ways: list[str], rounds: int, seed: int) -> Iterator[str]:
+    """Whose turn it is: each way once a round, in the same order on all ranks."""
+    draw = random.Random(seed)
+    for _ in range(rounds):
+        yield from draw.sample(ways, len(ways))
 
 
 def warm(build: Callable[[], Training]) -> Training:
@@ -250,9 +248,12 @@ def warm(build: Callable[[], Training]) -> Training:
 
 @contextlib.contextmanager
 def opened(training: Training, way: Way, steps: int) -> Iterator[Parts]:
-    """A turn of this way, settled; the parts of a step, of which so many are to come."""
+    """A turn of this way, settled; the parts of a step, of which so many are to come.
+
+    The first is where ``join.iterate`` hands out a batch; in other ways it does nothing.
+    """
     with way(training, SETTLING_STEPS + steps) as given:
-        parts = [partial(next, given), *training.parts] if isinstance(given, Iterator) else training.parts
+        parts: Parts = [partial(next, given) if isinstance(given, Iterator) else int, *training.parts]
         take(parts, SETTLING_STEPS)
         yield parts
 
@@ -309,17 +310,18 @@ class Typical:
 
 def typical(ranks: list[Measured], steps: int) -> Typical:
     """Wall time and the main thread's are the mean of the ranks, processor time is their sum."""
-
-    def of_turns(by_rank: Iterable[list[float]]) -> float:
-        means = [statistics.fmean(each) for each in zip(*by_rank, strict=True)]
-        return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
-
     parts = zip(*[zip(*rank.main, strict=True) for rank in ranks], strict=True)
     return Typical(
-        wall=of_turns(rank.wall for rank in ranks),
-        cpu=of_turns(rank.cpu for rank in ranks) * len(ranks),
-        main=sum(of_turns(map(list, by_rank)) for by_rank in parts),
+        wall=of_turns((rank.wall for rank in ranks), steps),
+        cpu=of_turns((rank.cpu for rank in ranks), steps) * len(ranks),
+        main=sum(of_turns(by_rank, steps) for by_rank in parts),
     )
+
+
+def of_turns(by_rank: Iterable[Sequence[float]], steps: int) -> float:
+    """The mean of what the first steps of turns are in the median, the second ones, and so on; of all ranks."""
+    means = [statistics.fmean(each) for each in zip(*by_rank, strict=True)]
+    return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
 
 
 def estimate(launches: Iterable[float]) -> Estimate:

@@ -51,10 +51,10 @@ Measurement = dict[str, float]
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-class Announcer(Joinable):
-    """A joinable whose bursts are empty: nothing is left but its headers."""
+class Bare(Joinable):
+    """A joinable without collectives of its own."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any = None) -> None:
         super().__init__()
         self._group = group
 
@@ -68,6 +68,10 @@ class Announcer(Joinable):
     @property
     def join_process_group(self) -> Any:
         return self._group
+
+
+class Announcer(Bare):
+    """A joinable whose bursts are empty: nothing is left but its headers."""
 
     def announce(self, headers: int) -> float:
         """Announce so many bursts; seconds each."""
@@ -100,10 +104,7 @@ def one_round(headers: int, group: Any) -> Measurement:
 
 def over_processes(world_size: int, headers: int, repeats: int) -> Measurement:
     ranks = run_processes(world_size, time_headers, headers, repeats)
-    return {
-        **medians(ranks[0]),
-        "cpu": statistics.mean(medians(rounds)["cpu"] for rounds in ranks),
-    }
+    return {**medians(ranks[0]), "cpu": statistics.mean(medians(rounds)["cpu"] for rounds in ranks)}
 
 
 def over_threads(world_size: int, headers: int, repeats: int) -> Measurement:
@@ -116,45 +117,22 @@ def over_threads(world_size: int, headers: int, repeats: int) -> Measurement:
     return measured
 
 
-def measure_ranks(
-    kind: str, sizes: list[int], measure: Callable[[int], Measurement]
-) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    entries = [{"ranks": f"{size} {kind}", "world_size": size, **measure(size)} for size in sizes]
-    rows = [
-        [
-            entry["ranks"],
-            microseconds(entry["wall"]),
-            microseconds(entry["cpu"]),
-            microseconds(entry["shadowed"]),
-            f"{entry['bytes']:.0f} B",
-        ]
-        for entry in entries
-    ]
-    return entries, rows
+def measure_ranks(kind: str, sizes: list[int], measure: Callable[[int], Measurement]) -> list[dict[str, Any]]:
+    return [{"ranks": f"{size} {kind}", "world_size": size, **measure(size)} for size in sizes]
+
+
+def rank_row(entry: dict[str, Any]) -> list[str]:
+    times = [entry[name] for name in ("wall", "cpu", "shadowed")]
+    return [entry["ranks"], *(f"{seconds * 1e6:.0f} us" for seconds in times), f"{entry['bytes']:.0f} B"]
 
 
 # -- model size -------------------------------------------------------------------------------------------------------
 
 
-class Clock(Joinable):
+class Clock(Bare):
     """Notes when its turn to be synchronised has come: after what precedes it in the list."""
 
     communicates = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wall = self.cpu = 0.0
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return JoinHook()
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return None
 
     def synchronise(self, source: int) -> None:
         self.wall, self.cpu = time.perf_counter(), time.process_time()
@@ -237,14 +215,8 @@ def medians(rounds: list[Measurement]) -> Measurement:
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
-def microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"
-
-
 RANK_HEAD = ["", "header", "CPU", "shadowed", "bytes"]
-SIZE_HEAD = [
-    "parameters", "even step", "step", "active CPU", "joined CPU", "idle", "exit", "state", "exit per MB",
-]  # fmt: skip
+SIZE_HEAD = ["parameters", "even step", "step", "active CPU", "joined CPU", "idle", "exit", "state", "exit per MB"]
 
 
 def main() -> None:
@@ -254,13 +226,12 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
     headers, repeats = 10 * options.steps, options.repeats
+    blocks = {"headers": headers, "repeats": repeats}
 
-    processes, process_rows = measure_ranks(
-        "processes", PROCESSES, partial(over_processes, headers=headers, repeats=repeats)
-    )
-    threads, thread_rows = measure_ranks("threads", THREADS, partial(over_threads, headers=headers, repeats=repeats))
+    processes = measure_ranks("processes", PROCESSES, partial(over_processes, **blocks))
+    threads = measure_ranks("threads", THREADS, partial(over_threads, **blocks))
     print(f"Headers: {repeats} blocks of {headers}, torch {torch.__version__}\n")
-    print(table(RANK_HEAD, process_rows + thread_rows))
+    print(table(RANK_HEAD, [rank_row(entry) for entry in processes + threads]))
 
     by_rank = run_processes(2, time_models, options.steps, repeats)
     active, joined = (map(medians, models) for models in by_rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
+from docs.order import drawn, on_two_ranks
 from join import Join
 from joinables.trainer import Callback, Trainer, TrainModule
 
@@ -89,28 +89,22 @@ def place_of(frame: FrameType) -> Place | None:
     return Place(name, frame.f_code.co_name) if name.split("/")[0] in ("join", "joinables") else YOURS
 
 
-def draw(calls: list[Call], title: str, path: Path) -> None:
+def draw(calls: list[Call], title: str, name: str) -> None:
     """Draw a call sequence."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     rooms = list(dict.fromkeys([YOURS.room, *(place.room for call in calls for place in call)]))
-    figure = Figure(figsize=(1.6 * len(rooms), 0.3 * len(calls) + 1))
-    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
-    axes.set(xlim=(-0.5, len(rooms) - 0.5), ylim=(len(calls) + 0.5, -2))
-    axes.axis("off")
-    axes.text(-0.4, -1.6, title, fontsize=10)
-    for at, room in enumerate(rooms):
-        axes.text(at, -0.5, room.replace("/", "/\n"), ha="center", va="center", fontsize=8, weight="bold")
-        axes.plot([at, at], [0, len(calls)], color="0.85", linewidth=1, zorder=0)
-    for row, (caller, callee) in enumerate(calls):
-        begin, end = rooms.index(caller.room), rooms.index(callee.room)
-        if begin != end:
-            axes.annotate("", (end, row + 0.6), (begin, row + 0.6), arrowprops={"arrowstyle": "->", "linewidth": 0.7})
-        box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.7", "linewidth": 0.5}
-        axes.text(end, row + 0.6, callee.label, ha="center", va="center", fontsize=6.5, bbox=box)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "joinables"}):
-        figure.savefig(path, metadata={"Date": None})
+    limits = {"xlim": (-0.5, len(rooms) - 0.5), "ylim": (len(calls) + 0.5, -2)}
+    with drawn(DOCS / f"{name}.svg", (1.6 * len(rooms), 0.3 * len(calls) + 1), **limits) as axes:
+        axes.text(-0.4, -1.6, title, fontsize=10)
+        for at, room in enumerate(rooms):
+            axes.text(at, -0.5, room.replace("/", "/\n"), ha="center", va="center", fontsize=8, weight="bold")
+            axes.plot([at, at], [0, len(calls)], color="0.85", linewidth=1, zorder=0)
+        for row, (caller, callee) in enumerate(calls):
+            begin, end = rooms.index(caller.room), rooms.index(callee.room)
+            if begin != end:
+                arrow = {"arrowstyle": "->", "linewidth": 0.7}
+                axes.annotate("", (end, row + 0.6), (begin, row + 0.6), arrowprops=arrow)
+            box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "0.7", "linewidth": 0.5}
+            axes.text(end, row + 0.6, callee.label, ha="center", va="center", fontsize=6.5, bbox=box)
 
 
 class Training:
@@ -128,55 +122,30 @@ class Training:
         self.optimizer.step()
 
 
-def plain(rank: int) -> Calls:
-    """A step of the rank that has data, or what the other one shadows."""
+def plain(rank: int) -> list[Call]:
+    """A step of the rank that has data, or what the other one shadows: the end of its block up to the first burst's."""
     training, calls = Training(rank), Calls()
     with Join([training.model, training.optimizer], divide_by_initial_world_size=False):
         for number, batch in enumerate(training.batches):
-            if rank == 0 and number == 1:
-                with calls:
-                    training.step(batch)
-            else:
+            with calls if (rank, number) == (0, 1) else nullcontext():
                 training.step(batch)
         if rank == 1:
             sys.setprofile(calls)
     sys.setprofile(None)
-    return calls if rank == 0 else first_shadowed(calls)
+    end = next((at for at, (_, callee) in enumerate(calls.made) if rank and callee.function == "synchronise"), None)
+    return calls.made[:end]
 
 
-def first_shadowed(calls: Calls) -> Calls:
-    """What the end of a block does up to the end of the first burst that is shadowed."""
-    ends = [at for at, (caller, callee) in enumerate(calls.made) if callee.function == "synchronise"]
-    return Calls(calls.made[: ends[0]] if ends else calls.made)
-
-
-def in_lockstep(rank: int) -> Calls:
+def in_lockstep(rank: int) -> list[Call]:
     """A step over ``join.iterate``, with data or on a dummy."""
     training, calls = Training(rank), Calls()
     with Join([training.model, training.optimizer], divide_by_initial_world_size=False) as join:
         batches = iter(join.iterate(training.batches))
         for number in range(5):
-            if number == 3:
-                with calls:
-                    training.step(next(batches))
-            else:
+            with calls if number == 3 else nullcontext():
                 training.step(next(batches))
         assert next(batches, None) is None
-    return calls
-
-
-def run(rank: int, way: Callable[[int], Calls], folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(way(rank).made))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def calls_of(way: Callable[[int], Calls]) -> list[list[Call]]:
-    """The calls of both ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (way, folder), nprocs=2)
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
+    return calls.made
 
 
 class Tell(Callback):
@@ -217,13 +186,13 @@ def fit() -> tuple[list[Call], list[Call]]:
 
 def main() -> None:
     parent, worker = fit()
-    draw(parent, "Trainer.fit, in the process that calls it", DOCS / "fit.svg")
-    draw(worker, "Trainer.fit, in the process of a rank", DOCS / "fit_rank.svg")
-    active, shadowed = calls_of(plain)
-    _, dummy = calls_of(in_lockstep)
-    draw(active, "A step of a rank that has data, in a plain block", DOCS / "active_step.svg")
-    draw(shadowed, "What a rank without data does in the end of its block: it shadows", DOCS / "shadowed_step.svg")
-    draw(dummy, "A step over join.iterate, on a dummy", DOCS / "lockstep_step.svg")
+    draw(parent, "Trainer.fit, in the process that calls it", "fit")
+    draw(worker, "Trainer.fit, in the process of a rank", "fit_rank")
+    active, shadowed = on_two_ranks(plain)
+    _, dummy = on_two_ranks(in_lockstep)
+    draw(active, "A step of a rank that has data, in a plain block", "active_step")
+    draw(shadowed, "What a rank without data does in the end of its block: it shadows", "shadowed_step")
+    draw(dummy, "A step over join.iterate, on a dummy", "lockstep_step")
 
 
 if __name__ == "__main__":

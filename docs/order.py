@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from join import Join
 from join.protocol.headers import Headers
 
+T = TypeVar("T")
 PICTURE = Path(__file__).parent / "pictures" / "order.svg"
 COUNTS = 3, 1
 KINDS = {"allreduce_": "all-reduce", "broadcast_": "broadcast"}
@@ -92,18 +93,18 @@ def train(rank: int) -> list[Entry]:
     return made
 
 
-def run(rank: int, folder: str) -> None:
+def on_two_ranks(do: Callable[[int], T]) -> list[T]:
+    """What ``do(rank)`` returns on each of two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (do, folder), nprocs=2)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
+
+
+def run(rank: int, do: Callable[[int], object], folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    Path(folder, str(rank)).write_bytes(pickle.dumps(train(rank)))
+    Path(folder, str(rank)).write_bytes(pickle.dumps(do(rank)))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def ranks() -> list[list[Entry]]:
-    """What both ranks do."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (folder,), nprocs=2)
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
 
 
 def step_of(active: list[Entry], joined: list[Entry]) -> list[tuple[str, Entry, Entry]]:
@@ -121,14 +122,22 @@ def step_of(active: list[Entry], joined: list[Entry]) -> list[tuple[str, Entry, 
     return rows
 
 
-def draw(rows: list[tuple[str, Entry, Entry]], path: Path) -> None:
+@contextmanager
+def drawn(path: Path, size: tuple[float, float], **limits: tuple[float, float]) -> Iterator[Any]:
+    """Axes of matplotlib's without a frame, which become the picture ``path`` when the context ends."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.42 * len(rows) + 1))
+    figure = Figure(figsize=size)
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
-    axes.set(xlim=(-0.75, 1.45), ylim=(len(rows) - 0.3, -1.6))
+    axes.set(**limits)
     axes.axis("off")
+    yield axes
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "joinables"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def draw(rows: list[tuple[str, Entry, Entry]], axes: Any) -> None:
     for at, title in enumerate(("rank 0 has data: its own loop", "rank 1 has run out: the end of its block")):
         axes.text(at, -1.1, title, ha="center", weight="bold", fontsize=9, color=INK)
         axes.plot([at, at], [-0.7, len(rows) - 0.5], color=QUIET, linewidth=0.7, zorder=0)
@@ -139,16 +148,16 @@ def draw(rows: list[tuple[str, Entry, Entry]], path: Path) -> None:
             colour = HEADER if entry.kind == "header" else DATA
             box = {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": QUIET, "linewidth": 0.5}
             axes.text(at, row, str(entry), ha="center", va="center", fontsize=8, color=INK, bbox=box)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "joinables"}):
-        figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
-    rows = step_of(*ranks())
+    rows = step_of(*on_two_ranks(train))
     if any(active != joined for _, active, joined in rows):
         raise SystemExit(f"the joined rank does otherwise: {rows}")
     PICTURE.parent.mkdir(exist_ok=True)
-    draw(rows, PICTURE)
+    limits = {"xlim": (-0.75, 1.45), "ylim": (len(rows) - 0.3, -1.6)}
+    with drawn(PICTURE, (8, 0.42 * len(rows) + 1), **limits) as axes:
+        draw(rows, axes)
 
 
 if __name__ == "__main__":

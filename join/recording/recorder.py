@@ -225,15 +225,18 @@ class Recorder:
         for position, (begin, number) in self._running.items():
             self._add("unfinished", begin, now, position, number)
         try:
-            with whole_file(self._path) as temporary:
-                temporary.write_text(json.dumps(self._told(now)))
+            with whole_file(self._path) as file:
+                file.write(json.dumps(self._told(now)).encode())
         except OSError as error:  # training has gone well, or has an error of its own
             _logger.warning("the trace could not be written to %s: %s", self._path, error)
 
     def _told(self, now: float) -> dict[str, Any]:
         """What the file has."""
         members, collective = [member for _, member in self._members.values()], self._channel.collective
-        since = self._since
+
+        def since(at: float) -> float:
+            return round(at - self._entered, 7)
+
         events = sorted(self._events, key=lambda event: (event.begin, event.end))
         return {
             "format": FORMAT,
@@ -253,9 +256,6 @@ class Recorder:
             "columns": COLUMNS,
             "events": [[kind, since(begin), since(end), what, number] for kind, begin, end, what, number in events],
         }
-
-    def _since(self, at: float) -> float:
-        return round(at - self._entered, 7)
 
 
 def _number(member: Member) -> int | None:

@@ -47,8 +47,8 @@ def save(figure: Any, path: Path) -> None:
         FileNotFoundError: if there is no folder for it.
     """
     check_folder(path)
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    with whole_file(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
 
 
 def _draw_timeline(axis: Any, ranks: Sequence[RankReport]) -> None:

@@ -36,8 +36,8 @@ def _run(told: argparse.Namespace) -> int:
         page = told.out or run.path.with_suffix(".html")
         other = page.with_suffix(".perfetto.json")
         for path, text in ((page, page_of(run)), (other, json.dumps(perfetto_of(run)))):
-            with whole_file(path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+            with whole_file(path) as file:
+                file.write(text.encode())
     except (TraceError, OSError) as error:
         print(f"joinables trace: {error}", file=sys.stderr)
         return 1

@@ -1,31 +1,25 @@
 r"""Checkpoint files: :func:`write_checkpoint` and :func:`read_checkpoint`.
 
-A file exists as a whole or not at all: it is written under a temporary name beside its place, flushed to the disk, and
-renamed. A process that is killed while it writes leaves ``.NAME.*.part`` behind; nobody reads that, and the next write
-to the same place removes it, unless it is locked, as it is while its writer lives.
-
-A file is one of ``torch.save``, which ``torch.load(path)`` reads, followed by the checksum of all bytes before it:
-``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles do not mind. Files without the right one
-are not read: it shows damage, not who wrote the file. Reading runs no code (``weights_only``). What is in a checkpoint
-is described in ``joinables.trainer.checkpoints.snapshot``.
+A file exists as a whole or not at all (``join.files``). It is one of ``torch.save``, which ``torch.load(path)`` reads,
+followed by the checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and
+pickles do not mind. Files without the right one are not read: it shows damage, not who wrote the file. Reading runs no
+code (``weights_only``). What is in a checkpoint is described in ``joinables.trainer.checkpoints.snapshot``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import glob
 import hashlib
 import io
 import os
 import pickle
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from typing_extensions import override
+
+from join.files import whole_file
 
 
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -42,33 +36,17 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str], *, 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _tidy(path)
-    try:
-        file, part = _create_part(path)
-        try:
-            with file:
-                sealed = _SealedFile(file)
-                torch.save(dict(state), cast("BinaryIO", sealed))
-                sealed.seal(durable=durable)
-                os.replace(part, path)  # before it is closed, which unlocks it
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        error.filename = str(path)  # it has none, or that of the part
-        raise
-    if durable:
-        sync_folder(path.parent)
+    with whole_file(path, durable=durable) as file:
+        sealed = _SealedFile(file)
+        torch.save(dict(state), cast("BinaryIO", sealed))
+        sealed.seal()
 
 
-def read_checkpoint(
-    path: str | os.PathLike[str], *, map_location: Any = "cpu", trusted: bool = False
-) -> dict[str, Any]:
-    """Read a file of :func:`write_checkpoint`; its tensors are mapped from the file, not copied.
+def read_checkpoint(path: str | os.PathLike[str], *, trusted: bool = False) -> dict[str, Any]:
+    """Read a file of :func:`write_checkpoint`; its tensors are on the CPU, mapped from the file and not copied.
 
     Args:
         path: the file.
-        map_location: where tensors go, as of ``torch.load``.
         trusted: whether the file may hold any object, which runs code; only for files that this program has just
             written.
 
@@ -87,47 +65,11 @@ def read_checkpoint(
             " with module.load_state_dict(torch.load(...)), and leave ckpt_path out [J198]"
         )
     try:
-        return torch.load(path, map_location=map_location, weights_only=not trusted, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(
             f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}; go on from another one [J199]"
         ) from error
-
-
-def temporary_name(path: Path) -> Path:
-    """A name beside ``path`` that nobody else uses; the file is not made here, so that it gets usual permissions."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-
-
-def _create_part(path: Path) -> tuple[BinaryIO, Path]:
-    """Make a temporary file beside ``path``, open and locked."""
-    while True:
-        part = temporary_name(path)
-        file = part.open("xb")
-        with contextlib.suppress(OSError):  # not all file systems have locks; there, nobody tidies up
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if part.exists():
-            return file, part
-        file.close()  # another process has removed it before it was locked
-
-
-def _tidy(path: Path) -> None:
-    """Remove the temporary files beside ``path`` whose writers were killed."""
-    # The pattern has no "*": that would take in the parts of a file that is called NAME.something.
-    for part in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}.part"):
-        # Another writer may hold its lock, or have renamed it by now.
-        with contextlib.suppress(OSError), part.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait for the disk, so that a rename in ``folder`` survives a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- the checksum -----------------------------------------------------------------------------------------------------
@@ -160,8 +102,8 @@ class _SealedFile(io.RawIOBase):
     def tell(self) -> int:
         return self._file.tell()
 
-    def seal(self, *, durable: bool = True) -> None:
-        """Write the checksum, and with ``durable`` wait for the disk.
+    def seal(self) -> None:
+        """Write the checksum.
 
         Raises:
             OSError: the first of all writes that failed.
@@ -169,9 +111,6 @@ class _SealedFile(io.RawIOBase):
         self.write(_seal(self._checksum))
         if self._error is not None:
             raise self._error
-        self._file.flush()
-        if durable:
-            os.fsync(self._file.fileno())
 
 
 def _is_sealed(path: Path) -> bool:

@@ -262,11 +262,10 @@ def test_the_newest_events_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_that_cannot_be_written_in_the_end_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Path, text: str) -> None:
-        self.touch()
+    def full(self: Path, target: Path) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "replace", full)
     with caplog.at_level(logging.WARNING, "join"):
         one_process(tmp_path / "run.json", 2)
     assert [each.getMessage() for each in caplog.records] == [

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -169,8 +169,8 @@ def test_a_picture_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     from matplotlib.figure import Figure
 
-    def half(self: Figure, path: Path, **_: Any) -> None:
-        path.write_bytes(b"half")
+    def half(self: Figure, file: BinaryIO, **_: Any) -> None:
+        file.write(b"half")
         assert (tmp_path / "report.png").read_bytes() == whole  # it is not this file that is being written
         raise OSError("disk full")
 

@@ -69,8 +69,8 @@ def test_the_page_needs_nothing_else(made: Path) -> None:
 def test_the_page_has_the_run(made: Path) -> None:
     page, run = Page((made / "run.html").read_text(encoding="utf-8")), read(made / "run.json")
     data = json.loads(page.texts["script"][0])
-    for row, part in zip(data["ranks"], run.parts.values(), strict=True):
-        assert row["rank"] == part.rank
+    for row, (rank, part) in zip(data["ranks"], run.parts.items(), strict=True):
+        assert row["rank"] == rank
         told = [(data["kinds"][kind], data["texts"][text], number) for kind, _, _, text, number, *_ in row["events"]]
         assert told == [(event.kind, event.what, event.number) for event in part.events]
         for _, begin, end, *_ in row["events"]:

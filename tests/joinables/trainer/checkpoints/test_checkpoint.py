@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import signal
 import subprocess
@@ -21,7 +20,7 @@ import torch
 
 from joinables.trainer import ModelCheckpoint, Trainer
 from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
-from tests.joinables.trainer.modules import Classifier, loader
+from tests.joinables.trainer.modules import Classifier, KillsWhoWritesIt, loader
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -32,16 +31,8 @@ def write_for_ever(path: Path, written: Connection) -> None:
         written.send(number)
 
 
-class Dies:
-    """Kills who writes it."""
-
-    def __reduce__(self) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-
 def write_and_die(path: Path) -> None:
-    write_checkpoint({"dies": Dies()}, path)
+    write_checkpoint({"kills": KillsWhoWritesIt()}, path)
 
 
 def test_what_killed_writers_leave_is_removed(tmp_path: Path) -> None:

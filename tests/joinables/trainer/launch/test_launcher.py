@@ -36,6 +36,7 @@ from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTra
 from joinables.trainer.launch.launched import TorchrunEnvironment
 from joinables.trainer.launch.launcher import Launcher
 from joinables.trainer.launch.worker import Queue
+from tests.joinables.trainer.modules import KillsWhoWritesIt
 from tests.selection import ALL
 from tests.versions import own_lines, remove_temporary_folders
 
@@ -362,12 +363,7 @@ def test_worker_that_ignores_sigterm() -> None:
 
 
 def killed_while_it_writes() -> Any:
-    class Killer:
-        def __reduce__(self) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise AssertionError
-
-    return [torch.ones(1000), Killer()]
+    return [torch.ones(1000), KillsWhoWritesIt()]
 
 
 def test_worker_killed_while_it_writes_its_result() -> None:

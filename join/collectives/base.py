@@ -108,9 +108,12 @@ class Collective(ABC):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter in the store and return its new value."""
 
-    @abstractmethod
+    _blocks = 0
+
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
+        self._blocks += 1
+        return self._blocks
 
     def companion(self) -> Collective:
         """The same ranks once more, whose operations do not mix with this one's; the same at every call.
@@ -258,7 +261,7 @@ class Collective(ABC):
             TypeError: for the mean of integers or booleans, before anything is sent: convert them to the float type
                 that is wanted.
         """
-        _check_op(op, get_args(ResultOp))
+        check_op(op, get_args(ResultOp))
         if op == "mean":
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 raise TypeError(
@@ -326,13 +329,10 @@ class Collective(ABC):
                 )
 
 
-def check_op(op: str) -> None:
-    """Refuse what no backend can reduce with.
-
-    Raises:
-        ValueError: if ``op`` is not a :data:`ReduceOp`.
-    """
-    _check_op(op, get_args(ReduceOp))
+def check_op(op: str, known: tuple[str, ...] = get_args(ReduceOp)) -> None:
+    """Raise a ``ValueError`` for an ``op`` that is not known."""
+    if op not in known:
+        raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))} [J035]")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -343,11 +343,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """A tensor in short, like ``float32[2, 3]``."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def _check_op(op: str, known: tuple[str, ...]) -> None:
-    if op not in known:
-        raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))} [J035]")
 
 
 def _pickled(value: Any) -> tuple[bytearray, bool]:

@@ -70,12 +70,7 @@ class Progress(NamedTuple):
 
 
 class Board(ABC):
-    """What the ranks of a group have left in the block that is open.
-
-    Args:
-        rank: this rank.
-        world_size: the number of ranks.
-    """
+    """What the ranks of a group have left in the block that is open."""
 
     outlives: ClassVar[bool] = True
     """Whether what a rank has left is there after its process has ended."""
@@ -86,11 +81,7 @@ class Board(ABC):
 
     @final
     def begin(self, block: int) -> None:
-        """A block begins: what was left in earlier ones does not count.
-
-        Args:
-            block: its number, above 0 and the same on all ranks.
-        """
+        """The block of this number begins, above 0 and the same on all ranks; what was left earlier does not count."""
         self.block = block
 
     @final
@@ -147,13 +138,10 @@ def _fit(part: str, text: str) -> str:
 
 @final
 class StoreBoard(Board):
-    """In a store, which may end with the process of the rank that keeps it.
+    """In a store that all ranks can reach, which may end with the process of the rank that keeps it.
 
-    Args:
-        rank: this rank.
-        world_size: the number of ranks.
-        store: what all of them can reach. A connection of its own is made to it, when it is first used: over one that
-            is shared, whoever waits for a key holds up the others.
+    A connection of its own is made to it, when it is first used: over one that is shared, whoever waits for a key holds
+    up the others.
     """
 
     outlives = False

@@ -14,8 +14,6 @@ import torch.distributed as dist
 # comes that a connection was closed or reset by the peer, or that gloo's own time limit has passed.
 # Once one operation has taken too long, those that follow on the same connection raise a text without a place.
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
-
-
 _DEPTH = 8  # how far back the exceptions that led to another one are looked at
 
 
@@ -50,6 +48,5 @@ def is_broken(error: BaseException, *, stores: bool = True) -> bool:
 
 
 def _breaks(error: BaseException) -> bool:
-    if isinstance(error, BrokenCollective):
-        return True
-    return type(error) is RuntimeError and _GLOO.search(str(error)) is not None
+    is_of_gloo = type(error) is RuntimeError and _GLOO.search(str(error)) is not None
+    return is_of_gloo or isinstance(error, BrokenCollective)

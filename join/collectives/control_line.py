@@ -91,10 +91,10 @@ class GroupLine(Line):
 
 
 class _GroupWork:
-    """An all-reduce."""
+    """An all-reduce of this tensor."""
 
-    def __init__(self, work: Work) -> None:
-        self._work, self.is_completed = work, work.is_completed
+    def __init__(self, work: Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor, self.is_completed = work, tensor, work.is_completed
 
     def wait(self, *timeout: timedelta) -> bool:
         return self._work.wait(*timeout)
@@ -104,20 +104,15 @@ class _GroupSum(_GroupWork):
     """An all-reduce of words of some bits each."""
 
     def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
-        super().__init__(work)
-        self._words, self._size = words, size
-        self.nbytes = words.nbytes
+        super().__init__(work, words)
+        self._size, self.nbytes = size, words.nbytes
 
     def total(self) -> int:
-        return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._words.tolist())))
+        return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._tensor.tolist())))
 
 
 class _GroupFloatSum(_GroupWork):
     """An all-reduce of one number."""
 
-    def __init__(self, work: Work, number: torch.Tensor) -> None:
-        super().__init__(work)
-        self._number = number
-
     def total(self) -> float:
-        return self._number.item()
+        return self._tensor.item()

@@ -24,12 +24,7 @@ _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
-    """Return a view of ``store`` in which no keys are; all ranks call it, equally often.
-
-    Args:
-        store: where the ranks meet.
-        rank: this one's.
-        world_size: how many there are.
+    """Return a view of ``store`` in which no keys are; all ranks that meet there call it, equally often.
 
     Raises:
         torch.distributed.DistStoreError: if they do not all come within the time limit of ``store``.

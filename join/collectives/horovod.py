@@ -86,7 +86,7 @@ class HorovodCollective(StoreCollective):
             ) from missing
         self._given_store, self._opened = store, None
         self._is_set_up, self._made = False, False
-        self._name, self._count, self._blocks = "", 0, 0
+        self._name, self._count = "", 0
 
     @property
     @override
@@ -112,9 +112,7 @@ class HorovodCollective(StoreCollective):
         self._check_agrees(rank, world_size, self._hvd.rank(), self._hvd.size())
         self._is_set_up = True
         self._name, self._count = f"join.{next(_numbers)}", 0
-        self._opened = (
-            self._open_store() if self._given_store is None else dist.PrefixStore(self._name, self._given_store)
-        )
+        self._opened = self._own_store(self._given_store)
 
     @override
     def teardown(self) -> None:
@@ -173,11 +171,6 @@ class HorovodCollective(StoreCollective):
                 as_bytes(output).copy_(each)
 
         return _Handle(hvd, hvd.allgather_async(as_bytes(tensor.contiguous()), name=self._next_name()), finish)
-
-    @override
-    def next_block(self) -> int:
-        self._blocks += 1
-        return self._blocks
 
 
 def _put_back(carried: torch.Tensor, tensor: torch.Tensor) -> None:

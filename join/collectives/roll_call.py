@@ -32,13 +32,7 @@ class RollCall(Work, Protocol):
 class SummedRollCall(RollCall):
     """A roll call over any control line: a call is one sum, in which each rank fills bits of its own.
 
-    For 31 ranks and numbers up to 3 the sum has 62 bits.
-
-    Args:
-        line: connects the ranks.
-        rank: this rank.
-        world_size: their number.
-        largest: the largest number a rank may answer.
+    For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.
     """
 
     def __init__(self, line: Line, rank: int, world_size: int, largest: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from join.collectives.base import Collective, ReduceOp, check_op
-from join.collectives.board import Board, Kind
+from join.collectives.board import Board, StoreBoard
 from join.collectives.work import Done, Work
 
 
@@ -16,7 +17,7 @@ class SingleCollective(Collective):
     """This process alone. There is nothing to connect, so it works before ``setup`` and after ``teardown`` too."""
 
     def __init__(self) -> None:
-        self._is_set_up, self._blocks = False, 0
+        self._is_set_up = False
         self._texts: dict[str, str] = {}
 
     @property
@@ -86,29 +87,4 @@ class SingleCollective(Collective):
 
     @override
     def board(self) -> Board:
-        return _Alone(0, 1)
-
-    @override
-    def next_block(self) -> int:
-        self._blocks += 1
-        return self._blocks
-
-
-class _Alone(Board):
-    """Nobody else is there."""
-
-    @override
-    def ring(self) -> None:
-        pass
-
-    @override
-    def is_rung(self) -> bool:
-        return False
-
-    @override
-    def _put(self, kind: Kind, text: str) -> None:
-        pass
-
-    @override
-    def _found(self, kind: Kind) -> list[str]:
-        return []
+        return StoreBoard(0, 1, dist.HashStore())  # nobody else looks at it

@@ -10,6 +10,7 @@ from typing_extensions import final, override
 
 from join.collectives.base import Collective
 from join.collectives.board import Board, StoreBoard
+from join.collectives.fresh_store import fresh_store
 
 
 class StoreCollective(Collective):
@@ -24,7 +25,6 @@ class StoreCollective(Collective):
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
-    @final
     @override
     def get(self, key: str) -> str:
         return self._store.get(key).decode()
@@ -44,8 +44,13 @@ class StoreCollective(Collective):
         return StoreBoard(self.rank, self.world_size, self._store)
 
     @final
-    def _open_store(self) -> dist.Store:
-        """For backends without a store: rank 0 opens one and tells the others where, by their own collectives."""
+    def _own_store(self, given: dist.Store | None) -> dist.Store:
+        """For backends without a store: a part of the one given, or one that rank 0 opens; all ranks call it.
+
+        Rank 0 tells the others where it is by their own collectives.
+        """
+        if given is not None:
+            return fresh_store(given, self.rank, self.world_size)
         names: list[str] = self.all_gather_object(socket.gethostname())
         host = "127.0.0.1" if len(set(names)) == 1 else names[0]
         if self.rank == 0:

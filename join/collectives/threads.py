@@ -13,11 +13,13 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import Collective, ReduceOp, check_op, describe
+from join.collectives.base import ReduceOp, check_op, describe
 from join.collectives.board import Board, Kind
 from join.collectives.broken import BrokenCollective
+from join.collectives.store import StoreCollective
 from join.collectives.work import Work
 
 T = TypeVar("T")
@@ -64,9 +66,10 @@ class _World:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self.lock = threading.Condition()
+        self.lock = threading.Lock()
         self.meetings: dict[int, _Meeting] = {}
-        self.store: dict[str, str] = {}
+        self.store = dist.HashStore()
+        self.store.set_timeout(timedelta(seconds=timeout))
         self.messages: dict[tuple[int, Kind, int], str] = {}
         self.rung = 0
         self.ended: dict[int, BrokenCollective] = {}
@@ -79,7 +82,6 @@ class _World:
             for meeting in self.meetings.values():
                 if rank not in meeting.tensors:
                     meeting.fail(why)
-            self.lock.notify_all()
         if self.companion is not None:
             self.companion.end(rank, why)
 
@@ -113,11 +115,11 @@ class _ThreadBoard(Board):
         return [text for text in found if text is not None]
 
 
-class ThreadCollective(Collective):
+class ThreadCollective(StoreCollective):
     """One rank of a world of threads."""
 
     def __init__(self, world: _World, rank: int) -> None:
-        self._world, self._rank, self._count, self._blocks = world, rank, 0, 0
+        self._world, self._rank, self._count = world, rank, 0
         self._is_set_up = True
         self._companion: ThreadCollective | None = None
 
@@ -209,41 +211,20 @@ class ThreadCollective(Collective):
         self._count += 1
         return meeting
 
+    @property
     @override
-    def set(self, key: str, value: str) -> None:
+    def _store(self) -> dist.Store:
         self._check_is_set_up()
-        with self._world.lock:
-            self._world.store[key] = value
-            self._world.lock.notify_all()
+        return self._world.store
 
     @override
     def get(self, key: str) -> str:
-        self._check_is_set_up()
-        with self._world.lock:
-            if not self._world.lock.wait_for(lambda: key in self._world.store, self._world.timeout):
-                raise RuntimeError(
-                    f"timed out waiting for key {key!r}; see who should set it, or allow more time [J044]"
-                )
-            return self._world.store[key]
-
-    @override
-    def check(self, key: str) -> bool:
-        self._check_is_set_up()
-        with self._world.lock:
-            return key in self._world.store
-
-    @override
-    def add(self, key: str, amount: int) -> int:
-        self._check_is_set_up()
-        with self._world.lock:
-            value = int(self._world.store.get(key, "0")) + amount
-            self._world.store[key] = str(value)
-            return value
-
-    @override
-    def next_block(self) -> int:
-        self._blocks += 1
-        return self._blocks
+        try:
+            return super().get(key)
+        except dist.DistStoreError:
+            raise RuntimeError(
+                f"timed out waiting for key {key!r}; see who should set it, or allow more time [J044]"
+            ) from None
 
     @override
     def companion(self) -> ThreadCollective:

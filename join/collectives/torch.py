@@ -95,7 +95,7 @@ class TorchCollective(StoreCollective):
         self._backend, self._given_store, self._timeout = backend, store, timeout
         self._group: dist.ProcessGroup | None = None
         self._last_group: dist.ProcessGroup | None = None
-        self._borrowed, self._made, self._setups = group is not None, False, 0
+        self._borrowed, self._made = group is not None, False
         if group is not None:
             self._connect(group)
 
@@ -143,12 +143,11 @@ class TorchCollective(StoreCollective):
         self._connect(default)
 
     def _store_of_setup(self, rank: int, world_size: int) -> dist.Store:
+        found = self._given_store
+        if found is None:
+            timeout = {} if self._timeout is None else {"timeout": self._timeout}
+            found, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
         # What an earlier setup left in the store must not be taken for this one's. torchrun's store outlives them all.
-        if self._given_store is not None:
-            self._setups += 1
-            return dist.PrefixStore(f"setup/{self._setups}", self._given_store)
-        timeout = {} if self._timeout is None else {"timeout": self._timeout}
-        found, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
         return fresh_store(found, rank, world_size)
 
     @override

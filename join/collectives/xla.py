@@ -46,8 +46,7 @@ class XlaCollective(StoreCollective):
             self._runtime: Any = importlib.import_module("torch_xla.runtime")
         except ImportError as missing:
             raise ImportError("XlaCollective needs PyTorch/XLA: pip install torch_xla [J049]") from missing
-        self._given_store, self._opened = store, None
-        self._is_set_up, self._setups, self._blocks = False, 0, 0
+        self._given_store, self._opened, self._is_set_up = store, None, False
 
     @property
     @override
@@ -71,11 +70,7 @@ class XlaCollective(StoreCollective):
         self._check_setup(rank, world_size)
         self._check_agrees(rank, world_size, self._runtime.global_ordinal(), self._runtime.world_size())
         self._is_set_up = True
-        if self._given_store is None:
-            self._opened = self._open_store()
-        else:
-            self._opened = dist.PrefixStore(f"setup/{self._setups}", self._given_store)
-            self._setups += 1
+        self._opened = self._own_store(self._given_store)
 
     @override
     def teardown(self) -> None:
@@ -118,11 +113,6 @@ class XlaCollective(StoreCollective):
             for output, each in zip(outputs, gathered.to(tensor.device), strict=True):
                 output.copy_(each.view(tensor.shape))
         return Done()
-
-    @override
-    def next_block(self) -> int:
-        self._blocks += 1
-        return self._blocks
 
     def _reduced(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         if tensor.numel() == 0:

@@ -56,9 +56,18 @@ def with_gloo(rank: int) -> None:
     conforms(collective_of(None))
 
 
+def leave_group(folder: str) -> None:
+    """Destroy the pool's group once all ranks have it: one that is early closes connections that others still make."""
+    store = dist.FileStore(f"{folder}/left", RANKS)
+    store.add("ranks", 1)
+    while store.add("ranks", 0) < RANKS:
+        time.sleep(0.01)
+    dist.destroy_process_group()
+
+
 def set_up(rank: int, folder: str) -> None:
     """The whole life of a collective that makes the default group."""
-    dist.destroy_process_group()
+    leave_group(folder)
     collective = TorchCollective(backend="gloo", store=dist.FileStore(f"{folder}/store", RANKS), timeout=timedelta(60))
     check_refuses_when_not_set_up(collective)
     check_lifecycle(collective, rank, RANKS, contradicts=False)
@@ -66,9 +75,22 @@ def set_up(rank: int, folder: str) -> None:
     assert not dist.is_initialized()
 
 
-def set_up_as_by_torchrun(rank: int, port: int) -> None:
+def set_up_with_one_store(rank: int, folder: str) -> None:
+    """What one collective has left in a store must not be met by the next that is given it."""
+    leave_group(folder)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    for _ in range(2):
+        collective = TorchCollective(backend="gloo", store=store, timeout=timedelta(seconds=20))
+        collective.setup(rank, RANKS)
+        assert collective.all_gather_object(rank) == list(range(RANKS))
+        collective.barrier()
+        time.sleep(0.3)  # whoever closes its connections first may break the last operation of others
+        collective.teardown()
+
+
+def set_up_as_by_torchrun(rank: int, folder: str, port: int) -> None:
     """The launcher's store outlives every group, and what an earlier group left in it must not be met by the next."""
-    dist.destroy_process_group()
+    leave_group(folder)
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with mock.patch.dict(os.environ, told):
         for collective in (first := TorchCollective(backend="gloo"), first, TorchCollective(backend="gloo")):
@@ -131,9 +153,13 @@ def test_gloo_setup(pool: Pool, tmp_path: Path) -> None:
     pool.run(set_up, str(tmp_path), ranks=RANKS)
 
 
-def test_gloo_setup_as_by_torchrun(pool: Pool) -> None:
+def test_gloo_setup_with_one_store(pool: Pool, tmp_path: Path) -> None:
+    pool.run(set_up_with_one_store, str(tmp_path), ranks=RANKS)
+
+
+def test_gloo_setup_as_by_torchrun(pool: Pool, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pool.run(set_up_as_by_torchrun, store.port, ranks=RANKS)
+    pool.run(set_up_as_by_torchrun, str(tmp_path), store.port, ranks=RANKS)
 
 
 def test_gloo_takes_the_default_group(pool: Pool) -> None:
@@ -264,17 +290,71 @@ class StandIn:
         return torch.cat(self.collective.all_gather(value), dim)
 
 
-def test_xla_on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_store", [False, True])
+def test_xla_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, with_store: bool) -> None:
     """What no CPU can run, since XLA's ranks do not meet there: more than one rank."""
     from join.collectives import xla
 
-    mine = threading.local()
+    mine, store = threading.local(), dist.HashStore() if with_store else None
     monkeypatch.setattr(xla.importlib, "import_module", lambda name: mine.torch_xla)
 
     def rank_main(collective: ThreadCollective) -> None:
         mine.torch_xla = StandIn(collective)
-        over_xla = xla.XlaCollective()
+        over_xla = xla.XlaCollective(store=store)
         check_refuses_when_not_set_up(over_xla)
         check_lifecycle(over_xla, collective.rank, collective.world_size, asynchronous=False)
+
+    run_threads(RANKS, rank_main)
+
+
+class HorovodStandIn:
+    """What HorovodCollective uses of horovod.torch, over thread ranks."""
+
+    Sum, Min, Max = "sum", "min", "max"
+
+    def __init__(self, collective: ThreadCollective) -> None:
+        self.collective, self._is_initialized = collective, False
+        self.rank, self.size = lambda: collective.rank, lambda: collective.world_size
+
+    def is_initialized(self) -> bool:
+        return self._is_initialized
+
+    def init(self) -> None:
+        self._is_initialized = True
+
+    def shutdown(self) -> None:
+        self._is_initialized = False
+
+    def allreduce_async_(self, tensor: torch.Tensor, name: str, op: Any) -> Any:
+        return self.collective.all_reduce(tensor, op), [tensor]
+
+    def broadcast_async_(self, tensor: torch.Tensor, root_rank: int, name: str) -> Any:
+        return self.collective.broadcast(tensor, root_rank), [tensor]
+
+    def allgather_async(self, tensor: torch.Tensor, name: str) -> Any:
+        outputs = [torch.empty_like(tensor) for _ in range(self.size())]
+        return self.collective.all_gather_into(tensor, outputs), outputs
+
+    def poll(self, handle: Any) -> bool:
+        return handle[0].is_completed()
+
+    def synchronize(self, handle: Any) -> torch.Tensor:
+        handle[0].wait()
+        return torch.cat(handle[1]) if len(handle[1]) > 1 else handle[1][0]
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+def test_horovod_on_a_stand_in(monkeypatch: pytest.MonkeyPatch, with_store: bool) -> None:
+    """Horovod itself is in ``make test-horovod``, which takes minutes to build."""
+    from join.collectives import horovod
+
+    mine, store = threading.local(), dist.HashStore() if with_store else None
+    monkeypatch.setattr(horovod.importlib, "import_module", lambda name: mine.hvd)
+
+    def rank_main(collective: ThreadCollective) -> None:
+        mine.hvd = HorovodStandIn(collective)
+        over_horovod = horovod.HorovodCollective(store=store)
+        check_refuses_when_not_set_up(over_horovod)
+        check_lifecycle(over_horovod, collective.rank, collective.world_size)
 
     run_threads(RANKS, rank_main)

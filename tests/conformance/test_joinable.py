@@ -18,7 +18,7 @@ from tests.join.counter import Counter, Leading
 from tests.joinables.test_state import Summer
 from tests.models import build
 from tests.pool import Pool
-from tests.training import Sharded, shard
+from tests.training import shard
 
 
 def make_ddp() -> Any:
@@ -32,7 +32,7 @@ def make_zero() -> Any:
 
 
 def make_sharded() -> Any:
-    return shard(Sharded())
+    return shard()
 
 
 def make_metric(*, every_step: bool) -> Any:

@@ -26,7 +26,6 @@ from tests.join.counter import Counter
 from tests.pool import Pool
 
 RANKS = 3
-LARGEST = (1 << 62) - 1
 
 
 def sums_in_order(collective: Collective, line: Line) -> None:

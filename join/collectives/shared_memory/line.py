@@ -29,12 +29,7 @@ _WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
 
 
 class SharedMemoryLine(Line):
-    """Sums and roll calls through shared memory.
-
-    Args:
-        lane: the memory.
-        otherwise: makes the line for numbers that are too long.
-    """
+    """Sums and roll calls through a lane of shared memory; ``otherwise`` makes the line for numbers too long for it."""
 
     def __init__(self, lane: Lane, otherwise: Callable[[], Line]) -> None:
         self._lane, self._otherwise = lane, otherwise
@@ -60,22 +55,18 @@ class SharedMemoryLine(Line):
 
 
 class _Arrivals:
-    """The numbers that all ranks give for one count of a lane, as they arrive.
-
-    Args:
-        lane: the memory.
-        width: how many cells a number takes.
-    """
+    """The numbers that all ranks give for one count of a lane, in ``width`` cells each, as they arrive."""
 
     def __init__(self, lane: Lane, width: int) -> None:
         self._lane, self._width = lane, width
         self.nbytes = 8 * width
         self._numbers = [0] * lane.world_size
-        self._begin(0)
 
-    def _begin(self, count: int) -> None:
-        """Wait for the numbers of this count."""
-        self._count = count
+    def _give(self, number: int) -> None:
+        """Give this rank's number, and wait for those of the others."""
+        lane = self._lane
+        self._numbers[lane.rank] = number
+        self._count = lane.give(number) if self._width == 1 else lane.give_long(number, self._width)
         self._next = 0  # the first rank whose number was not read
         self._failure: BrokenCollective | None = None
         self._waits_since: float | None = None
@@ -90,11 +81,7 @@ class _Arrivals:
         return self._next == lane.world_size or self._failure is not None
 
     def _read(self, first: int) -> int:
-        """Read the numbers of the other ranks, from ``first`` on, as far as they are there.
-
-        Returns:
-            The first rank whose number is not; the world size if there is none.
-        """
+        """Read the numbers of others, from rank ``first`` on; the first whose is missing, or the world size."""
         lane, count = self._lane, self._count
         cells, tag, firsts = lane.cells, count & LOW, lane.places[count % PLACES]
         for rank in lane.others:
@@ -153,8 +140,7 @@ class _Sum(_Arrivals):
 
     def __init__(self, lane: Lane, number: int, width: int) -> None:
         super().__init__(lane, width)
-        self._numbers[lane.rank] = number
-        self._begin(lane.give(number) if width == 1 else lane.give_long(number, width))
+        self._give(number)
 
     def total(self) -> int:
         """The sum."""
@@ -168,8 +154,7 @@ class _FloatSum(_Arrivals):
     def __init__(self, lane: Lane, number: float) -> None:
         super().__init__(lane, 2)
         (bits,) = struct.unpack("Q", struct.pack("d", number))
-        self._numbers[lane.rank] = bits
-        self._begin(lane.give_long(bits, 2))
+        self._give(bits)
 
     def total(self) -> float:
         """The sum."""
@@ -185,8 +170,7 @@ class _RollCall(_Arrivals, RollCall):
 
     @override
     def call(self, mine: int) -> None:
-        self._numbers[self._lane.rank] = mine
-        self._begin(self._lane.give(mine))
+        self._give(mine)
 
     @override
     def answers(self) -> list[int]:

@@ -22,6 +22,7 @@ import secrets
 import struct
 import weakref
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,13 +51,7 @@ _ORDERED = ("x86_64", "AMD64")  # processors on which a rank that sees a cell ha
 
 
 class Lane:
-    """The memory of one line.
-
-    Args:
-        segment: what it is part of.
-        number: which part.
-        timeout: seconds after which a number that does not come is an error.
-    """
+    """The memory of the line of this number; if others do not give theirs for ``timeout`` seconds, that is an error."""
 
     def __init__(self, segment: Segment, number: int, timeout: float) -> None:
         self.rank, self.world_size, self.timeout = segment.rank, segment.world_size, timeout
@@ -96,18 +91,11 @@ class Lane:
 
 
 class Segment:
-    """The memory that all ranks share.
-
-    Args:
-        file: the open file, in which this rank's byte is locked; it is closed with the segment.
-        rank: this rank.
-        world_size: the number of ranks.
-    """
+    """The memory that all ranks share: an open file, in which this rank's byte is locked, and which it closes."""
 
     def __init__(self, file: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.others = [each for each in range(world_size) if each != rank]
-        """The other ranks."""
         weakref.finalize(self, os.close, file)
         self._file = file
         self.memory = mmap.mmap(file, self.size_for(world_size))
@@ -185,13 +173,12 @@ class _Address(NamedTuple):
 
 
 def connect(collective: Collective) -> Segment | None:
-    """Connect all ranks through memory; ``None`` on all of them if one cannot be reached so.
-
-    Args:
-        collective: the ranks, all of which call this.
-    """
+    """Connect all ranks, which call this, through memory; ``None`` on all of them if one cannot be reached so."""
     rank, world_size = collective.rank, collective.world_size
-    made = _make(world_size) if rank == 0 and _is_wanted() else None
+    made: _Address | None = None
+    if rank == 0 and not obstacle():
+        with suppress(OSError):
+            made = _made(world_size)
     address: _Address | None = collective.broadcast_object(made, 0)
     # A second file that is closed again would let go of the lock; so rank 0 keeps the one that it has made.
     file = None if address is None else address.file if rank == 0 else _opened(address)
@@ -230,29 +217,13 @@ def obstacle_found(world_size: int) -> str:
     return ""
 
 
-def _is_wanted() -> bool:
-    return not obstacle()
-
-
 def _machine() -> str:
     """What only processes have in common that see the same processes under the same numbers."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _make(world_size: int) -> _Address | None:
-    """Make the memory; ``None`` if that is impossible."""
-    try:
-        return _made(world_size)
-    except OSError:
-        return None
-
-
 def _made(world_size: int) -> _Address:
-    """Make the memory.
-
-    Raises:
-        OSError: that says why it is impossible.
-    """
+    """Make the memory; an ``OSError`` says why that is impossible."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     name = f"join-{secrets.token_hex(16)}"
@@ -270,7 +241,7 @@ def _opened(address: _Address) -> int | None:
     """The memory of rank 0, opened; ``None`` if it is not there, or not wanted."""
     try:
         # On another machine the same path may be anything.
-        if not _is_wanted() or _machine() != address.machine or address.name not in os.readlink(address.path):
+        if obstacle() or _machine() != address.machine or address.name not in os.readlink(address.path):
             return None
         return os.open(address.path, os.O_RDWR)
     except OSError:

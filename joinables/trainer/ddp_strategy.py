@@ -70,7 +70,6 @@ class DDPStrategy(Strategy):
         timeout: float | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__()
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
             raise ValueError("ddp_comm_wrapper wraps ddp_comm_hook, which is not given; give both or neither [J204]")
         _check_ddp_kwargs(ddp_kwargs)
@@ -112,7 +111,7 @@ class DDPStrategy(Strategy):
         if self.sync_batchnorm:
             to_sync_batchnorm(module)
         key = (id(module), id(torch.distributed.group.WORLD), *((id(p), p.requires_grad) for p in module.parameters()))
-        if self._ddp is not None and key == self._wrapped:
+        if key == self._wrapped:
             return
         self.teardown()
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -141,15 +140,15 @@ class DDPStrategy(Strategy):
     def block(
         self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
     ) -> Generator[None]:
-        def joining(each: Any) -> Any:
-            if not (self.shards_optimizers and isinstance(each, torch.optim.Optimizer)):
-                return each
-            from joinables.zero import ZeroStep
+        if self.shards_optimizers:
+            from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
-            return ZeroStep(cast("Any", each), transform_gradients)
-
+            listed = [
+                ZeroStep(each, transform_gradients) if isinstance(each, ZeroRedundancyOptimizer) else each
+                for each in listed
+            ]
         join = Join(
-            [self._ddp, *map(joining, listed)],
+            [self._ddp, *listed],
             enable=enable,
             throw_on_early_termination=throw,
             timeout=self._timeout,
@@ -220,11 +219,7 @@ def to_batchnorm(module: torch.nn.Module) -> None:
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
-    """Return a ``ZeroRedundancyOptimizer`` of the same kind and groups as ``optimizer``, which has no state yet.
-
-    Raises:
-        TypeError: for an optimizer whose constructor takes more than parameters and its defaults.
-    """
+    """Return a ``ZeroRedundancyOptimizer`` of the same kind and groups as ``optimizer``, which has no state yet."""
     from joinables.zero import ZeroRedundancyOptimizer  # it takes a second to import; most programs never need it
 
     options = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}

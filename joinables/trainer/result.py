@@ -71,9 +71,12 @@ class LastFit:
         """The module, unless it is gone."""
         return None if self._module is None else self._module()
 
-    def begin(self, module: TrainModule) -> None:
-        """Forget the last fit; the next one is the first of ``module``."""
+    def begin(self, module: TrainModule, callbacks: Sequence[Callback]) -> None:
+        """Forget the last fit: the next is the first of ``module``, with callbacks as before their own first fit."""
         self.counters, self.state, self._module = Counters(), None, weakref.ref(module)
+        for each in callbacks:
+            if each.state_key in self._first_states:
+                each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
 
     def end(self, result: Result) -> None:
         """Keep the result of a fit; tensors are copied, since they may lie in a file that is removed."""
@@ -81,12 +84,6 @@ class LastFit:
         if result.state is not None:
             kept = {name: value for name, value in result.state.items() if name != "module"}
             self.state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
-
-    def reset_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Give callbacks back the states that they had before their first fit."""
-        for each in callbacks:
-            if each.state_key in self._first_states:
-                each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
 
     def remember_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Keep the states of callbacks that have their first fit before them."""

@@ -28,10 +28,8 @@ class Strategy(ABC):
 
     is_distributed: ClassVar[bool]
     shards_optimizers: bool = False
-
-    def __init__(self) -> None:
-        self.report: JoinReport | None = None
-        """Who did what in the last block: in the last epoch."""
+    report: JoinReport | None = None
+    """Who did what in the last block, which is an epoch."""
 
     @abstractmethod
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -95,7 +93,6 @@ class SingleStrategy(Strategy):
     is_distributed = False
 
     def __init__(self) -> None:
-        super().__init__()
         self._collective = SingleCollective()
         self._module: torch.nn.Module | None = None
         self._window = 0.0  # the weights of the backwards since the last step
@@ -186,12 +183,7 @@ def strategies() -> dict[str, str]:
 
 
 def strategy_of(strategy: str | Strategy) -> Strategy:
-    """Return ``strategy``, or the one registered under that name.
-
-    Raises:
-        ValueError: for an unknown name.
-        TypeError: for something else.
-    """
+    """Return ``strategy``, or the one registered under that name."""
     if isinstance(strategy, Strategy):
         return strategy
     if not isinstance(strategy, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -110,8 +110,6 @@ class Trainer:
         """The latest value of every metric."""
         self.should_stop = False
         """Set it, on any rank, to end the fit after the epoch under way."""
-        self.join_report: JoinReport | None = None
-        """Who did what in the last epoch."""
         self.plan: Plan | None = None
         """What is known of the ranks' data in the epoch under way."""
         self._run: Run | None = None  # the one under way in this process
@@ -163,8 +161,7 @@ class Trainer:
             # A missing or broken file is told here, before anything changes, and not by a worker.
             snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))
         if self._last.module is not module:
-            self._last.begin(module)
-            self._last.reset_callbacks(self.callbacks)
+            self._last.begin(module, self.callbacks)
             self.metrics = {}
         self._last.remember_callbacks(self.callbacks)
         self.should_stop = False
@@ -241,7 +238,7 @@ class Trainer:
     def _take_over(self, result: Result) -> None:
         """Bring this trainer and its callbacks to the state of rank 0's, in another process."""
         self.metrics = dict(result.callback_metrics)
-        self.should_stop, self.join_report = result.stopped, result.join_report
+        self.should_stop, self.strategy.report = result.stopped, result.join_report
         for callback in self.callbacks:
             if callback.state_key in result.callbacks:
                 callback.load_state_dict(result.callbacks[callback.state_key])
@@ -252,6 +249,11 @@ class Trainer:
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """The latest value of every metric, as tensors."""
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.metrics.items()}
+
+    @property
+    def join_report(self) -> JoinReport | None:
+        """Who did what in the last epoch; ``None`` before any."""
+        return self.strategy.report
 
     @property
     def latest(self) -> dict[str, float]:
@@ -299,7 +301,7 @@ class Trainer:
     @property
     def current_epoch(self) -> int:
         """The epoch under way, from 0; outside a fit, the number of completed ones."""
-        return self._fit.epoch if self._fit else self.epochs
+        return self._fit.position.epoch if self._fit else self.epochs
 
     @property
     def global_step(self) -> int:
@@ -319,7 +321,7 @@ class Trainer:
     def record(self, name: str, value: Any, *, batch_size: int | None, **options: Any) -> None:
         """Record a metric: ``module.log`` calls this."""
         run = self.run
-        if run.stage == "predict":
+        if run.task.stage == "predict":
             raise RuntimeError(
                 f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test [J272]"
             )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from join.transfer import broadcast_tree
 from joinables.train_mode import keeping_modes
 from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.checkpoints import snapshot
@@ -50,14 +51,14 @@ def work(trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task
         run.call("on_start", task.stage)
         run.takes_metrics = True
         if isinstance(run, FitRun):
-            loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"], saved)
+            loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"])
             at_end.callback(loop.end)
-            loop.start()
+            loop.start(saved)
             loop.run()
             made["state"] = run.take_snapshot()
         else:
             if task.ckpt_path is not None:
-                run.load_weights(saved and saved["module"])
+                module.load_state_dict(broadcast_tree(run.collective, saved and saved["module"], 0))
             if task.stage == "predict":
                 made["predictions"] = tuple(predict(run, loaders["loader"]))
             else:

@@ -84,22 +84,23 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """The file of the best checkpoint; empty without any."""
-        if not self._kept:
-            return ""
-        if self._monitor is None:
-            return list(self._kept)[-1]
-        return min(self._kept, key=lambda path: self._rank(self._kept[path]))
+        return next(iter(self._best_first()), "")
 
     @property
     def best_model_score(self) -> float | None:
         """The metric of the best checkpoint; ``None`` without any, or without ``monitor``."""
         return self._kept[self.best_model_path] if self._kept and self._monitor is not None else None
 
-    def _rank(self, score: float) -> tuple[bool, float]:
-        """A key by which to sort: the best score first, NaN last."""
-        if math.isnan(score):
-            return True, 0.0
-        return False, score if self._mode == "min" else -score
+    def _best_first(self) -> list[str]:
+        """The files that are kept, the best first and those with NaN last; without ``monitor``, the latest first."""
+        if self._monitor is None:
+            return list(reversed(self._kept))
+
+        def order(path: str) -> tuple[bool, float]:
+            score = self._kept[path]
+            return (True, 0.0) if math.isnan(score) else (False, score if self._mode == "min" else -score)
+
+        return sorted(self._kept, key=order)
 
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -147,17 +148,13 @@ class ModelCheckpoint(Callback):
         if self._monitor is not None:
             metrics = trainer.metrics if is_epoch_end else {self._monitor: math.nan, **trainer.metrics}
             score = monitored(metrics, self._monitor)
-        others = {path for each in trainer.callbacks if each is not self for path in _files_of(each)}
+        keepers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint) and each is not self]
+        others = {path for each in keepers for path in (*each._kept, each.last_model_path)}
         last = {str(folder / "last.ckpt")} if self._last else set[str]()
         path = _free(folder / f"{self._name(trainer, is_epoch_end)}.ckpt", {*self._kept, *others, *last})
-        discarded: list[str] = []
         if self._top_k:
             self._kept[path] = score
-            if self._top_k > 0:
-                by_worth = sorted(self._kept, key=lambda each: self._rank(self._kept[each]))
-                latest_first = list(reversed(self._kept))
-                order = latest_first if self._monitor is None else by_worth
-                discarded = order[self._top_k :]
+        discarded = self._best_first()[self._top_k :] if self._top_k > 0 else []
         for each in discarded:
             del self._kept[each]
         if self._last:
@@ -206,13 +203,6 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept = dict(state["kept"])
         self.last_model_path, self._saved_step = state["last"], state["step"]
-
-
-def _files_of(callback: Callback) -> set[str]:
-    """The files that a ``ModelCheckpoint`` keeps; none for other callbacks."""
-    if not isinstance(callback, ModelCheckpoint):
-        return set()
-    return {*callback._kept, callback.last_model_path}  # pyright: ignore[reportPrivateUsage]
 
 
 def _free(path: Path, taken: Set[str]) -> str:

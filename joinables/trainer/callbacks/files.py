@@ -58,10 +58,9 @@ class CSVMetrics(MetricFiles):
     def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
         path = self._path or trainer.default_root_dir / "metrics.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
         with path.open("a", newline="") as file:
             writer = csv.writer(file)
-            if is_new:
+            if file.tell() == 0:  # it is new
                 writer.writerow(("epoch", "step", "name", "value"))
             for name, value in values.items():
                 writer.writerow((trainer.current_epoch, trainer.global_step, name, repr(value)))

@@ -53,7 +53,7 @@ class ProgressBar(Callback):
     def on_evaluation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
     ) -> None:
-        if stage == trainer.run.stage:  # not the validation within an epoch
+        if stage == trainer.run.task.stage:  # not the validation within an epoch
             self._advance(trainer, 1)
 
     @override

@@ -33,12 +33,11 @@ import torch
 
 from join.collectives._torch_private import pytree
 from joinables._torch.optimizers import mark_stepped
-from joinables.trainer.loops import rng
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import check_groups, optimizer_state
 from joinables.trainer.loops.run import FitRun
 
-_OWN = {"epochs", "global_step", "module", "optimizers", "schedulers", "scaler", "callbacks", "metrics", "ranks"}
+_NEEDED = {"epochs", "global_step", "optimizers", "schedulers", "scaler", "callbacks", "metrics", "ranks"}
 
 
 def take(run: FitRun, active: bool) -> dict[str, Any] | None:
@@ -50,16 +49,7 @@ def take(run: FitRun, active: bool) -> dict[str, Any] | None:
         run: the fit.
         active: whether this rank still has data; outside a block, all ranks are active.
     """
-    part = run.resume_from or {
-        "batches": run.batches_read,
-        "start": None if run.sampler is None else run.sampler.start,
-        "used": None if run.sampler is None else run.sampler.used(run.batches_read),
-        "metrics": run.epoch_store.state_dict(),
-        "random_at_start": run.random_at_start,
-        "random_before_read": None if run.random_before_read is None else rng.capture(run.random_before_read),
-        "random": rng.capture(run.random_to_resume),
-    }
-    parts = run.collective.all_gather_object({**part, "active": active})
+    parts = run.collective.all_gather_object({**run.position.state_dict(), "active": active})
     writer = next(rank for rank, each in enumerate(parts) if each["active"])
     optimizers = [optimizer_state(each, writer=writer, rank=run.rank) for each in run.optimizers]
     if run.rank != writer:
@@ -109,7 +99,7 @@ def check_readable(state: Mapping[str, Any]) -> None:
             )
 
 
-def check(state: Mapping[str, Any], path: str, needed: Set[str] = frozenset(_OWN - {"module"})) -> None:
+def check(state: Mapping[str, Any], path: str, needed: Set[str] = _NEEDED) -> None:
     """Refuse what was read from the file ``path`` if it lacks one of ``needed``; by default, what a fit needs."""
     missing = sorted(needed - state.keys())
     if missing:
@@ -146,16 +136,14 @@ def resume(run: FitRun, state: Mapping[str, Any]) -> None:
     if run.scaler is not None and state["scaler"] is not None:
         run.scaler.load_state_dict(state["scaler"])
     run.counters.load_state_dict(state)
-    run.epoch = run.counters.epochs
+    run.position.epoch = run.counters.epochs
     run.trainer.metrics = dict(state["metrics"])
     for callback in run.trainer.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
         callback.on_load_checkpoint(run.trainer, run.module, state)
     if part is not None:
-        run.resume_from = part
-        if part["random_at_start"] is None:
-            rng.restore(part["random"])
+        run.position.load_state_dict(part)
 
 
 def _part_of(run: FitRun, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -169,8 +157,8 @@ def _part_of(run: FitRun, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     batches, used = [part["batches"] for part in parts], parts[0]["used"]
     if before == ranks or not any(part["batches"] or part["start"] for part in parts):
         return parts[rank] if before == ranks else None
-    total = sum(batches)
-    if run.sampler is None or used is None or batches != [len(range(each, total, before)) for each in range(before)]:
+    dealt_out = [len(range(each, sum(batches), before)) for each in range(before)]
+    if run.position.sampler is None or used is None or batches != dealt_out:
         raise ValueError(
             f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}. What is"
             " left of it can be dealt out anew if the trainer deals out the samples: give it a DataLoader without a"

@@ -75,13 +75,6 @@ class NotPicklable(LaunchError):
 class RemoteTraceback(Exception):
     """The traceback of a worker, as text: the ``__cause__`` of the exception that a launch raises for that worker."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-
-    @override
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
 
 # -- from worker to parent -------------------------------------------------------------------------------------------
 
@@ -97,7 +90,6 @@ class Failure:
     error: BaseException
     blame: int
     text: str
-    cause: RemoteTraceback | None = None
 
 
 @dataclass(frozen=True)
@@ -112,9 +104,8 @@ class Account:
     @staticmethod
     def of(error: BaseException) -> Account:
         """Write down ``error``, in the worker."""
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return Account(text, told, _blame(error), _pickled(error))
+        text = "".join(traceback.format_exception_only(error)).strip()
+        return Account(text, "".join(traceback.format_exception(error)), _blame(error), _pickled(error))
 
     def failure(self, rank: int) -> Failure:
         """Make an exception of it again, in the parent."""
@@ -130,7 +121,8 @@ class Account:
                 error = WorkerRaised(
                     f"rank {rank} raised an exception that cannot be loaded here ({lost}): {self.text} [J217]"
                 )
-        return Failure(rank, error, self.blame, self.text, RemoteTraceback(f"on rank {rank}\n{self.traceback}"))
+        error.__cause__ = RemoteTraceback(f"\non rank {rank}\n{self.traceback}")
+        return Failure(rank, error, self.blame, self.text)
 
 
 def raise_cause(failures: Sequence[Failure]) -> NoReturn:
@@ -138,7 +130,7 @@ def raise_cause(failures: Sequence[Failure]) -> NoReturn:
     first, *others = sorted(failures, key=lambda failure: (failure.blame, failure.rank))
     if others:
         add_note(first.error, "; ".join(f"rank {other.rank} failed too: {other.text[:200]}" for other in others))
-    raise first.error from first.cause
+    raise first.error
 
 
 def _blame(error: BaseException) -> int:

@@ -15,6 +15,7 @@ import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -59,15 +60,21 @@ class Launched(Environment):
     def address(self, place: Place) -> tuple[str, int]:
         """Host and port of the store."""
 
-    def _find(self, *names: str) -> tuple[str, str] | None:
-        """The first variable of ``names`` that is set, and its value."""
-        return next(((name, self._environ[name]) for name in names if self._environ.get(name)), None)
+    def _read_place(self, rank: str, world_size: str, local_rank: str, local_world_size: str) -> Place:
+        """Where the variables of these names, of which the last may be missing, say that this process stands."""
+        ranks = self._number(world_size, least=1)
+        local = self._number(local_world_size, least=1) if self._environ.get(local_world_size) else None
+        number = self._number(rank, below=(world_size, ranks))
+        below = (world_size, ranks) if local is None else (local_world_size, local)
+        node = 0 if local is None else number // local
+        return Place(number, ranks, self._number(local_rank, below=below), local, node)
 
     def _text(self, *names: str) -> tuple[str, str]:
-        found = self._find(*names)
-        if found is None:
-            self._refuse(names[0], f"{' or '.join(names)} is not set")
-        return found
+        """The first variable of ``names`` that is set, and its value."""
+        for name in names:
+            if text := self._environ.get(name):
+                return name, text
+        self._refuse(names[0], f"{' or '.join(names)} is not set")
 
     def _number(self, *names: str, least: int = 0, below: tuple[str, int] | None = None) -> int:
         name, text = self._text(*names)
@@ -102,22 +109,13 @@ class TorchrunEnvironment(Launched):
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> bool:
         # RANK alone is too common a name to tell anything.
-        return "TORCHELASTIC_RUN_ID" in environ or (
-            "RANK" in environ and {"WORLD_SIZE", "LOCAL_RANK"} & set(environ) != set()
-        )
+        by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
+        return by_hand or "TORCHELASTIC_RUN_ID" in environ
 
     @override
     def place(self) -> Place:
-        world_size = self._number("WORLD_SIZE", least=1)
-        local = self._number("LOCAL_WORLD_SIZE", least=1) if self._find("LOCAL_WORLD_SIZE") else None
-        below = ("WORLD_SIZE", world_size) if local is None else ("LOCAL_WORLD_SIZE", local)
-        return Place(
-            rank=self._number("RANK", below=("WORLD_SIZE", world_size)),
-            world_size=world_size,
-            local_rank=self._number("LOCAL_RANK", below=below),
-            local_world_size=local,
-            node_rank=self._number("GROUP_RANK") if self._find("GROUP_RANK") else 0,
-        )
+        place = self._read_place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return replace(place, node_rank=self._number("GROUP_RANK") if self._environ.get("GROUP_RANK") else 0)
 
     @override
     def _is_served(self) -> bool:
@@ -165,23 +163,23 @@ class SlurmEnvironment(Launched):
         )
 
     def _local_world_size(self, node: int, world_size: int) -> int | None:
-        found = self._find("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-        tasks = tasks_per_node(found[1]) if found else []
+        of_job = self._environ.get("SLURM_TASKS_PER_NODE", "")
+        tasks = tasks_per_node(self._environ.get("SLURM_STEP_TASKS_PER_NODE") or of_job)
         # A job's list where the step's is missing may be another one.
         return tasks[node] if sum(tasks) == world_size and node < len(tasks) else None
 
     @override
     def address(self, place: Place) -> tuple[str, int]:
-        found = self._find("MASTER_ADDR")
-        if found is None:
+        host = self._environ.get("MASTER_ADDR")
+        if not host:
             name, nodes = self._text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
             try:
-                found = name, first_host(nodes)
+                host = first_host(nodes)
             except ValueError as unreadable:
                 raise ValueError(f"{name}={nodes!r}: {unreadable}") from None
-        if self._find("MASTER_PORT"):
-            return found[1], self._port()
-        return found[1], _FIRST_PORT + self._number("SLURM_JOB_ID") % _PORTS
+        if self._environ.get("MASTER_PORT"):
+            return host, self._port()
+        return host, _FIRST_PORT + self._number("SLURM_JOB_ID") % _PORTS
 
 
 class MpiEnvironment(Launched):
@@ -201,30 +199,21 @@ class MpiEnvironment(Launched):
 
     @override
     def place(self) -> Place:
-        if self._find("OMPI_COMM_WORLD_RANK"):
-            names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-        else:
-            names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-        world_size = self._number(names[1], least=1)
-        local = self._number(names[3], least=1) if self._find(names[3]) else None
-        rank = self._number(names[0], below=(names[1], world_size))
-        below = (names[1], world_size) if local is None else (names[3], local)
-        node = 0 if local is None else rank // local
-        return Place(rank, world_size, self._number(names[2], below=below), local, node)
+        if self._environ.get("OMPI_COMM_WORLD_RANK"):
+            names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+            return self._read_place(*names)
+        return self._read_place("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
     @override
     def address(self, place: Place) -> tuple[str, int]:
-        one_node = place.world_size == (place.local_world_size or 1)
-        host, job = self._find("MASTER_ADDR"), self._find("PMIX_NAMESPACE")
-        if one_node and host is None:
-            host = "loopback", LOOPBACK
-            if job and not self._find("MASTER_PORT"):
-                return LOOPBACK, _FIRST_PORT + zlib.crc32(job[1].encode()) % _PORTS
-        if host and self._find("MASTER_PORT"):
-            return host[1], self._port()
-        missing = [
-            name for name, there in (("MASTER_ADDR", host), ("MASTER_PORT", self._find("MASTER_PORT"))) if not there
-        ]
+        host, port, job = (self._environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE"))
+        if not host and place.world_size == (place.local_world_size or 1):
+            host = LOOPBACK
+            if job and not port:
+                return host, _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+        if host and port:
+            return host, self._port()
+        missing = [name for name, there in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not there]
         raise ValueError(
             f"{' and '.join(missing)} must be set: mpirun does not say where rank 0 can be reached. Export the name"
             " of its node, and a free port of it, to all processes: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"

@@ -48,7 +48,11 @@ class Payload:
         try:
             _write(self.folder / "call", (fn, args))
         except Exception:
-            for name, value in [("fn", fn), *zip(_names(fn, len(args)), args, strict=True)]:
+            try:
+                named = inspect.signature(fn).bind(*args).arguments
+            except (TypeError, ValueError):  # some builtins have no signature, and these may be the wrong arguments
+                named = {"args": args}
+            for name, value in [("fn", fn), *named.items()]:
                 part, error = _unpicklable_part(value)
                 if error is not None:
                     raise NotPicklable(
@@ -78,7 +82,7 @@ class Payload:
         Raises:
             NotPicklable: if it cannot be pickled; the message says which part of it.
         """
-        result = pytree.tree_map_only(torch.Tensor, _to_cpu, result)
+        result = pytree.tree_map_only(torch.Tensor, lambda each: each if each.is_meta else each.cpu(), result)
         try:
             _write(self.folder / "result", result)
         except Exception:
@@ -128,22 +132,6 @@ def _write(path: Path, value: Any) -> None:
 def _read(path: Path) -> Any:
     with path.open("rb") as file:
         return pickle.load(file)
-
-
-def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.cpu()
-
-
-def _names(fn: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first ``count`` positional parameters."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        parameters = []
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in named][:count]
-    rest = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_POSITIONAL), "args")
-    return names + [f"{rest}[{position}]" for position in range(count - len(names))]
 
 
 def _unpicklable_part(value: Any, above: Sequence[Any] = ()) -> tuple[str, Exception | None]:

@@ -82,19 +82,7 @@ def as_rank(
 ) -> _T:
     """Run ``fn(*args)`` as one rank of the default process group; all ranks call it, equally often.
 
-    Args:
-        environment: where this process stands, and the store where the ranks meet.
-        backend: of the group.
-        timeout: of its collectives, or torch's.
-        fn: the function.
-        args: its arguments.
-
-    Returns:
-        What it returned here.
-
-    Raises:
-        ValueError: as ``environment.place``.
-        BaseException: what ``fn`` raises. The group stays then: to take it down could wait for what others never send.
+    After an exception the group stays: to take it down could wait for what others never send.
     """
     place = environment.place()
     # Keys of an earlier launch, or of ranks that were killed, must not be taken for this one's.

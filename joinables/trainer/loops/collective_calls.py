@@ -37,13 +37,9 @@ class Counters:
 
 
 class Ticker(OnGroup):
-    """Calls a function on a rank that has run out of data, once for each backward of the others that it shadows.
+    """Calls ``tick`` on a rank that has run out of data, once for each backward of the others that it shadows.
 
     It has no collective of its own.
-
-    Args:
-        collective: the ranks.
-        tick: the function.
     """
 
     def __init__(self, collective: Collective, tick: Callable[[], None]) -> None:
@@ -63,9 +59,7 @@ class Ticker(OnGroup):
 class CollectiveCall(SharedCall[T]):
     """A call with collectives that all ranks make together, also those that have run out of data.
 
-    Args:
-        collective: the ranks.
-        function: what they call; its argument says whether this rank still has data.
+    The argument of ``function`` says whether this rank still has data.
     """
 
     def __init__(self, collective: Collective, function: Callable[[bool], T]) -> None:

@@ -108,14 +108,8 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
 
     A loader with a sampler of its own, one over an ``IterableDataset``, and what is no ``DataLoader`` are returned as
     they are: they deal out their data themselves, or every rank sees all of it. A loader of a subclass is copied with
-    all its attributes; the loader given is not changed.
-
-    Args:
-        loader: the loader.
-        rank: the rank.
-        world_size: the number of ranks.
-        seed: of the order.
-        shuffle: whether the order changes with the epoch; by default, if the loader shuffles.
+    all its attributes; the loader given is not changed. The order changes with the epoch where ``shuffle`` says so, or,
+    by default, the loader.
     """
     if not _is_dealt_out(loader):
         return loader
@@ -147,12 +141,14 @@ def _samplers(loader: DataLoader[Any]) -> tuple[Any, Any]:
 
 def _is_dealt_out(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether the trainer deals out this loader: its samplers are those that ``DataLoader`` itself makes."""
-    if not _is_data_loader(loader):
+    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches, order = _samplers(loader)
-    if isinstance(loader.dataset, IterableDataset) or type(batches) not in (BatchSampler, type(None)):
+    if type(batches) not in (BatchSampler, type(None)):
         return False
-    return type(order) is SequentialSampler or (type(order) is RandomSampler and _is_permutation(order, loader))
+    if type(order) is RandomSampler:
+        return not order.replacement and order.num_samples == len(cast("Sized", loader.dataset))
+    return type(order) is SequentialSampler
 
 
 def copied_sampler(loader: Any) -> str | None:
@@ -168,18 +164,6 @@ def copied_sampler(loader: Any) -> str | None:
     if not isinstance(order, knows_nothing) or any(hasattr(each, "set_epoch") for each in (batches, order)):
         return None
     return type(order if type(batches) in (BatchSampler, type(None)) else batches).__name__
-
-
-def _is_predictable(loader: DataLoader[Any]) -> bool:
-    """Whether a loader iterates as its samplers say, so that its length can be believed."""
-    kind = type(loader)
-    plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
-    return plain and not isinstance(loader.dataset, IterableDataset)
-
-
-def _is_permutation(order: Any, loader: DataLoader[Any]) -> bool:
-    """Whether a ``RandomSampler`` takes every sample once."""
-    return not order.replacement and order.num_samples == len(cast("Sized", loader.dataset))
 
 
 def sampler_of(loader: Any) -> UnevenDistributedSampler | None:
@@ -211,13 +195,13 @@ class Plan:
     @staticmethod
     def agree(collective: Collective, loader: Any) -> Plan:
         """Compare the loaders of all ranks: one object all-gather, none where there is one rank."""
-        mine: tuple[int | None, tuple[int, int] | None] = length_of(loader), _sizes(loader)
-        everyone: list[tuple[int | None, Any]] = collective.all_gather_object(mine)
-        sizes = mine[1]
-        known = sizes is not None and all(each == sizes for _, each in everyone)
-        if sizes is not None and len({length for length, _ in everyone}) > 1:
-            known &= sizes[0] == sizes[1]  # else one rank has its smaller last batch when another has a full one
-        return Plan(tuple(length for length, _ in everyone), known or len(everyone) == 1)
+        everyone: list[Any] = collective.all_gather_object((length_of(loader), _sizes(loader)))
+        lengths, sizes = zip(*everyone, strict=True)
+        equal = None not in sizes and len(set(sizes)) == 1
+        if equal and len(set(lengths)) > 1:
+            full, last = sizes[0]
+            equal = full == last  # else one rank has its smaller last batch when another has a full one
+        return Plan(lengths, equal or len(lengths) == 1)
 
     @property
     def shortest(self) -> int | None:
@@ -241,8 +225,11 @@ def length_of(loader: Any) -> int | None:
     The length of an ``IterableDataset`` is not believed. Nor is that of a subclass of ``DataLoader`` that iterates or
     counts in its own way: it may count batches of other ranks.
     """
-    if _is_data_loader(loader) and not _is_predictable(loader):
-        return None
+    if _is_data_loader(loader):
+        kind = type(loader)
+        plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
+        if not plain or isinstance(loader.dataset, IterableDataset):
+            return None
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # it has none, or its sampler does not

@@ -23,16 +23,12 @@ _OF_A_BATCH = ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
 
 def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
     """Go through ``loader`` and return what was logged, over all ranks; ``stage`` is ``"validate"`` or ``"test"``."""
-    with evaluating(run.module):
-        with run.fresh_metrics() as store:
-            _go_through(run, local_loader(run, loader), stage)
-            metrics = store.reduce(run.collective)
-            run.trainer.metrics.update(metrics)
-            store.metrics.clear()
-            _end(run, stage)
-            late = store.reduce(run.collective)
-        run.trainer.metrics.update(late)
-    return {**metrics, **late}
+    with _evaluating(run.module), run.fresh_metrics():
+        _go_through(run, local_loader(run, loader), stage)
+        metrics = run.reduce_metrics()
+        run.store.metrics.clear()
+        _end(run, stage)
+        return {**metrics, **run.reduce_metrics()}
 
 
 def predict(run: Run, loader: Any) -> list[Any]:
@@ -42,7 +38,7 @@ def predict(run: Run, loader: Any) -> list[Any]:
     """
     local = local_loader(run, loader)
     mine: list[Any] = []
-    with evaluating(run.module):
+    with _evaluating(run.module):
         _go_through(run, local, "predict", lambda output: mine.append(map_tensors(_kept, output)))
         parts: list[list[Any]] = run.collective.all_gather_object(mine)
         _end(run, "predict")
@@ -93,7 +89,7 @@ def _end(run: Run, stage: str) -> None:
 
 
 @contextmanager
-def evaluating(module: torch.nn.Module) -> Generator[None]:
+def _evaluating(module: torch.nn.Module) -> Generator[None]:
     """Switch off grad and put the module into eval mode; afterwards, each part is back in its own mode."""
     with keeping_modes(module), torch.no_grad():
         module.eval()

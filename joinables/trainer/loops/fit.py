@@ -29,7 +29,7 @@ from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.collective_calls import CollectiveCall
-from joinables.trainer.loops.data import Plan, distribute, sampler_of, set_epoch
+from joinables.trainer.loops.data import Plan, distribute, sampler_of
 from joinables.trainer.loops.evaluate import evaluate, local_loader
 from joinables.trainer.loops.optimizers import check_closure, parse_optimizers, retarget
 from joinables.trainer.loops.run import FitRun
@@ -38,22 +38,14 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 
 
 class FitLoop:
-    """Trains a module on one rank.
+    """Trains a module on one rank, and validates on ``val_loader``, if there is one, after every epoch."""
 
-    Args:
-        run: the run.
-        train_loader: batches to train on.
-        val_loader: batches to validate on after every epoch, or ``None``.
-        state: the snapshot to resume from, or ``None``; only that of rank 0 counts.
-    """
-
-    def __init__(self, run: FitRun, train_loader: Any, val_loader: Any, state: Any) -> None:
+    def __init__(self, run: FitRun, train_loader: Any, val_loader: Any) -> None:
         self._run = run
         self._trainer, self._module, self._strategy = run.trainer, run.module, run.strategy
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
-        run.sampler = sampler_of(self._loader)
+        run.position.sampler = sampler_of(self._loader)
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
-        self._state = state
         self._hooks: list[Any] = []
         run.take_snapshot = CollectiveCall(run.collective, lambda active: snapshot.take(run, active))
         self._has_another = False
@@ -61,8 +53,8 @@ class FitLoop:
             run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
         )
 
-    def start(self) -> None:
-        """Wrap the module, build its optimizers, and load the state that the fit resumes from."""
+    def start(self, saved: Any) -> None:
+        """Wrap the module, build its optimizers, and resume from the snapshot that rank 0 has ``saved``, if any."""
         run, trainer, module = self._run, self._trainer, self._module
         automatic = module.automatic_optimization
         self._strategy.wrap(module, run.device, several_backwards=not automatic)
@@ -74,8 +66,7 @@ class FitLoop:
             )
         for optimizer in optimizers:
             check_closure(optimizer, automatic, run.collective.world_size)
-        if run.rank == 0:
-            for optimizer in optimizers:
+            if run.rank == 0:
                 _warn_of_foreign_parameters(optimizer, module)
         run.optimizers = self._strategy.shard(optimizers)
         for scheduler in run.schedulers:
@@ -88,20 +79,20 @@ class FitLoop:
                 self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + run.rank)
-        state = broadcast_tree(run.collective, self._state if run.rank == 0 else None, 0)
+        state = broadcast_tree(run.collective, saved, 0)
         if state is not None:
             snapshot.resume(run, state)
 
     def run(self) -> None:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
         run, trainer = self._run, self._trainer
-        run.random_to_resume = rng.glance()
+        run.position.redo_from_here()
         self._set_modes()
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while not self._has_enough_epochs and not self._has_enough_steps and not trainer.should_stop:
-            steps, is_resumed = run.counters.global_step, run.resume_from is not None
+            steps, is_resumed = run.counters.global_step, run.position.resume_from is not None
             self._epoch()
             if run.counters.global_step == steps and not is_resumed:
                 self._warn_of_no_step()
@@ -162,29 +153,26 @@ class FitLoop:
 
     def _epoch(self) -> None:
         run, trainer = self._run, self._trainer
-        run.epoch, run.random_to_resume = run.counters.epochs, rng.glance()
-        set_epoch(self._loader, run.epoch)
-        if run.sampler is not None and run.resume_from is not None:
-            run.sampler.set_epoch(run.epoch, run.resume_from["start"] or 0)
-        plan = Plan.agree(run.collective, self._loader)
-        trainer.plan = plan
+        run.position.begin_epoch(run.counters.epochs, self._loader)
+        trainer.plan = plan = Plan.agree(run.collective, self._loader)
         self._module.on_train_epoch_start()
         run.call("on_train_epoch_start")
         # A hook may have frozen or unfrozen parameters: then a fresh wrapper.
         self._strategy.wrap(self._module, run.device, several_backwards=not self._module.automatic_optimization)
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = run.collective.reduce_boolean_decision(self._train(plan))
-        trainer.metrics.update(run.store.reduce(run.collective))
+        run.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
-        run.random_to_resume = rng.glance()
+        run.position.redo_from_here()
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
         for scheduler in run.schedulers:
             # Before the first optimizer step of all there is nothing to schedule, and torch warns.
             if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
                 scheduler.step(trainer.metrics)
-        run.end_epoch()
+        run.counters.epochs += 1
+        run.position.end_epoch()
         self._tell("on_train_epoch_end")
         run.store.reduced.clear()
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
@@ -196,7 +184,7 @@ class FitLoop:
         callbacks = (partial(getattr(each, hook), run.trainer, run.module) for each in run.trainer.callbacks)
         for call in (getattr(run.module, hook), *callbacks):
             call()
-            run.trainer.metrics.update(run.store.reduce(run.collective))
+            run.reduce_metrics()
             run.store.metrics.clear()
 
     def _train(self, plan: Plan) -> bool:
@@ -217,7 +205,7 @@ class FitLoop:
             *(each.scheduler for each in run.schedulers),
             *([] if run.scaler is None else [run.scaler]),
             run.counters,
-            *(each for each in run.trainer.callbacks if type(each).state_dict is not Callback.state_dict),
+            *(each for each in self._trainer.callbacks if type(each).state_dict is not Callback.state_dict),
             run.take_snapshot,
             *([self._all_have_another] if vote else []),
         ]
@@ -235,13 +223,12 @@ class FitLoop:
                 run.samples = 0  # what this rank logs while it shadows others weighs nothing
         except EarlyTerminationError as error:
             raise self._tell_who_ran_out(finished is not None) from error
-        self._trainer.join_report = self._strategy.report
         return finished
 
     def _tell_who_ran_out(self, mine: bool) -> EarlyTerminationError:
         """The error that all ranks raise, at the same step; ``mine`` says whether this rank is one that ran out."""
         run = self._run
-        counts: list[int | None] = run.collective.all_gather_object(run.batches_read if mine else None)
+        counts: list[int | None] = run.collective.all_gather_object(run.position.batches_read if mine else None)
         told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
         return EarlyTerminationError(
             f"uneven='error' and the ranks have different numbers of batches: there are no more on {told}; make them"
@@ -250,7 +237,8 @@ class FitLoop:
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
         run = self._run
-        for index, batch, is_last in self._batches(limit, vote=vote):
+        voting = self._while_all_have_one if vote else None
+        for index, batch, is_last in run.position.batches(self._loader, limit, voting):
             batch = run.take(batch)
             if cast("Any", self._module.on_train_batch_start(batch, index)) == -1:
                 raise ValueError(
@@ -263,7 +251,7 @@ class FitLoop:
             else:
                 with run.precision.forward_context():
                     outputs = self._module.training_step(batch, index)
-            run.advance()
+            run.position.advance()
             self._module.on_train_batch_end(outputs, batch, index)
             run.call("on_train_batch_end", outputs, batch, index)
             run.store.singles.clear()
@@ -271,47 +259,14 @@ class FitLoop:
                 return is_last
         return True
 
-    def _batches(self, limit: int | None, *, vote: bool) -> Iterator[tuple[int, Any, bool]]:
-        """This rank's batches, each with its index and whether it is the last; begins where the fit resumes.
-
-        The next batch is read before the one at hand is used, since nothing else says which is the last.
-
-        Args:
-            limit: how many there may be.
-            vote: whether they end with those of the first rank that has no more, which ranks vote on.
-        """
-        run, part = self._run, self._run.resume_from
-        run.resume_from = None
-        resumed = part if part is not None and part["random_at_start"] is not None else None
-        skipped = 0 if resumed is None else resumed["batches"]
-        if resumed is not None:
-            rng.restore(resumed["random_at_start"])
-            run.store.load_state_dict(resumed["metrics"])
-        run.random_at_start, run.random_to_resume = rng.capture(), None
-        run.batches_read = skipped
-        iterator = enumerate(rng.iterate(self._loader))
-        for _ in range(skipped):
-            next(iterator, None)
-        if resumed is not None:
-            # The next batch was read before the last step drew random numbers.
-            rng.restore(resumed["random_before_read"])
-        run.random_before_read = rng.glance()
-        following = self._read(iterator, vote) if limit is None or skipped < limit else None
-        if resumed is not None:
-            rng.restore(resumed["random"])
-        while following is not None:
-            index, batch = following
-            run.random_to_resume = rng.glance()
-            following = self._read(iterator, vote) if limit is None or index + 1 < limit else None
-            yield index, batch, following is None
-
-    def _read(self, iterator: Iterator[tuple[int, Any]], vote: bool) -> tuple[int, Any] | None:
-        """The next batch; ``None`` if there is none, or if the ranks vote and one has none."""
-        found = next(iterator, None)
-        if vote:
+    def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches up to those of the first rank that has no more: before each, the ranks vote."""
+        while True:
+            found = next(batches, None)
             self._has_another = found is not None
-            return found if self._all_have_another() else None
-        return found
+            if not self._all_have_another():
+                return
+            yield found
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

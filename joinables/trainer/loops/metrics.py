@@ -111,8 +111,6 @@ class Metric:
         self.weight += other.weight
         if other.extreme is not None:
             self.extreme = self._pick(other.extreme)
-        if math.isnan(self.last):
-            self.last = other.last
 
     def _pick(self, value: float) -> float:
         if self.extreme is None or math.isnan(value):
@@ -148,11 +146,7 @@ class MetricStore:
     def record(
         self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean", **options: Any
     ) -> None:
-        """Add a value.
-
-        Raises:
-            ValueError: for a value with several elements, an unknown ``reduce_fx``, or one that changed.
-        """
+        """Add a value; arguments as of ``TrainModule.log``, with the value's weight."""
         if reduce_fx not in get_args(Reduction):
             raise ValueError(
                 f"reduce_fx={reduce_fx!r} of metric {name!r} is none of {', '.join(get_args(Reduction))} [J244]"
@@ -185,11 +179,10 @@ class MetricStore:
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add what another store has recorded, as its ``state_dict`` says."""
         for name, values in state.items():
-            metric = Metric(**values)
             if name in self.metrics:
-                self.metrics[name].merge(metric)
+                self.metrics[name].merge(Metric(**values))
             else:
-                self.metrics[name] = metric
+                self.metrics[name] = Metric(**values)
 
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, as plain data."""

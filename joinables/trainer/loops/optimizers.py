@@ -18,7 +18,6 @@ class Scheduler:
     """A scheduler and when it steps.
 
     Attributes:
-        scheduler: the object.
         interval: ``"epoch"`` or ``"step"``.
         monitor: the metric it steps on, for ``ReduceLROnPlateau``.
     """
@@ -36,38 +35,26 @@ class Scheduler:
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
-    """Return the optimizers and schedulers in what ``configure_optimizers`` has returned.
-
-    Raises:
-        TypeError: for anything else than an optimizer, a dict, or sequences of them.
-        ValueError: for an interval that is neither ``"epoch"`` nor ``"step"``, a ``ReduceLROnPlateau`` without
-            ``monitor``, or an unknown key in a dict.
-    """
+    """Return the optimizers and schedulers in what ``configure_optimizers`` has returned."""
     optimizers: list[torch.optim.Optimizer] = []
     schedulers: list[Scheduler] = []
-    pair = isinstance(configured, tuple) and len(cast("tuple[Any, ...]", configured)) == 2
-    if pair and all(isinstance(part, list) for part in cast("tuple[Any, Any]", configured)):
-        first, second = cast("tuple[list[Any], list[Any]]", configured)
-        found: list[Any] = [*first, *({"lr_scheduler": each} for each in second)]
-    elif isinstance(configured, (list, tuple)):
-        found = list(cast("Sequence[Any]", configured))
-    else:
-        found = [configured]
+    several = isinstance(configured, (list, tuple))
+    found = list(cast("Sequence[Any]", configured)) if several else [configured]
+    if isinstance(configured, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found):
+        found = [*found[0], *({"lr_scheduler": each} for each in found[1])]
     for each in found:
-        if isinstance(each, torch.optim.Optimizer):
-            optimizers.append(each)
-        elif isinstance(each, dict) and each.keys() & {"optimizer", "lr_scheduler"}:
-            options = cast("dict[str, Any]", each)
-            _check_keys("what configure_optimizers returned", options, ("optimizer", "lr_scheduler", "monitor"))
-            if "optimizer" in options:
-                optimizers.append(options["optimizer"])
-            if options.get("lr_scheduler") is not None:
-                schedulers.append(_scheduler(options["lr_scheduler"], options.get("monitor")))
-        else:
+        options: Any = {"optimizer": each} if isinstance(each, torch.optim.Optimizer) else each
+        if not isinstance(options, dict) or not options.keys() & {"optimizer", "lr_scheduler"}:
             raise TypeError(
                 f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"
                 ' [schedulers]), or {"optimizer": ..., "lr_scheduler": ...} [J247]'
             )
+        options = cast("dict[str, Any]", options)
+        _check_keys("what configure_optimizers returned", options, ("optimizer", "lr_scheduler", "monitor"))
+        if "optimizer" in options:
+            optimizers.append(options["optimizer"])
+        if options.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler(options["lr_scheduler"], options.get("monitor")))
     if not optimizers:
         raise TypeError(
             f"configure_optimizers returned {configured!r}, which has no optimizer; return one in it [J248]"

@@ -23,14 +23,11 @@ class Precision:
         precision: ``32``; ``64``, which makes the module and its batches double, for good; ``"bf16-mixed"``, autocast;
             ``"16-mixed"``, autocast with a ``GradScaler``.
         device: the device's type.
-
-    Raises:
-        ValueError: for an unknown name.
     """
 
     def __init__(self, precision: int | str, device: str) -> None:
         name = _NAMES.get(str(precision))
-        if name is None or isinstance(precision, bool):
+        if name is None:
             raise ValueError(f"precision={precision!r} is unknown; use 32, 64, 'bf16-mixed' or '16-mixed' [J256]")
         self.name, self._device = name, device
 
@@ -38,10 +35,6 @@ class Precision:
     def scales_loss(self) -> bool:
         """Whether gradients need a ``GradScaler``."""
         return self.name == "16-mixed"
-
-    def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return a new ``GradScaler`` for one fit, if it needs one."""
-        return torch.amp.GradScaler(self._device) if self.scales_loss else None
 
     def convert_module(self, module: torch.nn.Module) -> None:
         """Convert the module's parameters and buffers, in place; for 64 only."""

@@ -16,11 +16,10 @@ import torch
 
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
-from join.transfer import broadcast_tree
 from joinables.trainer.loops.collective_calls import CollectiveCall, Counters, Ticker
-from joinables.trainer.loops.data import UnevenDistributedSampler
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import Scheduler
+from joinables.trainer.loops.position import Position
 from joinables.trainer.loops.precision import Precision
 
 if TYPE_CHECKING:
@@ -55,14 +54,11 @@ class Task:
 class Run:
     """A run on one rank: the module on its device, the collective of the ranks, and the metrics.
 
-    Args:
-        trainer: the trainer, or this process's copy of it.
-        module: the module, likewise.
-        task: what to do.
+    The trainer and the module are those of this process, which may be copies of the user's.
     """
 
     def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
-        self.trainer, self.module, self.task, self.stage = trainer, module, task, task.stage
+        self.trainer, self.module, self.task = trainer, module, task
         self.strategy = trainer.strategy
         self.collective: Collective = self.strategy.collective
         self.rank = self.collective.rank
@@ -86,28 +82,30 @@ class Run:
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
 
-    def load_weights(self, weights: Any) -> None:
-        """Load the module's state dict that rank 0 has, on all ranks."""
-        self.module.load_state_dict(broadcast_tree(self.collective, weights, 0))
-
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks."""
         for callback in self.trainer.callbacks:
             getattr(callback, hook)(self.trainer, self.module, *args)
 
+    def reduce_metrics(self) -> dict[str, float]:
+        """Reduce what was logged over all ranks, for the trainer too; the sums go on. One object all-gather."""
+        values = self.store.reduce(self.collective)
+        self.trainer.metrics.update(values)
+        return values
+
     @contextmanager
-    def fresh_metrics(self) -> Generator[MetricStore]:
+    def fresh_metrics(self) -> Generator[None]:
         """A context in which metrics are recorded in a store of their own."""
         outer, self.store = self.store, MetricStore()
         try:
-            yield self.store
+            yield
         finally:
             outer.reduced.update(self.store.reduced)
             self.store = outer
 
 
 class FitRun(Run):
-    """A run that trains: optimizers, counters, and where in its epoch it is. The fit loop fills it."""
+    """A run that trains: optimizers, counters, and the position in the epoch. The fit loop fills it."""
 
     take_snapshot: CollectiveCall[dict[str, Any] | None]
     """Takes a snapshot of the fit, see ``joinables.trainer.checkpoints.snapshot``; all ranks call it."""
@@ -118,44 +116,13 @@ class FitRun(Run):
         self.ticker = Ticker(self.collective, lambda: self.call("on_shadowed_step"))
         self.is_weighted = False
         """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
-        self.epoch = 0
-        """The epoch under way, from 0."""
+        self.position = Position(self.store)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Scheduler] = []
-        self.scaler = self.precision.make_scaler()
-        self.epoch_store = self.store
-        """The metrics of the epoch under way, also while those of its validation are recorded."""
-        self.batches_read = 0
-        """How many batches of the epoch under way this rank has trained on; 0 between epochs."""
-        self.sampler: UnevenDistributedSampler | None = None
-        """What deals out the samples to train on, if the trainer does."""
-        self.random_at_start: dict[str, Any] | None = None
-        """The random state before the epoch's first batch was read; ``None`` between epochs."""
-        self.random_before_read: dict[str, Any] | None = None
-        """The random state before the batch that comes next was read."""
-        self.random_to_resume: dict[str, Any] | None = None
-        """The random state for a snapshot taken now; ``None`` if it is the present one.
-
-        It is an older one where a fit that resumes from there does something again: in the hooks before an epoch's
-        batches, in a step, before which the next batch was read, and in a validation.
-        """
-        self.resume_from: dict[str, Any] | None = None
-        """This rank's part of the snapshot that the fit resumes from, until the first epoch's batches are read."""
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.precision.scales_loss else None
 
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
         self.strategy.backward(loss, float(self.samples) if self.is_weighted else None, sync=sync, **options)
         if sync:
             self.ticker()
-
-    def advance(self) -> None:
-        """Count a batch as trained on: a fit that resumes from here begins with the next."""
-        self.batches_read += 1
-        self.random_before_read, self.random_to_resume = self.random_to_resume, None
-
-    def end_epoch(self) -> None:
-        """Count the epoch as completed, with its validation: a fit that resumes from here begins with the next."""
-        self.counters.epochs += 1
-        self.batches_read = 0
-        self.random_at_start = self.random_before_read = self.random_to_resume = None
-        self.epoch_store.metrics.clear()

@@ -159,20 +159,7 @@ def in_short(node: ast.expr) -> str:
     return names[-1].replace("_", " ") if names else "class"
 
 
-WITHOUT_MEANING = {
-    "self",
-    "join",
-    "map",
-    "repr",
-    "sorted",
-    "str",
-    "len",
-    "type",
-    "name__",
-    "qualname__",
-    "decode",
-    "or",
-}
+WITHOUT_MEANING = "self", "join", "map", "repr", "sorted", "str", "len", "type", "name__", "qualname__", "decode", "or"
 
 
 def comment_above(lines: list[str], line: int) -> str:

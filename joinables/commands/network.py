@@ -20,7 +20,6 @@ from joinables.commands.findings import Finding
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, see netdevice(7)
 _SLOW = 2.0  # seconds
-_CHOOSE = f"set {INTERFACE} to the interface that reaches the other machines"
 
 
 def look_at_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -59,22 +58,24 @@ def _chosen(names: str, there: Mapping[str, str]) -> Finding:
 
 def _by_name(environment: Mapping[str, str]) -> Finding:
     name, started = socket.gethostname(), time.monotonic()
-    crosses = _is_elsewhere(environment.get("MASTER_ADDR", ""))
-    kind = "to do" if crosses else "note"
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
         told = f"{INTERFACE} is not set, and this machine's name {name!r} has no address ({error}): gloo takes loopback"
-        return Finding(f"{told}, which reaches this machine only", kind, f"between machines, {_CHOOSE}")
-    told = f"{INTERFACE} is not set: gloo takes the address of this machine's name {name!r}, {address}"
-    if (took := time.monotonic() - started) > _SLOW:
-        advice = f"write {address} and {name} into /etc/hosts"
-        return Finding(f"{told}; finding that took {took:.0f} s, at each start", "to do", advice)
-    if not _can_listen(address, 0):
-        return Finding(f"{told}, which is not this machine's, and so loopback", kind, f"between machines, {_CHOOSE}")
-    if ipaddress.ip_address(address).is_loopback:
-        return Finding(f"{told}, which reaches this machine only", kind, f"between machines, {_CHOOSE}")
-    return Finding(told)
+    else:
+        told = f"{INTERFACE} is not set: gloo takes the address of this machine's name {name!r}, {address}"
+        if (took := time.monotonic() - started) > _SLOW:
+            advice = f"write {address} and {name} into /etc/hosts"
+            return Finding(f"{told}; finding that took {took:.0f} s, at each start", "to do", advice)
+        if not _can_listen(address, 0):
+            told = f"{told}, which is not this machine's, and so loopback"
+        elif not ipaddress.ip_address(address).is_loopback:
+            return Finding(told)
+    master = environment.get("MASTER_ADDR", "")
+    # Another machine, or this one under an address that others reach.
+    crosses = master not in ("", "localhost", "0.0.0.0") and not master.startswith("127.")
+    advice = f"between machines, set {INTERFACE} to the interface that reaches the other machines"
+    return Finding(f"{told}, which reaches this machine only", "to do" if crosses else "note", advice)
 
 
 def _port_range() -> str:
@@ -106,11 +107,6 @@ def _master(environment: Mapping[str, str]) -> list[Finding]:
         advice = "choose another port, or end the program that has it (ss -ltnp shows which)"
         return [Finding(f"{where}; this machine is that one, and the port is in use", "to do", advice)]
     return [Finding(where)]
-
-
-def _is_elsewhere(host: str) -> bool:
-    """Whether a host is surely another machine, or this one under an address that others reach."""
-    return host not in ("", "localhost", "0.0.0.0") and not host.startswith("127.")
 
 
 def _can_listen(address: str, port: int) -> bool:

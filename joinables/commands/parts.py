@@ -41,25 +41,21 @@ class Part:
     """What one rank has written.
 
     Attributes:
-        rank: the rank.
         host: its machine.
         process: its process.
         error: the exception with which it left the block, if any.
         announced: how often it announced the joinable that it announced most.
         shadowed: likewise, of what it took part in with nothing to say.
         ended: when it left the block, on the clock of the run.
-        left_out: how many of its oldest events are missing.
         events: in the order in which they began.
     """
 
-    rank: int
     host: str
     process: int
     error: str | None
     announced: int
     shadowed: int
     ended: float
-    left_out: int
     events: list[Event]
 
 
@@ -175,14 +171,12 @@ def _part(told: dict[str, Any], shift: float) -> Part:
         for kind, begin, end, what, number in told["events"]
     ]
     return Part(
-        rank=told["rank"],
         host=told["host"],
         process=told["process"],
         error=told["error"],
         announced=max(told["announced"], default=0),
         shadowed=max(told["shadowed"], default=0),
         ended=told["ended"] + shift,
-        left_out=told["left_out"],
         events=events,
     )
 

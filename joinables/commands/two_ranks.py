@@ -9,11 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    spawn,  # pyright: ignore[reportUnknownVariableType]
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
@@ -48,36 +52,22 @@ def look_at_training(limit: float = LIMIT) -> list[Finding]:
         limit: seconds they may take.
     """
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes: list[Any] = []
-    for rank in range(len(STEPS)):
-        here, there = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_work, args=(rank, store.port, limit, there), daemon=True))
-        processes[-1].start()
-        there.close()
-        pipes.append(here)
-    told = _answers(pipes, limit)
-    for process in processes:
-        process.join(0 if len(told) < len(pipes) else 10)
+    answers: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    ranks: Any = spawn(_work, (store.port, limit, answers), nprocs=len(STEPS), join=False, daemon=True)
+    deadline = time.monotonic() + limit
+    told: dict[int, Told] = {}
+    try:
+        while not ranks.join(max(deadline - time.monotonic(), 0)) and time.monotonic() < deadline:
+            pass  # one of them has ended
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        told[error.error_index] = Told(error=str(error).strip().splitlines()[-1])
+    for process in ranks.processes:
         process.kill()
         process.join()
+    while not answers.empty():
+        rank, answer = answers.get()
+        told[rank] = answer
     return judged(told, limit)
-
-
-def _answers(pipes: list[Connection], limit: float) -> dict[int, Told]:
-    """What the ranks tell in time, by rank; one that dies tells nothing."""
-    told: dict[int, Told] = {}
-    waiting, deadline = {pipe: rank for rank, pipe in enumerate(pipes)}, time.monotonic() + limit
-    while waiting and time.monotonic() < deadline:
-        for pipe in wait(list(waiting), timeout=0.5):
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                told[rank] = pipe.recv()
-            except EOFError:
-                told[rank] = Told(error="its process ended without a word")
-    return told
 
 
 def judged(told: dict[int, Told], limit: float) -> list[Finding]:
@@ -131,13 +121,12 @@ def _parameters(network: torch.nn.Module) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(network.parameters()).detach()
 
 
-def _work(rank: int, port: int, limit: float, pipe: Connection) -> None:
+def _work(rank: int, port: int, limit: float, answers: Any) -> None:
     """What a rank does."""
     try:
-        pipe.send(_train(rank, port, limit))
+        answers.put((rank, _train(rank, port, limit)))
     except Exception as error:
-        pipe.send(Told(error=described(error)))
-    pipe.close()
+        answers.put((rank, Told(error=described(error))))
     sys.stdout.flush()
     os._exit(0)  # what is pending on a group that has failed must not hold it up
 

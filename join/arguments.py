@@ -104,21 +104,6 @@ def checked_divisor(divisor: Any) -> int:
     return int(divisor)
 
 
-def block_settings(told: Mapping[str, Any], divisor: int, steps: int | str | None, *, weighted: bool) -> dict[str, Any]:
-    """What ranks compare of ``Join``'s arguments on entering.
-
-    Args:
-        told: what is compared as it is.
-        divisor: ``loss_divided_by``.
-        steps: as given; numbers of steps may differ.
-        weighted: whether ``join.weight`` is set.
-    """
-    settings = {**told, **({"loss_divided_by": divisor} if divisor != 1 else {})}
-    if isinstance(steps, int):
-        return settings | {"steps": "declared", "weighted": weighted}
-    return settings if steps is None else settings | {"steps": steps}
-
-
 def listed(objects: Any, group: Any) -> list[Any]:
     """Return the objects given to ``Join``.
 
@@ -258,26 +243,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {meant[0]}?" if meant else ""
 
 
-def check_agreement(
-    collective: Collective,
-    joinables: Sequence[Joinable],
-    settings: Mapping[str, Any],
-    wait: Callable[[Work, str], None],
-) -> None:
-    """Make sure that all ranks entered the same block: the same objects in the same order, with the same settings.
+def entered_with(
+    joinables: Sequence[Joinable], told: Mapping[str, Any], divisor: int, steps: int | str | None, *, weighted: bool
+) -> list[str]:
+    """What ranks compare on entering a block: the names of what is listed, in order, and the arguments of ``Join``.
 
     Args:
-        collective: the group.
         joinables: those listed.
-        settings: the arguments of ``Join``; only plain values are compared.
-        wait: waits for the all-reduce; gets a text that says what this rank is doing.
-
-    Raises:
-        ProtocolError: on every rank, if they do not agree.
+        told: arguments that must be the same; only plain values are compared.
+        divisor: ``loss_divided_by``.
+        steps: as given; numbers of steps may differ.
+        weighted: whether ``join.weight`` is set.
     """
-    names = [joinable.join_name for joinable in joinables]
+    settings = {**told}
+    if divisor != 1:
+        settings["loss_divided_by"] = divisor
+    if isinstance(steps, int):
+        settings |= {"steps": "declared", "weighted": weighted}
+    elif steps is not None:
+        settings["steps"] = steps
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
-    check_same(collective, "Join", [*names, *plain], wait)
+    return [*(joinable.join_name for joinable in joinables), *plain]
 
 
 def check_same(collective: Collective, name: str, mine: Sequence[str], wait: Callable[[Work, str], None]) -> None:

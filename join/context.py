@@ -1,21 +1,13 @@
 """The context manager: :class:`Join`.
 
-It checks its arguments, turns objects into joinables, attaches and detaches them, and synchronises state at the end.
-The order of collectives inside the block is the business of ``join.protocol``; around it stand, on all ranks alike::
-
-    enter    one all-reduce: do all ranks list the same? (``join.arguments``)
-             the first block of a group: what carries headers (shared memory: a broadcast and an all-reduce)
-             with ``steps=n``: an all-gather of the numbers
-             joinables attach (a pending bucket rebuild of DDP is done now)
-    exit     drain: headers and shadowed bursts until nobody is active
-             even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
-             uneven: an election of the last joiner, unless that has shown it; then the state is synchronised
-             one all-reduce for the report
+It checks its arguments, and turns objects into joinables. The order of collectives inside the block is told in
+``join.protocol``, that on entering and leaving it in ``join.open_block``.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -24,8 +16,6 @@ from typing_extensions import Self
 
 from join.arguments import (
     OWN_KEYWORDS,
-    block_settings,
-    check_agreement,
     check_flags,
     check_initialised,
     check_keywords,
@@ -34,15 +24,16 @@ from join.arguments import (
     checked_timeout,
     checked_weight,
     common_collective,
+    entered_with,
     expand,
     listed,
 )
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.inside import block_of, put_inside, put_outside
-from join.loop.iterate import check_arguments
-from join.loop.loops import Loops
-from join.loop.nothing_listed import NothingListed, warn_of_no_loop
+from join.loop.iterate import Iteration, check_arguments
+from join.loop.loops import LoopAlone, Loops
+from join.on_group import NothingListed
 from join.open_block import OpenBlock, channels, scope_of, tell_not_entered
 from join.protocol.channel import Channel
 from join.recording import checked_path
@@ -224,7 +215,7 @@ class Join:
     @property
     def pending(self) -> list[Any]:
         """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
-        return [] if self._loops.last is None else self._loops.last.pending
+        return [] if self._loops.last is None else list(self._loops.last.ahead.batches)
 
     def loader_state(self) -> Any:
         """The state of the loader of the last loop over :meth:`iterate`, as of the batch that was handed out last.
@@ -240,7 +231,7 @@ class Join:
         """
         if self._loops.last is None:
             raise JoinError("no loop was in this block; join.loader_state() is of one over join.iterate [J054]")
-        return self._loops.last.loader_state
+        return self._loops.last.ahead.loader_state()
 
     def iterate(
         self,
@@ -277,11 +268,14 @@ class Join:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ... [J055]")
         if self._block is None:  # enable=False
             check_arguments(loader, until, dummy, lookahead)
-            return self._loops.begin_alone(loader)
+            return self._loops.begin(LoopAlone(loader))
         if isinstance(self._steps, int):
             raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader' [J056]")
-        told = {"declared": self._steps == "loader", "throw": self._throw}
-        return self._loops.begin(self._block.channel, loader, until, dummy, lookahead, **told)
+        if self._loops.running is not None:
+            self._loops.running.leave(gives_way=True)
+        declared, throw = self._steps == "loader", self._throw
+        loop = Iteration(self._block.channel, loader, until, dummy, lookahead, declared=declared, throw=throw)
+        return self._loops.begin(loop)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Record what this rank announces, runs, shadows and waits for, from here on; call it first in the block.
@@ -355,7 +349,7 @@ class Join:
             if block_of(joinable.join_target) is not None:
                 raise JoinError(f"{joinable.join_name} is inside another Join block already; leave that first [J059]")
         if not self._enable:
-            self._configure()
+            put_inside(self, self._joinables, enable=False, throw=False)
             self._report = JoinReport()
             return self
         steps = self._steps if isinstance(self._steps, int) else None
@@ -365,14 +359,15 @@ class Join:
         except BaseException as error:
             tell_not_entered(self._collective, error)
             raise
+        block.undo.callback(self._unconfigure)
         try:
             told = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            settings = block_settings(told, self._divisor, self._steps, weighted=self._weight is not None)
-            block.begin(lambda wait: check_agreement(self._collective, self._joinables, settings, wait))
-            self._configure()
+            weighted = self._weight is not None
+            block.begin(entered_with(self._joinables, told, self._divisor, self._steps, weighted=weighted))
+            put_inside(self, self._joinables, enable=True, throw=self._throw)
             block.attach(self)
         except BaseException:
-            block.leave(self._unconfigure)
+            block.undo.close()
             raise
         block.start()
         return self
@@ -388,12 +383,11 @@ class Join:
         try:
             self._report = block.end(error, self._loops)
             if error is None and self._loops.last is None and (self._steps == "loader" or not self._objects):
-                warn_of_no_loop("steps='loader'" if self._objects else "a block that lists nothing")
+                what = "steps='loader'" if self._objects else "a block that lists nothing"
+                how = "write for batch in join.iterate(loader)"
+                warnings.warn(f"{what} is for loops over join.iterate, and there was none: {how}", stacklevel=2)
         finally:
-            block.leave(self._unconfigure)
-
-    def _configure(self) -> None:
-        put_inside(self, self._joinables, enable=self._enable, throw=self._throw)
+            block.undo.close()
 
     def _unconfigure(self) -> None:
         self._weight, self._block = self._weight_outside, None

@@ -24,7 +24,7 @@ def put_inside(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw:
     """The block is entered: these joinables are in it."""
     for position, joinable in enumerate(joinables):
         _blocks[id(joinable)] = _blocks[id(joinable.join_target)] = join
-        _set_config(joinable, JoinConfig(enable, enable and throw, position == 0))
+        _set_config(joinable, JoinConfig(enable, throw, position == 0))
 
 
 def put_outside(joinables: Sequence[Joinable]) -> None:

@@ -239,6 +239,21 @@ class BlockChannel(Protocol):
         """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
         ...
 
+    @property
+    def all_ranks_run_bursts(self) -> bool:
+        """Whether each rank runs every burst itself, on a dummy where it has no data, so that nobody shadows."""
+        ...
+
+    @property
+    def votes_on_weights(self) -> bool:
+        """Whether ranks have to vote on whether weights are in use, since nothing that is announced says so."""
+        ...
+
+    @property
+    def contributors(self) -> int | None:
+        """The ranks that contribute in this step, as a bit mask; ``None`` where headers count them for each burst."""
+        ...
+
     def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
         """Whether a module's backward is announced when its forward begins."""
         ...
@@ -272,11 +287,6 @@ class BlockChannel(Protocol):
     @property
     def shadowing(self) -> bool:
         """Whether this rank has no data in this step."""
-        ...
-
-    @property
-    def ranks_with_data(self) -> int | None:
-        """The ranks that have data in this step, as a bit mask; ``None`` outside a loop, where others shadow."""
         ...
 
     @property

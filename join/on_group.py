@@ -1,4 +1,4 @@
-"""A joinable that is its own hook and stands for no object, only for ranks: :class:`OnGroup`."""
+"""Joinables that are their own hooks and stand for no object, only for ranks: :class:`OnGroup`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from join.joinable import Joinable, JoinHook
+from join.joinable import Burst, Joinable, JoinHook
 
 
 class OnGroup(Joinable, JoinHook):
@@ -36,3 +36,7 @@ class OnGroup(Joinable, JoinHook):
     @override
     def join_process_group(self) -> Any:
         return self._group
+
+
+class NothingListed(OnGroup, Burst):
+    """Has no collectives: what its ranks keep in step is their loops over ``Join.iterate``."""

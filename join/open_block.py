@@ -1,17 +1,22 @@
 """One block on this rank, from entering it to leaving it: :class:`OpenBlock`.
 
-When all ranks have run out, the same stands on each of them::
+On all ranks alike stand around the user's code::
 
-    even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
-    even: each joinable's ``synchronise_own``; uneven: each joinable's ``synchronise``, from the last joiner
-    each hook's ``post_hook``
-    one all-reduce for the report
+    enter    one all-reduce: do all ranks list the same? (``join.arguments``)
+             the first block of a group: what carries headers (shared memory: a broadcast and an all-reduce)
+             with ``steps=n``: an all-gather of the numbers
+             joinables attach (a pending bucket rebuild of DDP is done now)
+    exit     drain: headers and shadowed bursts until nobody is active, and an election of the last joiner, if uneven
+             even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
+             even: each joinable's ``synchronise_own``; uneven: each joinable's ``synchronise``, from the last joiner
+             each hook's ``post_hook``
+             one all-reduce for the report
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from join.arguments import hook_of
+from join.arguments import check_same, hook_of
 from join.collectives import Collective, Work
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
@@ -77,20 +82,22 @@ class OpenBlock:
             )
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
-        self._attached: list[Joinable] = []
         self._limit_before: timedelta | None = None  # of the group's operations
-        self._on_leaving: list[Callable[[], None]] = []  # called first when the block is left
+        self.undo = ExitStack()
+        """What is to be done when the block is left, whatever happened in it: what was added last comes first."""
+        self.undo.callback(self._close_channel)
+        self.undo.callback(self._restore_limit)
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
-    def begin(self, check: Callable[[Callable[[Work, str], None]], None]) -> None:
+    def begin(self, entered_with: Sequence[str]) -> None:
         """All ranks have entered, and agree on what they list.
 
-        Args:
-            check: compares what they list; it is given what waits for a message.
+        Raises:
+            ProtocolError: on all ranks, if they have not entered with the same.
         """
         try:
-            check(self.channel.guard.wait)
+            check_same(self._collective, "Join", entered_with, self.channel.guard.wait)
             self.channel.agree()
         except JoinError:
             raise
@@ -105,7 +112,7 @@ class OpenBlock:
         try:
             for member in self._scope.members:
                 member.joinable.attach(join)
-                self._attached.append(member.joinable)
+                self.undo.callback(member.joinable.detach)
         except BaseException as error:
             self._fail(error)
             raise
@@ -125,7 +132,7 @@ class OpenBlock:
         """
         from join.recording.recorder import Recorder
 
-        self._on_leaving.append(Recorder(self.channel, path, self._started).end)
+        self.undo.callback(Recorder(self.channel, path, self._started).end)
 
     def notify(self, caller: Any) -> Work | None:
         """This rank is about to run a burst of ``caller``; the message that says so, if that one announces.
@@ -241,21 +248,6 @@ class OpenBlock:
         most = max(steps, key=sum)
         self.channel.headers.leader = steps.index(most)
         return Outcome(even=False, last=steps[self._collective.rank] == most)
-
-    def leave(self, unconfigure: Callable[[], None]) -> None:
-        """Undo what entering has done, whatever happened in the block.
-
-        Args:
-            unconfigure: called when the joinables are detached.
-        """
-        with ExitStack() as calls:
-            calls.callback(self._close_channel)
-            calls.callback(self._restore_limit)
-            calls.callback(unconfigure)
-            for joinable in self._attached:  # the last attached is the first detached
-                calls.callback(joinable.detach)
-            for callback in self._on_leaving:
-                calls.callback(callback)
 
     def _restore_limit(self) -> None:
         if self._limit_before is not None:

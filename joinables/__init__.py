@@ -5,7 +5,7 @@ Importing this package registers them; ``join`` does so by itself the first time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from joinables.namesake import found_instead
@@ -63,16 +63,18 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _joinables_of_state(stateful: Any) -> Joinable | Sequence[Joinable]:
-    inner = unwrapped(stateful)
-    return State(stateful) if inner is stateful else joinables_of(inner)
+def _through_wrappers(adapter: Callable[[Any], Joinable | Sequence[Joinable]]) -> Callable[[Any], Any]:
+    """The adapter; for what a framework has wrapped, that of what is inside."""
+
+    def adapt(obj: Any) -> Joinable | Sequence[Joinable]:
+        inner = unwrapped(obj)
+        return adapter(obj) if inner is obj else joinables_of(inner)
+
+    return adapt
 
 
 def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequence[Joinable]:
     """An optimizer is state, unless its parameters are spread; one that joins by torch's rules is ZeRO, or foreign."""
-    inner = unwrapped(optimizer)
-    if inner is not optimizer:
-        return joinables_of(inner)
     if not isinstance(optimizer, TorchJoinableBase):
         spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
         return ShardStep(optimizer) if spread else State(optimizer)
@@ -83,9 +85,6 @@ def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequ
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
     """A plain module is state (an EMA copy), a metric is not."""
-    inner = unwrapped(module)
-    if inner is not module:
-        return joinables_of(inner)
     if isinstance(module, TorchJoinableBase):
         return TorchJoinable(module)
     refuse_fsdp1(module)
@@ -99,10 +98,10 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
     return Metric(module).joinable() if is_metric(module) else State(module)
 
 
-register_state_adapter(_joinables_of_state)
-register_joinable(torch.nn.Module, _joinables_of_module)
+register_state_adapter(_through_wrappers(State))
+register_joinable(torch.nn.Module, _through_wrappers(_joinables_of_module))
 register_joinable(Replay, Replay.joinables)
 register_joinable(Metric, Metric.joinable)
-register_joinable(torch.optim.Optimizer, _joinables_of_optimizer)
+register_joinable(torch.optim.Optimizer, _through_wrappers(_joinables_of_optimizer))
 register_joinable(TorchJoinableBase, TorchJoinable)
 register_joinable(DistributedDataParallel, joinables_of_ddp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -11,8 +11,8 @@ from join import Burst, Joinable, JoinHook
 from join.joinable import Block, BurstState
 
 
-class Adapter(Joinable):
-    """Stands for an object: device, process group and name are the object's.
+class Adapter(Joinable, JoinHook):
+    """Stands for an object, and is its own hook: device, process group and name are the object's.
 
     Those are its ``join_device`` and ``join_process_group``, as DDP modules and torch's own ``Joinable`` objects have
     them. Override both properties for an object without.
@@ -21,14 +21,22 @@ class Adapter(Joinable):
         target: the object; it is left alone until ``attach``.
     """
 
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
     def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = target
+        self._handles: list[Any] = []
+        """What ``attach`` registered at the object; ``detach`` removes it."""
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
 
     @property
     @override
     def join_device(self) -> torch.device:
-        return cast("torch.device", self._target.join_device)
+        return self._target.join_device
 
     @property
     @override
@@ -45,25 +53,20 @@ class Adapter(Joinable):
     def join_target(self) -> Any:
         return self._target
 
+    @override
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
-class Announcing(Adapter, Burst, JoinHook):
-    """Stands for an object that communicates in the loop, and is its own hook.
+
+class Announcing(Adapter, Burst):
+    """Stands for an object that communicates in the loop.
 
     A subclass registers hooks at the object in ``attach``. Before the object's collectives they call
     ``self._channel.announce(self)`` and set ``state`` to ``RUNNING``, and to ``IDLE`` when these are done. On a rank
     without data ``main_hook`` issues the same collectives, past those hooks.
     """
-
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
-    def __init__(self, target: Any) -> None:
-        super().__init__(target)
-        self._handles: list[Any] = []
-        """What ``attach`` registered at the object; ``detach`` removes it."""
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
 
     @override
     def attach(self, join: Block) -> None:
@@ -72,9 +75,7 @@ class Announcing(Adapter, Burst, JoinHook):
 
     @override
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        super().detach()
         del self._channel, self._collective  # which hold the object
 
 
@@ -82,11 +83,6 @@ class Silent(Adapter):
     """Stands for an object that issues no collective in the loop; what is to be done comes when the block ends."""
 
     communicates: ClassVar[bool] = False
-    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return JoinHook()
 
     @property
     @override
@@ -104,4 +100,5 @@ class Silent(Adapter):
 
     @override
     def detach(self) -> None:
+        super().detach()
         del self._collective

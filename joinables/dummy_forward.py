@@ -8,7 +8,6 @@ an exception could leave half done. How it is found out elsewhere is told in ``j
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,24 +18,21 @@ from join.batch import StepBatch, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
 from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
+from joinables.stand_in import StandIn
 from joinables.tensors import hides_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DummyForward:
-    """What a module may run on, on this rank, instead of an empty batch.
-
-    Args:
-        channel: that of the block.
-    """
+    """What a module may run on, on this rank, instead of an empty batch."""
 
     def __init__(self, channel: BlockChannel) -> None:
         self._channel = channel
         self._calls: list[Arguments] = []  # of the last step in which this rank had data, in their order
         self._step = self._number = 0
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(self, arguments: Arguments) -> None:
         """The module is called, on a batch that may be this rank's last, or on a dummy."""
         channel = self._channel
         is_last = channel.batch is StepBatch.LAST
@@ -47,17 +43,12 @@ class DummyForward:
         self._number += 1
         if is_last:
             # The same tensors, without the graphs that they come from.
-            self._calls.append(map_tensors(torch.Tensor.detach, (args, kwargs)))
+            self._calls.append(map_tensors(torch.Tensor.detach, arguments))
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """What to run the module on in the call under way.
-
-        Args:
-            args: what it is called with.
-            kwargs: the same, by name.
-        """
+    def instead_of(self, arguments: Arguments) -> Arguments:
+        """What to run the module on in the call under way, which has these arguments."""
         if not self._calls:
-            return map_tensors(_with_rows, (args, kwargs))
+            return map_tensors(_with_rows, arguments)
         return map_tensors(torch.clone, self._calls[min(self._number, len(self._calls)) - 1])
 
 
@@ -120,69 +111,58 @@ class _Emptied(torch.autograd.Function):
         return None, *zeros
 
 
-class InnerForward:
+class InnerForward(StandIn):
     """Looks at one call of the module inside a DDP module, and runs it on something else if it cannot take its batch.
 
-    It stands in that module's ``forward`` from ``put`` on until it is called once, or removed. A copy of the module, or
-    one that was pickled, has its own forward again.
-
-    Args:
-        module: the module inside.
-        channel: that of the block.
+    It stands in that module's ``forward`` from ``put`` on until it is called once, or removed: hooks cannot catch what
+    the forward of an empty batch raises, and an attempt in a hook would run the module twice on each dummy that it
+    takes.
     """
 
     def __init__(self, module: torch.nn.Module, channel: BlockChannel) -> None:
+        super().__init__(module.forward)
         self._module, self._channel, self._dummy_forward = module, channel, DummyForward(channel)
         self._refuses_empty = False  # the module cannot take an empty batch
-        self._is_attribute = False  # the forward is one of the module itself: the user's
 
     def put(self) -> None:
         """A forward comes, at the beginning of a loop over ``Join.iterate`` or where this rank's data ends."""
         self.remove()  # the forward that it was for has raised
         attributes = vars(self._module)
-        self._is_attribute, self._forward = "forward" in attributes, self._module.forward
+        self._attribute = attributes.get("forward")  # the user's own, if there is one
+        self.original = self._module.forward
         attributes["forward"] = self
 
     def remove(self) -> None:
         """Give the module its own forward back."""
         attributes = vars(self._module)
-        if attributes.get("forward") is not self:
-            return
-        if self._is_attribute:
-            attributes["forward"] = self._forward
-        else:
+        if attributes.get("forward") is self:
             del attributes["forward"]
+            if self._attribute is not None:
+                attributes["forward"] = self._attribute
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, or its stand-in."""
         self.remove()
-        compiled = compiler_under_way() is not None
-        if call_uncompiled(self._look, args, kwargs) if compiled else self._look(args, kwargs):
-            return call_uncompiled(self._run_on_dummy, args, kwargs)
-        return self._forward(*args, **kwargs)
+        compiled, arguments = compiler_under_way() is not None, (args, kwargs)
+        if call_uncompiled(self._look, arguments) if compiled else self._look(arguments):
+            return call_uncompiled(self._run_on_dummy, arguments)
+        return self.original(*args, **kwargs)
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        channel = self._channel
-        channel.module_runs_on((args, kwargs))
-        self._dummy_forward.called(args, kwargs)
-        return channel.batch is StepBatch.EMPTY and is_empty_call((args, kwargs))
+    def _look(self, arguments: Arguments) -> bool:
+        """Whether the module is called on an empty dummy."""
+        self._channel.module_runs_on(arguments)
+        self._dummy_forward.called(arguments)
+        return self._channel.batch is StepBatch.EMPTY and is_empty_call(arguments)
 
-    def _run_on_dummy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_dummy(self, arguments: Arguments) -> Any:
+        args, kwargs = arguments
         if not self._refuses_empty:
             try:
-                return self._forward(*args, **kwargs)
+                return self.original(*args, **kwargs)
             except Exception as error:
                 if is_broken(error):
                     raise  # another rank is gone
                 self._refuses_empty = True
-        instead, by_name = self._dummy_forward.arguments(args, kwargs)
-        return emptied_output(self._forward(*instead, **by_name), (args, kwargs))
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _own_forward, (self._forward,)
-
-
-def _own_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What a copy has: a copy of the forward, which is a method of the copied module if it was one of the module."""
-    return forward
+        args, kwargs = self._dummy_forward.instead_of(arguments)
+        return emptied_output(self.original(*args, **kwargs), arguments)

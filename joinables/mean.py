@@ -1,8 +1,31 @@
-"""Which mean a reduction makes of the ranks' gradients: :class:`Mean`, for DDP modules and replayed ones alike."""
+"""What a reduction makes of the ranks' gradients, of DDP modules and replayed ones alike.
+
+:class:`Window` is what was accumulated since the last one, and :class:`Mean` which mean is made of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Window:
+    """The backwards since the last reduction (under ``no_sync``, say); replaced by a new one when that is over.
+
+    Attributes:
+        own: whether this rank has gradients that no reduction has included yet.
+        weighted: whether these are multiplied by ``join.weight``.
+        weight: the sum of the weights of this rank's backwards.
+        with_data: in a loop over ``Join.iterate``, the ranks that had data in one of the backwards, as a bit mask.
+        with_dummies: in such a loop, whether a rank had no data in one of them.
+    """
+
+    own: bool = False
+    weighted: bool = False
+    weight: float = 0.0
+    with_data: int = 0
+    with_dummies: bool = False
 
 
 class Mean:
@@ -38,21 +61,13 @@ class Mean:
         self._awaits, self._sum = parts, None
 
     def parts(self, contributors: Callable[[], float]) -> float:
-        """The sum of weights, or the number of contributors; awaited.
-
-        Args:
-            contributors: how many ranks contribute; called where :meth:`begin` did not sum them.
-        """
+        """The sum of weights or contributors; ``contributors`` returns their number where :meth:`begin` sums none."""
         if self._awaits is not None:
             self._sum, self._awaits = self._awaits(), None
         return contributors() if self._sum is None else self._sum
 
     def factor(self, world_size: int, contributors: Callable[[], float]) -> float:
-        """What to multiply the reduction's result by; 1 if nobody contributed.
-
-        Args:
-            world_size: how many ranks the group has.
-            contributors: as in :meth:`parts`.
+        """What to multiply the reduction's result by; 1 if nobody contributed. For ``contributors``: :meth:`parts`.
 
         Raises:
             ValueError: on all ranks, if their weights are all 0.

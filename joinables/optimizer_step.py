@@ -3,15 +3,18 @@
 Each rank steps its own shard, so a joined rank must go on stepping, on the gradients that the replayed backward leaves
 there. The step itself communicates nothing::
 
-    active rank                                joined rank
-    -----------                                -----------
-    header   (before the local step)           header
-    local step                                 .
-    header is read                             .
-    all-reduce of the hyperparameters (*)      all-reduce of the hyperparameters
-    .                                          take these over; local step
+    active rank                                      joined rank
+    -----------                                      -----------
+    header   (before the local step)                 header
+    local step                                       .
+    header is read                                   .
+    election of a leader, if the old one left (*)    the same
+    all-reduce of the hyperparameters (*):           the same:
+        the leader's, of others 0; not awaited           0, and takes over the sums
+    .                                                local step
 
-(*) see ``joinables.hyperparameters``.
+(*) only if a rank is joined. Learning rate, momentum and the like may change meanwhile, because schedulers run on
+active ranks only.
 
 What the loop does to gradients between backward and step, if it communicates, belongs in a
 :class:`joinables.SharedCall`.
@@ -19,15 +22,15 @@ What the loop does to gradients between backward and step, if it communicates, b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from typing_extensions import override
 
+from join.collectives._torch_private import pytree
 from join.joinable import Block, BurstState
 from join.transfer import broadcast_tree
 from joinables.adapter import Announcing
-from joinables.hyperparameters import Hyperparameters
 from joinables.sharding import group_of, is_dtensor
 
 
@@ -58,8 +61,6 @@ class OptimizerStep(Announcing):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        self._hyperparameters = Hyperparameters(self._optimizer, join)
-        self._shadowing = False
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_step),
             self._local_optimizer.register_step_post_hook(self._after_local_step),
@@ -69,7 +70,7 @@ class OptimizerStep(Announcing):
     @override
     def synchronise(self, source: int) -> None:
         """Take over what schedulers have changed; the shards are up to date on all ranks."""
-        self._hyperparameters.broadcast(source)
+        self._take_over(broadcast_tree(self._collective, self._hyperparameters(), source))
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class OptimizerStep(Announcing):
             self._announce()
         self._channel.confirm()
         self.state = BurstState.RUNNING
-        self._hyperparameters.share(active=True)
+        self._share_hyperparameters(active=True)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.state = BurstState.IDLE
@@ -98,7 +99,7 @@ class OptimizerStep(Announcing):
     @override
     def fulfil(self) -> None:
         self.state = BurstState.RUNNING
-        self._hyperparameters.share(active=True)
+        self._share_hyperparameters(active=True)
         self._skip_step()
         self.state = BurstState.IDLE
 
@@ -106,7 +107,7 @@ class OptimizerStep(Announcing):
 
     @override
     def main_hook(self) -> None:
-        self._hyperparameters.share(active=False)
+        self._share_hyperparameters(active=False)
         self._shadowing = True
         try:
             self._shadow_step()
@@ -118,6 +119,32 @@ class OptimizerStep(Announcing):
 
     def _skip_step(self) -> None:
         """Issue the collectives of a step without making it."""
+
+    # -- hyperparameters ----------------------------------------------------------------------------------------------
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Everything in the optimizer's groups but the parameters, in an order that is the same on all ranks."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups  # load_state_dict makes new ones
+        return [{name: group[name] for name in sorted(group.keys() - {"params"})} for group in groups]
+
+    def _take_over(self, received: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, received, strict=True):
+            group.update(values)
+
+    def _share_hyperparameters(self, *, active: bool) -> None:
+        """Send the leader's numbers to joined ranks, if there are any, in the burst of the last header."""
+        if self._channel.all_announced():
+            return
+        leads = self._channel.lead() == self._collective.rank
+        values, structure = pytree.tree_flatten(self._hyperparameters())
+        mine = [float(value) if leads else 0.0 for value in values if _is_number(value)]
+        self._sums = torch.tensor(mine, dtype=torch.float64)  # kept while it is under way
+        work = self._collective.all_reduce(self._sums)
+        if not active:
+            work.wait()
+            sums = iter(cast("list[float]", self._sums.tolist()))
+            received = [_like(value, next(sums)) if _is_number(value) else value for value in values]
+            self._take_over(pytree.tree_unflatten(received, structure))
 
 
 class ShardStep(OptimizerStep):
@@ -162,3 +189,16 @@ class ShardStep(OptimizerStep):
             for parameter, state in zip(whole, received, strict=True):
                 if state is not None:
                     self._optimizer.state[parameter] = state
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _like(value: Any, number: float) -> Any:
+    """The number in the type of ``value``; a tensor is changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.fill_(number)
+    return int(number) if isinstance(value, int) and number.is_integer() else number

@@ -16,19 +16,19 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to ``module`` itself."""
-    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
-
-
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to ``module`` or to a part of it."""
-    return any(is_fsdp(each) for each in module.modules())
+    return any(_has_base(each, "FSDPModule") for each in module.modules())
 
 
 def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
     """Whether ``module`` is a ``FullyShardedDataParallel``."""
-    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
+    return _has_base(module, "FullyShardedDataParallel")
+
+
+def _has_base(obj: object, name: str) -> bool:
+    """Whether a class of this name is among the classes of ``obj``; FSDP is not imported to find out."""
+    return any(cls.__name__ == name for cls in type(obj).__mro__)
 
 
 def group_of(tensors: Iterable[torch.Tensor], name: str) -> Any:

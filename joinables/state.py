@@ -51,13 +51,7 @@ class State(Silent):
         super().attach(join)
         self._steps = 0
         if isinstance(self._stateful, torch.optim.Optimizer):
-            self._handle = self._stateful.register_step_post_hook(self._count_step)
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        if isinstance(self._stateful, torch.optim.Optimizer):
-            self._handle.remove()
+            self._handles = [self._stateful.register_step_post_hook(self._count_step)]
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1

@@ -7,7 +7,7 @@ is open, the call goes to its ``Join``. Torch's ``JoinHook`` has the same two me
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from typing_extensions import override
@@ -22,6 +22,8 @@ from joinables.adapter import Adapter
 class TorchJoinable(Adapter):
     """Stands for one object whose class derives from torch's ``Joinable``."""
 
+    join_keywords: ClassVar[frozenset[str] | None] = None
+
     def __init__(self, target: TorchJoinableBase) -> None:
         super().__init__(target)
         check_initialised(target)
@@ -29,7 +31,7 @@ class TorchJoinable(Adapter):
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return cast("JoinHook", self._target.join_hook(**kwargs))
+        return self._target.join_hook(**kwargs)
 
     @override
     def attach(self, join: Block) -> None:

@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 
 from join.joinable import Block, Burst
+from joinables.mean import Window
 
 
 class Weights:
@@ -73,17 +74,10 @@ class Weights:
     # -- whether all ranks use weights --------------------------------------------------------------------------------
 
     def agree_in_header(self, burst: Burst, flag: int) -> ValueError | None:
-        """In a plain block, as a reduction begins: set ``in_headers`` as all active ranks announced ``burst``.
+        """In a plain block, as a reduction begins: set ``in_headers`` to what active ranks say by a flag of ``burst``.
 
         If they did not announce the same, it stays what it was in the last burst, on all ranks, so that their
-        collectives match.
-
-        Args:
-            burst: the reduction.
-            flag: the place of the flag that says whether weights are used.
-
-        Returns:
-            What is wrong, if ranks did not announce the same.
+        collectives match, and what is wrong is returned.
         """
         using, announced = self._channel.flags(burst)[flag], self._channel.announced(burst)
         if using in (0, announced):
@@ -91,31 +85,31 @@ class Weights:
             return None
         return weighs_on_some(using, announced - using)
 
-    def agree(self, has_accumulated: bool) -> tuple[bool, int]:
-        """In a loop over ``Join.iterate``, as a reduction begins: what ranks cannot know of each other.
+    def agree(self, window: Window) -> None:
+        """In a loop over ``Join.iterate``, as a reduction begins: find out what ranks cannot know of each other.
 
-        The first reduction of a loop sends it (one all-reduce, awaited); it holds for the others.
+        The first reduction of a loop sends it (one all-reduce, awaited); it holds for the others. If some ranks use
+        weights and others do not, weights are in use for now, and ``refused`` is set on all ranks.
 
         Args:
-            has_accumulated: whether this rank brings gradients that are still to be reduced.
-
-        Returns:
-            Whether weights are in use, which a rank with dummies alone cannot know; and, in the first reduction, the
-            ranks that bring gradients of a time before the loop, as a bit mask. If some ranks use weights and others do
-            not, weights are in use for now, and ``refused`` is set on all ranks.
+            window: of this reduction; it is told which ranks bring gradients of a time before the loop.
         """
-        accumulated = 0
-        if self.agreed_in != self._channel.loop:
-            self.agreed_in = self._channel.loop
-            accumulated = self._vote(has_accumulated)
-        return self.agreed, accumulated
+        collective, channel, in_use = self._join.collective, self._channel, self.in_use
+        if self.agreed_in == channel.loop:
+            return
+        self.agreed_in = channel.loop
+        brings = [window.own and rank == collective.rank for rank in range(collective.world_size)]
+        votes = torch.tensor([in_use, not (in_use or channel.shadowing), *brings], dtype=torch.int64)
+        collective.all_reduce(votes).wait()
+        using, not_using, *bringing = cast("list[int]", votes.tolist())
+        self.agreed, self.brought = using > 0, any(bringing)
+        if using and not_using:
+            self.refused = weighs_on_some(using, not_using)
+        window.with_data |= sum(1 << rank for rank, each in enumerate(bringing) if each)
 
     def change(self) -> ValueError | None:
-        """What is wrong if this rank sets a weight, and the ranks agreed on none in this loop, or the other way round.
-
-        Called as a backward of this rank's own begins.
-        """
-        agreed = self._channel.ranks_with_data is not None and self.agreed_in == self._channel.loop
+        """What is wrong if this rank sets a weight and ranks agreed on none in this loop, or the other way round."""
+        agreed = self._channel.votes_on_weights and self.agreed_in == self._channel.loop
         if agreed and self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
             return ValueError("join.weight was set or unset inside the loop; set it at every step or at none [J276]")
         return None
@@ -125,17 +119,6 @@ class Weights:
         refused, self.refused = self.refused, None
         if refused is not None and not self._channel.leaving:
             raise refused
-
-    def _vote(self, has_accumulated: bool) -> int:
-        collective, in_use = self._join.collective, self.in_use
-        brings = [has_accumulated and rank == collective.rank for rank in range(collective.world_size)]
-        votes = torch.tensor([in_use, not (in_use or self._channel.shadowing), *brings], dtype=torch.int64)
-        collective.all_reduce(votes).wait()
-        using, not_using, *bringing = cast("list[int]", votes.tolist())
-        self.agreed, self.brought = using > 0, any(bringing)
-        if using and not_using:
-            self.refused = weighs_on_some(using, not_using)
-        return sum(1 << rank for rank, brings in enumerate(bringing) if brings)
 
     # -- how they are applied -----------------------------------------------------------------------------------------
 

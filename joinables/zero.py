@@ -12,21 +12,11 @@ shard, on the true gradients, or these parameters would no longer train. The ord
     .                                        take these over; change gradients as the user does; step on the own shard
     broadcast of each rank's shard           broadcast of each rank's shard
 
-(*) only if a rank is joined, and not awaited: ``joinables.hyperparameters``.
+(*) only if a rank is joined, and not awaited: ``joinables.optimizer_step``.
 
-A joined rank does not run what the loop does to gradients between ``backward`` and ``step``. Pass it as a function::
-
-    def clip():
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    with Join([model, ZeroStep(optimizer, transform_gradients=clip)]):
-        for x, y in loader:
-            ...
-            loss.backward()
-            clip()
-            optimizer.step()
-
-A GradScaler's unscaling is such a change, but its scale is not known on a joined rank: use ZeRO without one.
+What the loop does to gradients between ``backward`` and ``step``, such as clipping, a joined rank does by
+``transform_gradients``. A GradScaler's unscaling is no such change, since a joined rank does not know its scale: use
+ZeRO without one.
 """
 
 from __future__ import annotations
@@ -82,7 +72,7 @@ class ZeroStep(OptimizerStep):
     @property
     @override
     def _local_optimizer(self) -> torch.optim.Optimizer:
-        return cast("torch.optim.Optimizer", cast("Any", self._optimizer).optim)
+        return cast("Any", self._optimizer).optim
 
     @override
     def _skip_step(self) -> None:

@@ -1,11 +1,11 @@
 """Recipe: metrics of torchmetrics that keep all predictions in lists, on ranks with unequal numbers of batches.
 
-The area under a curve, or a retrieval metric, is no mean of what each rank computes: it needs all predictions. Listed
-in a `Join` block, metrics are merged when it ends, those of ranks without data too. A `Metric(metric, every_step=True)`
-has the value over the batches of all ranks in a step, too: call it instead of `update`.
+The area under a curve, or a retrieval metric, needs all predictions. Listed in a `Join` block, metrics are merged when
+it ends; a `Metric(metric, every_step=True)` also has the value over all ranks in a step: call it instead of `update`.
 """
 
 import tempfile
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,7 @@ class Training:
         self.curves = MetricCollection([BinaryAUROC(), BinaryAveragePrecision()])
         self.retrieval, self.of_step = RetrievalMAP(), BinaryAUROC()
 
-    def step(self, model: torch.nn.Module, batch: Batch) -> float:
-        samples, clicked, query = batch
+    def step(self, model: torch.nn.Module, samples: torch.Tensor, clicked: torch.Tensor, query: torch.Tensor) -> float:
         self.optimizer.zero_grad()
         logits = model(samples)
         binary_cross_entropy_with_logits(logits, clicked.float()).backward()
@@ -60,11 +59,12 @@ def train(rank: int, store: str) -> None:
     model = DistributedDataParallel(mine.net)
     listed = [model, mine.optimizer, mine.curves, mine.retrieval, Metric(mine.of_step, every_step=True)]
     with Join(listed, divide_by_initial_world_size=False):
-        steps = [mine.step(model, batch) for batch in batches_of(rank)]
+        steps = [mine.step(model, *batch) for batch in batches_of(rank)]
     dist.barrier()
     dist.destroy_process_group()
+    warnings.filterwarnings("ignore", "The ``compute`` method")  # torchmetrics' own, where a rank had no data
     present = [[batches_of(r)[i] for r in range(WORLD_SIZE) if i < BATCHES[r]] for i in range(max(BATCHES))]
-    alone_steps = [alone.step(alone.net, [torch.cat(each) for each in zip(*step, strict=True)]) for step in present]
+    alone_steps = [alone.step(alone.net, *[torch.cat(each) for each in zip(*step, strict=True)]) for step in present]
     pairs = zip([*mine.values(), *steps], [*alone.values(), *alone_steps[: len(steps)]], strict=True)
     difference = max(abs(ours - expected) for ours, expected in pairs)
     if rank == 1:

@@ -26,8 +26,8 @@ class MLP(nn.Sequential):
 
 class Norm(nn.Sequential):
     # No bias before BatchNorm: its gradient is zero but for rounding, which Adam would blow up to full steps.
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, TARGETS))
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8, eps), nn.Tanh(), nn.Linear(8, TARGETS))
 
 
 class Frozen(nn.Sequential):
@@ -94,6 +94,8 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in ("tuple", "dict", "dataclass", "opaque"):
         return Wrapped(name)
+    if name == "norm with a large eps":
+        return Norm(0.1)
     return {"mlp": MLP, "norm": Norm, "branches": Branches, "frozen": Frozen}[name]()
 
 

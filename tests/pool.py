@@ -141,6 +141,7 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0")
+    warnings.filterwarnings("ignore", r"The ``compute`` method of metric")  # of ranks without data
     # A group must not be freed by one of its own threads, which may still be clearing a comm hook's callback.
     recent: deque[Any] = deque(maxlen=3)
     pipe.send("ready")

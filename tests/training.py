@@ -1,10 +1,9 @@
-"""Training on uneven inputs, one way to do it as a :class:`Case`, and the same in one process."""
+"""Training a case on uneven inputs, on ranks, and the same in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 from join import Join
 from joinables import Replay, SharedCall, ZeroStep
 from tests import models
-from tests.grammar import Recipe
+from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
 from tests.pool import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
@@ -26,106 +25,23 @@ TOLERANCE_OF_DOUBLES = 1e-8
 TOLERANCE_OF_GPUS = 1e-5
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What is trained: the model, what wraps it, its optimizer, and where they are."""
-
-    model: str | Recipe = "mlp"
-    optimizer: str = "adam"
-    rate: float | None = None
-    decay: float = 0.9  # of the learning rate, at each step
-    zero: bool = False
-    zero_views: bool = False
-    ddp: dict[str, Any] = field(default_factory=dict[str, Any])
-    hook: str = ""
-    compiled: bool = False
-    replay: bool = False  # the module is listed to be replayed
-    synchronised: bool = False  # its batch norms are
-    device: str = "cpu"  # or "cuda": with NCCL a device for each rank, with gloo one for all
+def weight_of(data: Data, rank: int, epoch: int, step: int) -> int:
+    """The number of samples in a batch; all the same, and no reason to weigh, unless there are weights."""
+    return 2 + (rank + epoch + 2 * step) % 4 if data.weighted else BATCH
 
 
-@dataclass(frozen=True)
-class Data:
-    """What ranks have; counts[epoch][rank] is the number of batches."""
-
-    counts: tuple[tuple[int, ...], ...] = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
-    weighted: bool = False  # batches are of several sizes, and count by them
-
-    @property
-    def ranks(self) -> int:
-        return len(self.counts[0])
-
-
-@dataclass(frozen=True)
-class Loop:
-    """What an epoch is like: the block, how it goes over the data, and what a step does."""
-
-    initial: bool = False
-    declared: bool = False
-    iterate: str = ""  # over join.iterate, with these dummies: "empty", "last" or "a function"
-    lookahead: int = 1
-    until: str = "all"
-    stop: int | None = None  # all ranks break out of join.iterate after as many steps
-    one_block: bool = False  # for all epochs
-    one_join: bool = False  # a block for each epoch, of the same Join
-    plain_last: bool = False  # the last epoch is not over join.iterate
-    accumulate: int = 1
-    divided: bool = False  # the loss by that number, also with weights: Join is told
-    to_none: bool = True
-    zero_every: int = 1  # optimizer steps; in between, gradients pile up
-    clip: bool = False
-    forwards: int = 1  # before each backward
-    evaluates: bool = False  # at some steps
-
-
-@dataclass(frozen=True)
-class Case(Loop, Data, Setup):
-    """One way to train."""
-
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are the mean over micro-batches, too."""
-        return self.weighted or self.divided
-
-    def in_lockstep(self, epoch: int) -> bool:
-        return bool(self.iterate) and not (self.plain_last and epoch == len(self.counts) - 1)
-
-    def trained(self, epoch: int) -> tuple[int, ...]:
-        """How many of its batches each rank comes to."""
-        counts = self.counts[epoch]
-        if not self.in_lockstep(epoch):
-            return counts
-        most = min(counts) if self.until == "first" else max(counts)
-        return tuple(min(count, most, most if self.stop is None else self.stop) for count in counts)
-
-
-@dataclass(frozen=True)
-class Sharded(Case):
-    """One way to train with ``fully_shard``."""
-
-    replicas: int = 1
-    reshard: bool | None = None
-    units: tuple[type[nn.Module], ...] = (nn.Linear,)  # parts that are sharded before the whole, inner kinds first
-    syncs: str = "reduces when it steps"
-
-
-def weight_of(case: Data, rank: int, epoch: int, step: int) -> int:
-    """The number of samples in a batch; all the same, and no reason to weigh, unless the case has weights."""
-    return 2 + (rank + epoch + 2 * step) % 4 if case.weighted else BATCH
-
-
-def device_of(case: Setup) -> torch.device:
+def device_of(model: Model) -> torch.device:
     """Where this rank trains; it is the current device then, which FSDP takes."""
-    if case.device == "cpu":
+    if model.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(case.device, dist.get_rank() if dist.get_backend() == "nccl" else 0)
+    device = torch.device(model.device, dist.get_rank() if dist.get_backend() == "nccl" else 0)
     torch.cuda.set_device(device)
     return device
 
 
-def data_of(case: Data, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(data: Data, rank: int, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = batch(rank, epoch, step)
-    return x[: weight_of(case, rank, epoch, step)], y[: weight_of(case, rank, epoch, step)]
+    return x[: weight_of(data, rank, epoch, step)], y[: weight_of(data, rank, epoch, step)]
 
 
 def longer(data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,38 +52,44 @@ def longer(data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch
 
 def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's batches of an epoch; in lockstep, if the case has it so, and then with dummies."""
-    device = device_of(case)
-    mine = [data_of(case, rank, epoch, step) for step in range(case.counts[epoch][rank])]
+    device, loop = device_of(case.model), case.loop
+    mine = [batch_of(case.data, rank, epoch, step) for step in range(case.data.counts[epoch][rank])]
     mine = [(x.to(device), y.to(device)) for x, y in mine]
     if not case.in_lockstep(epoch):
         return mine
-    loader = mine if case.declared else iter(mine)
-    dummy: Any = longer if case.iterate == "a function" else case.iterate
-    until: Any = case.until
-    return join.iterate(loader, until, dummy=dummy, lookahead=case.lookahead)
+    loader = mine if loop.declared else iter(mine)
+    dummy: Any = longer if loop.iterate == "a function" else loop.iterate
+    until: Any = loop.until
+    return join.iterate(loader, until, dummy=dummy, lookahead=loop.lookahead)
 
 
-def build(case: Setup) -> nn.Module:
+def build(model: Model) -> nn.Module:
     torch.manual_seed(0)
-    return models.build(case.model) if isinstance(case.model, str) else case.model.build()
+    return models.build(model.kind) if isinstance(model.kind, str) else model.kind.build()
 
 
-def placed(case: Setup) -> nn.Module:
-    """The model of a case, where this rank trains; its batch norms are over all ranks, if the case has it so."""
-    model = build(case).to(device_of(case))
-    if not case.synchronised:
-        return model
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for part in model.modules() if case.device == "cpu" else ():
+def placed(model: Model) -> nn.Module:
+    """The module, where this rank trains; its batch norms are over all ranks, if they are to be."""
+    module = build(model).to(device_of(model))
+    if not model.synchronised:
+        return module
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    for part in module.modules() if model.device == "cpu" else ():
         if isinstance(part, nn.SyncBatchNorm):
             part.__class__ = CPUSyncBatchNorm
-    return model
+    return module
 
 
-def optimizer_of(case: Setup) -> tuple[Any, dict[str, Any]]:
-    """The class of the optimizer, and what it is given."""
-    cls, options = OPTIMIZERS[case.optimizer]
-    return cls, options if case.rate is None else {**options, "lr": case.rate}
+def optimizer_of(optimizer: Optimizer, module: nn.Module, *, alone: bool = False) -> Any:
+    """The optimizer of a module's parameters; not sharded in a process that trains ``alone``."""
+    cls, options = OPTIMIZERS[optimizer.kind]
+    if optimizer.rate is not None:
+        options = {**options, "lr": optimizer.rate}
+    if alone or not optimizer.zero:
+        return cls(module.parameters(), **options)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(module.parameters(), cls, parameters_as_bucket_view=optimizer.zero_views, **options)
 
 
 def branch_of(rank: int, step: int) -> int:
@@ -175,16 +97,16 @@ def branch_of(rank: int, step: int) -> int:
     return rank + step
 
 
-def loss_of(model: Any, case: Case, branch: int, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    x, y = data
+def loss_of(module: Any, case: Case, branch: int, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    kind, (x, y) = case.model.kind, data
     loss = torch.zeros((), device=x.device)
-    for forward in range(case.forwards):
-        if isinstance(case.model, str):
-            output = model(x, branch % 2) if case.model == "branches" else model(x)
+    for forward in range(case.step.forwards):
+        if isinstance(kind, str):
+            output = module(x, branch % 2) if kind == "branches" else module(x)
         else:
-            output = model(x + forward, branch)
+            output = module(x + forward, branch)
         loss = loss + ((value_of(output) - y) ** 2).mean()
-    return loss if case.averages and not case.divided else loss / case.accumulate
+    return loss if case.averages and not case.step.divided else loss / case.step.accumulate
 
 
 def full_state(optimizer: Any) -> Any:
@@ -206,17 +128,18 @@ def mesh_of(device: str = "cpu", replicas: int = 1) -> Any:
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def shard(case: Sharded) -> Any:
-    """The model of a case, its parts and then itself sharded."""
+def shard(model: Model | None = None, shards: Shards | None = None) -> Any:
+    """The module, its parts and then itself sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    model = placed(case)
-    mesh = mesh_of(case.device, case.replicas)
-    for kind in case.units:
-        for part in reversed(list(model.modules())):
-            if isinstance(part, kind):
-                fully_shard(part, mesh=mesh, reshard_after_forward=case.reshard)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)
+    model, shards = model or Model(), shards or Shards()
+    module = placed(model)
+    mesh = mesh_of(model.device, shards.replicas)
+    for unit in shards.units:
+        for part in reversed(list(module.modules())):
+            if unit in [kind.__name__ for kind in type(part).__mro__]:
+                fully_shard(part, mesh=mesh, reshard_after_forward=shards.reshard)
+    return fully_shard(module, mesh=mesh, reshard_after_forward=shards.reshard)
 
 
 def whole(tree: Any) -> Any:
@@ -226,89 +149,82 @@ def whole(tree: Any) -> Any:
     return pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), tree)
 
 
-def wrapped(case: Setup) -> Any:
-    """The model of a case, sharded or in DDP."""
-    if isinstance(case, Sharded):
-        return shard(case)
-    ddp = DistributedDataParallel(placed(case), **case.ddp)
-    if case.hook == "allreduce":
+def wrapped(model: Model, wrapper: DDP | Shards) -> Any:
+    """The module, sharded or in DDP."""
+    if isinstance(wrapper, Shards):
+        return shard(model, wrapper)
+    ddp = DistributedDataParallel(placed(model), **wrapper.options)
+    if wrapper.hook == "allreduce":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         ddp.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
     return ddp
 
 
-def accumulating(model: Any, case: Case, *, sync: bool) -> AbstractContextManager[None]:
+def accumulating(module: Any, wrapper: DDP | Shards, *, sync: bool) -> AbstractContextManager[None]:
     """What a step of a window goes on in; only the last one has to synchronise gradients."""
-    if not isinstance(case, Sharded):
-        return nullcontext() if sync else model.no_sync()
-    if case.syncs == "reduces when it steps":
-        model.set_requires_gradient_sync(sync)
-    elif case.syncs == "all-reduces when it steps":
-        model.set_requires_all_reduce(sync)
+    if not isinstance(wrapper, Shards):
+        return nullcontext() if sync else module.no_sync()
+    if wrapper.syncs == "reduces when it steps":
+        module.set_requires_gradient_sync(sync)
+    elif wrapper.syncs == "all-reduces when it steps":
+        module.set_requires_all_reduce(sync)
     return nullcontext()
 
 
 def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    with sync_batch_norm_on_cpu():
+    with sync_batch_norm_on_cpu() if case.model.device == "cpu" else nullcontext():
         return _train(rank, case)
 
 
 def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    trained = wrapped(case)
-    is_sharded = isinstance(case, Sharded)
-    replays = is_sharded or case.replay
-    model = torch.compile(trained, backend="eager") if case.compiled else trained
-    cls, options = optimizer_of(case)
-    if case.zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer: Any = ZeroRedundancyOptimizer(
-            trained.parameters(), cls, parameters_as_bucket_view=case.zero_views, **options
-        )
-    else:
-        optimizer = cls(trained.parameters(), **options)
+    loop, what = case.loop, case.step
+    trained = wrapped(case.model, case.wrapper)
+    is_sharded = isinstance(case.wrapper, Shards)
+    model: Any = torch.compile(trained, backend="eager") if case.model.compiled else trained
+    optimizer = optimizer_of(case.optimizer, trained)
 
     def clip() -> None:
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
 
-    stepper = ZeroStep(optimizer, transform_gradients=clip) if case.zero and case.clip else optimizer
+    stepper = ZeroStep(optimizer, transform_gradients=clip) if case.optimizer.zero and what.clip else optimizer
     clipping: Any = SharedCall(clip) if is_sharded else clip
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
-    epochs = range(len(case.counts))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
+    epochs = range(len(case.data.counts))
     join: Any = None
-    for block in [epochs] if case.one_block else [[epoch] for epoch in epochs]:
+    for block in [epochs] if loop.one_block else [[epoch] for epoch in epochs]:
         steps: Any = None
-        if case.declared:
-            steps = "loader" if case.iterate else case.counts[block[0]][rank] // case.accumulate
-        listed = [Replay(trained) if case.replay else model, stepper, scheduler]
-        if is_sharded and case.clip:
+        if loop.declared:
+            steps = "loader" if loop.iterate else case.data.counts[block[0]][rank] // what.accumulate
+        is_replayed = isinstance(case.wrapper, DDP) and case.wrapper.replay
+        listed = [Replay(trained) if is_replayed else model, stepper, scheduler]
+        if is_sharded and what.clip:
             listed.insert(1, clipping)
-        if join is None or not case.one_join:
-            divisor = case.accumulate if case.divided else 1
-            join = Join(listed, divide_by_initial_world_size=case.initial, steps=steps, loss_divided_by=divisor)
-        join.weight = 1 if case.weighted else None
+        if join is None or not loop.one_join:
+            divisor = what.accumulate if what.divided else 1
+            join = Join(listed, divide_by_initial_world_size=what.initial, steps=steps, loss_divided_by=divisor)
+        join.weight = 1 if case.data.weighted else None
         with join:
             for epoch in block:
                 for step, data in enumerate(batches(join, case, rank, epoch)):
-                    join.weight = len(data[0]) if case.weighted else None
+                    join.weight = len(data[0]) if case.data.weighted else None
                     # Ranks without data replay these forwards, too, so all evaluate in the same steps.
-                    if case.evaluates and (step if replays else rank + step) % 2:
+                    if what.evaluates and (step if case.replays else rank + step) % 2:
                         trained.eval()
                         with torch.no_grad():
                             loss_of(model, case, branch_of(rank, step), data)
                         trained.train()
-                    sync = (step + 1) % case.accumulate == 0
-                    if step % (case.accumulate * case.zero_every) == 0:
-                        optimizer.zero_grad(set_to_none=case.to_none)
-                    with accumulating(trained, case, sync=sync):
+                    sync = (step + 1) % what.accumulate == 0
+                    if step % (what.accumulate * what.zero_every) == 0:
+                        optimizer.zero_grad(set_to_none=what.to_none)
+                    with accumulating(trained, case.wrapper, sync=sync):
                         loss_of(model, case, branch_of(rank, step), data).backward()
                     if sync:
-                        if case.clip:
+                        if what.clip:
                             clipping()
                         optimizer.step()
                         scheduler.step()
-                    if step + 1 == case.stop and case.in_lockstep(epoch):
+                    if step + 1 == loop.stop and case.in_lockstep(epoch):
                         break
     if is_sharded:
         return flat_state(whole(trained.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
@@ -317,41 +233,41 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
 def reference(case: Case) -> dict[str, torch.Tensor]:
     """One process: the gradients of all ranks that have data, averaged; buffers of the lowest of them."""
-    model = build(case)
-    cls, options = optimizer_of(case)
-    optimizer = cls(model.parameters(), **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.decay)
-    k = case.accumulate
-    for epoch in range(len(case.counts)):
+    model = build(case.model)
+    optimizer = optimizer_of(case.optimizer, model, alone=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
+    data, what = case.data, case.step
+    k = what.accumulate
+    for epoch in range(len(data.counts)):
         counts = case.trained(epoch)
         for window in range(max(counts) // k):
-            if window % case.zero_every == 0:
-                optimizer.zero_grad(set_to_none=case.to_none)
-            ranks = [rank for rank in range(case.ranks) if counts[rank] > window * k]
-            divisor = case.ranks if case.initial else len(ranks)
+            if window % what.zero_every == 0:
+                optimizer.zero_grad(set_to_none=what.to_none)
+            ranks = [rank for rank in range(data.ranks) if counts[rank] > window * k]
+            divisor = data.ranks if what.initial else len(ranks)
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
-            total = sum(weight_of(case, rank, epoch, step) for rank, steps in windows.items() for step in steps)
+            total = sum(weight_of(data, rank, epoch, step) for rank, steps in windows.items() for step in steps)
             shared = [b.clone() for b in model.buffers()]
             kept = None
-            if case.synchronised:
+            if case.model.synchronised:
                 for step in range(window * k, (window + 1) * k):
-                    parts = [data_of(case, rank, epoch, step) for rank in ranks if counts[rank] > step]
+                    parts = [batch_of(data, rank, epoch, step) for rank in ranks if counts[rank] > step]
                     together = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
                     (loss_of(model, case, 0, together) * len(parts) / divisor).backward()
                 kept = [b.clone() for b in model.buffers()]
-            for rank in ranks if not case.synchronised else ():
+            for rank in ranks if not case.model.synchronised else ():
                 for buffer, value in zip(model.buffers(), shared, strict=True):
                     buffer.copy_(value)
                 for step in windows[rank]:
-                    loss = loss_of(model, case, branch_of(rank, step), data_of(case, rank, epoch, step))
-                    share = weight_of(case, rank, epoch, step) / total if case.averages else 1 / divisor
-                    (loss * share * (k if case.divided else 1)).backward()
+                    loss = loss_of(model, case, branch_of(rank, step), batch_of(data, rank, epoch, step))
+                    share = weight_of(data, rank, epoch, step) / total if case.averages else 1 / divisor
+                    (loss * share * (k if what.divided else 1)).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
                 if kept is None and counts[rank] >= (window + 1) * k:
                     kept = [b.clone() for b in model.buffers()]
             for buffer, value in zip(model.buffers(), kept or [], strict=True):
                 buffer.copy_(value)
-            if case.clip:
+            if what.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             scheduler.step()
@@ -360,8 +276,8 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
 
 def check(pool: Pool, case: Case, **options: Any) -> None:
     """Train on as many ranks as the case has: all end the same, bit for bit, and as one process does."""
-    states = [*pool.run(train, case, ranks=case.ranks, **options), reference(case)]
-    if isinstance(case, Sharded) and not case.synchronised:  # each rank keeps statistics of its own
+    states = [*pool.run(train, case, ranks=case.data.ranks, **options), reference(case)]
+    if isinstance(case.wrapper, Shards) and not case.model.synchronised:  # each rank keeps statistics of its own
         states = [{key: value for key, value in state.items() if not _is_statistic(key)} for state in states]
     *states, expected = states
     for other in states[1:]:
@@ -371,11 +287,11 @@ def check(pool: Pool, case: Case, **options: Any) -> None:
 
 def tolerance_of(case: Case) -> float:
     """How far a case may be from one process, which computes on the CPU."""
-    if case.device == "cuda":
+    if case.model.device == "cuda":
         return TOLERANCE_OF_GPUS
-    if CLIPS_COARSELY and isinstance(case, Sharded) and case.clip:
+    if CLIPS_COARSELY and isinstance(case.wrapper, Shards) and case.step.clip:
         return TOLERANCE
-    return TOLERANCE if isinstance(case.model, str) else TOLERANCE_OF_DOUBLES
+    return TOLERANCE if isinstance(case.model.kind, str) else TOLERANCE_OF_DOUBLES
 
 
 def _is_statistic(key: str) -> bool:

@@ -68,10 +68,10 @@ class Guard:
         self._away, self._came = now - self._came, now
 
     def wait(self, work: Work, doing: str = "") -> None:
-        """Wait for a message of this package's own, a sum on a line or an all-reduce; look meanwhile if others fail.
+        """Wait for a message of this package's own; look meanwhile if others fail.
 
         Args:
-            work: what to wait for.
+            work: a sum on a line, or an all-reduce.
             doing: what this rank is doing, for the others to read; empty for the last header.
 
         Raises:

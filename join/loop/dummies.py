@@ -11,10 +11,9 @@ from join.errors import add_note
 
 
 def emptied(batch: Any) -> Any:
-    """Return ``batch`` with no samples in it: every tensor has length 0 along its first dimension.
+    """Return ``batch`` with no samples in it: every tensor that has dimensions has length 0 along its first one.
 
-    Containers, dataclasses and mappings of any depth keep their shape. Tensors without dimensions, and what is no
-    tensor, stay as they are. No memory of the batch is held.
+    What else is in it stays as it is. No memory of the batch is held.
     """
     # A slice alone would keep the storage, and the graph of what the body has made of the batch.
     return map_tensors(_without_rows, batch)

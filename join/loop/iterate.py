@@ -42,7 +42,6 @@ from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
 from join.loop.step_counts import StepCounts
 from join.protocol.channel import Channel
-from join.protocol.late_use import LateUse
 from join.protocol.lockstep import ONE_AT_A_TIME, Lockstep, begin_loop
 from join.transfer import broadcast_tree
 
@@ -55,10 +54,7 @@ class _Phase(Enum):
 
     NEW = auto()
     RUNNING = auto()
-    ENDED = auto()
-    """All ranks have come to its end."""
-    LEFT = auto()
-    """By ``break`` or an exception."""
+    OVER = auto()
     GAVE_WAY = auto()
     """Another loop has begun in the middle of it."""
 
@@ -79,10 +75,8 @@ class Iteration:
         TypeError, ValueError: for arguments that are none of these.
     """
 
-    _lockstep: Lockstep
-    """The mode of the loop, once it has begun."""
-    _counts: StepCounts
-    """The windows of the loop, once it has begun."""
+    _lockstep: Lockstep  # the mode of the loop, once it has begun
+    _counts: StepCounts  # its windows, likewise
 
     def __init__(
         self,
@@ -96,10 +90,16 @@ class Iteration:
         throw: bool,
     ) -> None:
         check_arguments(loader, until, dummy, lookahead)
+        mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
+        if dummy == "last" and mixed:
+            raise ValueError(
+                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one [J074]"
+            )
         self._channel, self._guard = channel, channel.guard
         self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
         self._length = _length_of(loader) if declared else None
-        self._ahead = ReadAhead(loader)
+        self.ahead = ReadAhead(loader)
+        """The batches that were read and not handed out."""
         self._phase = _Phase.NEW
         self._template: Any = None  # what dummies are made of
         self._wrong = ""  # how this rank's batches differ from what it declared
@@ -113,20 +113,6 @@ class Iteration:
     def running(self) -> bool:
         """Whether the loop has begun and has not come to its end."""
         return self._phase is _Phase.RUNNING
-
-    @property
-    def pending(self) -> list[Any]:
-        """The batches that were read ahead and not handed out, in their order."""
-        return list(self._ahead.batches)
-
-    @property
-    def loader_state(self) -> Any:
-        """The loader's state as of the batch that was handed out last; at its end once all ranks have come to theirs.
-
-        Raises:
-            TypeError, JoinError: as :meth:`ReadAhead.loader_state`.
-        """
-        return self._ahead.loader_state(at_end=self._phase is _Phase.ENDED)
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -150,8 +136,11 @@ class Iteration:
         try:
             while self._begin_step():
                 batch = self._batch() if self._has_data else self._make_dummy()
-                if self._channel.late_use is not None:
-                    self._look_at_use(self._channel.late_use, batch)
+                late_use = self._channel.late_use
+                if late_use is not None:
+                    late_use.handed_out(batch, self._lockstep.batch, self._lockstep.progress.begun)
+                    if late_use.is_ruled_out:
+                        self._channel.late_use = None
                 yield batch
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
@@ -197,25 +186,19 @@ class Iteration:
             raise  # an interrupt, of which nobody else knows, is for the end of the block
         return True
 
-    def _look_at_use(self, late_use: LateUse, batch: Any) -> None:
-        """A step begins with this batch."""
-        late_use.handed_out(batch, self._lockstep.batch, self._lockstep.progress.begun)
-        if late_use.is_ruled_out:
-            self._channel.late_use = None
-
     def _batch(self) -> Any:
-        if self._length is not None and not self._ahead.batches:
-            self._ahead.read(1)
-            if self._ahead.error is not None:
-                raise self._ahead.error
-            if not self._ahead.batches:
+        if self._length is not None and not self.ahead.batches:
+            self.ahead.read(1)
+            if self.ahead.error is not None:
+                raise self.ahead.error
+            if not self.ahead.batches:
                 self._wrong = self._wrong or self._miscounts(f"ended after {self._step - 1} batches")
                 if self._template is None:
                     raise ProtocolError(self._wrong)
                 return self._make_dummy()
-        batch = self._ahead.take()
+        batch = self.ahead.take()
         if self._length is None:
-            may_be_last = self._ahead.ended and not self._ahead.batches
+            may_be_last = self.ahead.ended and not self.ahead.batches
         else:
             may_be_last = self._template is None or self._step == self._length
         if may_be_last:  # dummies are made of it, as it was before the body
@@ -261,13 +244,9 @@ class Iteration:
             self._share_template()
 
     def _tell_next_window(self) -> None:
-        count = self._ahead.read(self._lookahead)
-        self._counts.call(count if self._ahead.error is None else self._fails(self._ahead.error))
-
-    def _fails(self, error: BaseException) -> int:
-        """This rank does not go on; the answer that tells the others, who raise at the same place."""
-        self._failed = error
-        return self._counts.failed(error)
+        count = self.ahead.read(self._lookahead)
+        self._failed = self.ahead.error
+        self._counts.call(count, self._failed)
 
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -290,14 +269,14 @@ class Iteration:
 
     def _own_template(self, rank: int) -> tuple[Any, JoinError | None]:
         """This rank's first batch, or an empty one made of it; or what to raise because there is none."""
-        if not self._ahead.batches:
-            self._ahead.read(1)
-        if self._ahead.error is not None:
-            error = self._failed = self._ahead.error
+        if not self.ahead.batches:
+            self.ahead.read(1)
+        if self.ahead.error is not None:
+            error = self._failed = self.ahead.error
             return None, PeerError(f"rank {rank} failed: {described(error)}")
-        if not self._ahead.batches:
+        if not self.ahead.batches:
             return None, ProtocolError(self._miscounts("ended after 0 batches"))
-        first = self._ahead.batches[0]
+        first = self.ahead.batches[0]
         try:
             return emptied(first) if self._dummy == "empty" else first, None
         except Exception as error:
@@ -310,32 +289,27 @@ class Iteration:
 
     def _end(self) -> None:
         """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
-        if self._length is not None and not self._wrong and self._until == "all" and self._ahead.read(1):
+        if self._length is not None and not self._wrong and self._until == "all" and self.ahead.read(1):
             self._wrong = self._miscounts("goes on after as many batches")
-        wrong = ProtocolError(self._wrong) if self._wrong else None
-        self._counts.call(0 if wrong is None else self._fails(wrong))
+        self._failed = ProtocolError(self._wrong) if self._wrong else None
+        self._counts.call(0, self._failed)
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
-        self._phase = _Phase.ENDED
+        self._phase, self.ahead.is_used_up = _Phase.OVER, True
         self._over()
 
-    def give_way(self) -> None:
-        """Another loop begins in the middle of this one, which is over if it was broken out of; else it is an error.
-
-        Raises:
-            ProtocolError, PeerError: as :meth:`leave`.
-        """
-        self.leave(_Phase.GAVE_WAY)
-
-    def leave(self, to: _Phase = _Phase.LEFT) -> None:
+    def leave(self, *, gives_way: bool = False) -> None:
         """The loop was left before its end: all ranks must have left it at this step.
+
+        Args:
+            gives_way: whether that is because another loop begins, so that going on with this one is an error.
 
         Raises:
             ProtocolError: if not all have.
             PeerError: if another rank has failed.
         """
         counts, lockstep = self._counts, self._lockstep
-        self._phase = to
+        self._phase = _Phase.GAVE_WAY if gives_way else _Phase.OVER
         lockstep.break_out(None)
         try:
             if self._guard.closed:
@@ -365,10 +339,10 @@ class Iteration:
         self._over()
 
     def _over(self) -> None:
-        if self._phase in (_Phase.NEW, _Phase.RUNNING):
-            self._phase = _Phase.LEFT
+        if self._phase is not _Phase.GAVE_WAY:
+            self._phase = _Phase.OVER
         self._template = None
-        self._ahead.close()
+        self.ahead.close()
 
 
 def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None:

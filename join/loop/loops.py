@@ -1,13 +1,39 @@
-"""The loops over ``Join.iterate`` in one block: :class:`Loops`."""
+"""The loops over ``Join.iterate`` in one block: :class:`Loops`; and one that no other rank hears of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from join.loop.alone import LoopAlone
-from join.loop.iterate import Dummy, Iteration, Until
-from join.protocol.channel import Channel
+from join.loop.iterate import Iteration
+from join.loop.read_ahead import ReadAhead
+
+
+class LoopAlone:
+    """A loop in a block with ``enable=False``; one batch is read ahead, so that the last one is known.
+
+    Args:
+        loader: this rank's batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.ahead = ReadAhead(loader)
+        self.is_last_step = False
+        """Whether the batch that was handed out last is the last one."""
+
+    def handed_out(self) -> Iterator[Any]:
+        """The batches."""
+        ahead = self.ahead
+        try:
+            while ahead.read(2 - len(ahead.batches)) or ahead.batches:
+                self.is_last_step = len(ahead.batches) == 1 and ahead.error is None
+                yield ahead.take()
+            if ahead.error is not None:
+                raise ahead.error
+            ahead.is_used_up = True
+        finally:
+            self.is_last_step = False
+            ahead.close()
 
 
 class Loops:
@@ -18,28 +44,8 @@ class Loops:
         """The one that began last, if any."""
         self._before = (0, 0)  # the steps of those before it
 
-    def begin(
-        self, channel: Channel, loader: Iterable[Any], until: Until, dummy: Dummy, lookahead: int, **told: bool
-    ) -> Iterator[Any]:
-        """Another loop begins; its batches. The arguments are those of :class:`Iteration`.
-
-        Raises:
-            ValueError, TypeError, JoinError: as ``Join.iterate``.
-        """
-        mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
-        if dummy == "last" and mixed:
-            raise ValueError(
-                f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one [J074]"
-            )
-        if self.running is not None:
-            self.running.give_way()
-        return self._begin(Iteration(channel, loader, until, dummy, lookahead, **told))
-
-    def begin_alone(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """A loop begins of which no other rank hears; its batches."""
-        return self._begin(LoopAlone(loader))
-
-    def _begin(self, loop: Iteration | LoopAlone) -> Iterator[Any]:
+    def begin(self, loop: Iteration | LoopAlone) -> Iterator[Any]:
+        """Another loop begins; its batches."""
         self._before, self.last = self.steps, loop
         return loop.handed_out()
 

@@ -30,6 +30,8 @@ class ReadAhead:
         """The batches that were read and are not yet used, the oldest first."""
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
+        self.is_used_up = False
+        """Whether the loop has come to its end, on all ranks."""
         self._has_state = callable(getattr(loader, "state_dict", None))
         self._states: deque[Any] = deque()  # of the loader, after each of these batches
         self._state_at_end: Any = None
@@ -66,12 +68,10 @@ class ReadAhead:
             self._state = self._states.popleft()
         return self.batches.popleft()
 
-    def loader_state(self, *, at_end: bool) -> Any:
+    def loader_state(self) -> Any:
         """The loader's state as of the batch that was taken last.
 
-        Args:
-            at_end: whether the loop is over; then, if the loader has no more, its state is the one that it ends with,
-                in which many begin anew.
+        At the end of the loop, if the loader has no more, it is the one that it ends with, in which many begin anew.
 
         Raises:
             TypeError: if the loader has no ``state_dict``.
@@ -82,8 +82,8 @@ class ReadAhead:
                 f"join.loader_state() needs a loader with state_dict and load_state_dict, and {self._name} has none;"
                 " use torchdata's StatefulDataLoader, or count the batches that were handed out [J075]"
             )
-        is_used_up = at_end and self._state_at_end is not None and not self.batches
-        state = self._state_at_end if is_used_up else self._state
+        has_ended = self.is_used_up and self._state_at_end is not None and not self.batches
+        state = self._state_at_end if has_ended else self._state
         if isinstance(state, _NoState):
             raise JoinError(f"state_dict of {self._name} has raised; see the exception above [J076]") from state.error
         return state

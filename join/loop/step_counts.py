@@ -87,14 +87,7 @@ class StepCounts:
         self._divide(lengths)
 
     def begin_next(self, doing: str) -> None:
-        """The next window begins; nobody has a batch in it if no roll call was started.
-
-        Args:
-            doing: what this rank does while it waits for the roll call, for the others to read.
-
-        Raises:
-            PeerError, ProtocolError: as :meth:`read`.
-        """
+        """The next window begins; nobody has a batch in it if no roll call was started. ``doing``: see :meth:`read`."""
         batches = [0] * len(self.batches) if self.under_way is None else self.read(doing)
         self._steps_before, self.at, self._stretch = self.steps, 0, 0
         if batches != self.batches:
@@ -120,8 +113,16 @@ class StepCounts:
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, answer: int) -> None:
-        """Start a roll call."""
+    def call(self, answer: int, error: BaseException | None) -> None:
+        """Start a roll call.
+
+        Args:
+            answer: how many batches this rank has.
+            error: why it does not go on, if so; the others raise where they read this call.
+        """
+        if error is not None:
+            self._guard.peers.leave(error, parts=True)
+            answer = self.answers.failed
         call, begun = self._roll_call, self._lockstep.progress.begun
         call.call(self.answers.packed(answer, begun - self._begun))
         self._begun, self.under_way = begun, call
@@ -129,13 +130,10 @@ class StepCounts:
         self._tally.nbytes += call.nbytes
 
     def read(self, doing: str) -> list[int]:
-        """Wait for the roll call under way.
+        """Wait for the roll call under way; how many batches each rank has.
 
         Args:
-            doing: what this rank does, for the others to read.
-
-        Returns:
-            How many batches each rank has.
+            doing: what this rank does meanwhile, for the others to read.
 
         Raises:
             PeerError: if the loader of a rank has failed.
@@ -157,8 +155,7 @@ class StepCounts:
         """Whether the window is the last one; waits for the roll call under way, which is still to be read."""
         assert self.under_way is not None
         self._guard.wait(self.under_way, doing)
-        replies = self.replies
-        return not self._steps_of(replies)  # a failure is told when it is read
+        return not self._steps_of(self.replies)  # a failure is told when it is read
 
     @property
     def replies(self) -> list[int]:
@@ -173,8 +170,3 @@ class StepCounts:
             steps = range(last - self._steps_before + 1, last + 1)
             self._lockstep.progress.left_out("something", steps, packed.index(most))
         return [each & mask for each in packed]
-
-    def failed(self, error: BaseException) -> int:
-        """Tell the others that this rank does not go on because of ``error``; the answer that says so."""
-        self._guard.peers.leave(error, parts=True)
-        return self.answers.failed

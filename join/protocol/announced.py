@@ -70,7 +70,7 @@ class Announced(Mode):
                 headers.stop(header, exhausted=True)
             fresh = False
             channel.shadow(header)
-            channel.settle()
+            channel.prepare()
 
     @override
     def parting(self) -> Callable[[], bool] | None:
@@ -86,7 +86,8 @@ class Announced(Mode):
                 headers.read()  # the others have come to it, too, or are given up
             channel.flush()
             channel.complete_followers()
-            channel.settle()
+            if not headers.is_settled:
+                headers.settle(self.elect)
             header = headers.exchange([FAILED])
             has_told = True
             if header.active and not header.stopping:

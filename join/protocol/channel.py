@@ -63,7 +63,9 @@ class Channel:
     steps: int = _asks("mode.steps")
     batch: StepBatch = _asks("mode.batch")
     shadowing: bool = _asks("mode.shadowing")
-    ranks_with_data: int | None = _asks("mode.ranks_with_data")
+    all_ranks_run_bursts: bool = _asks("mode.all_ranks_run_bursts")
+    votes_on_weights: bool = _asks("mode.votes_on_weights")
+    contributors: int | None = _asks("mode.contributors")
     all_have_data: bool = _asks("mode.all_have_data")
     first_with_data: int = _asks("mode.first_with_data")
 
@@ -90,11 +92,7 @@ class Channel:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def open(self, scope: Scope) -> None:
-        """A block is entered: what is under way comes to an end, then its members can announce.
-
-        Raises:
-            JoinError, ValueError: if the mode does not allow it.
-        """
+        """A block is entered: what is under way comes to an end, then its members can announce."""
         is_first = not self.roster.scopes
         roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
         self.mode.check(roster)
@@ -139,15 +137,12 @@ class Channel:
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
-        """Tell all ranks that this rank is about to run a burst of ``joinable``.
+        """Tell all ranks that this rank is about to run a burst of ``joinable``; the header's sum, under way.
 
         Args:
             joinable: an announcing member.
             confirm: whether to read the header at once where its verdict matters; a burst that does something between
                 its announcement and its collectives passes ``False`` and calls :meth:`confirm` itself.
-
-        Returns:
-            The header's sum over all ranks, under way.
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
@@ -194,7 +189,7 @@ class Channel:
         )
 
     def _followers_left_out(self, announced: Joinable | None) -> JoinError | None:
-        """The error for what has not followed the last announcement; ``announced`` came instead, or the block's end."""
+        """The error for what has not followed before ``announced`` came, or the block's end."""
         if not self.mode.minds_followers:
             return None
         before = "the block ended" if announced is None else f"{announced.join_name} announced"
@@ -212,11 +207,6 @@ class Channel:
         for burst in self.roster.may_owe:
             if burst.state is BurstState.OWED and burst is not but:
                 self.flush(but)
-        if not self.headers.is_settled:
-            self.headers.settle(self.mode.elect)
-
-    def settle(self) -> None:
-        """Act on the last header, if it was not acted on before and there is something to do."""
         if not self.headers.is_settled:
             self.headers.settle(self.mode.elect)
 
@@ -239,12 +229,7 @@ class Channel:
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     def drain(self) -> Outcome:
-        """This rank has run out of inputs: take part in what the others do until all have.
-
-        Raises:
-            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
-            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
-        """
+        """This rank has run out of inputs: take part in what the others do until all have; errors as of the mode."""
         self.prepare()
         if self._outstanding and (left_out := self._followers_left_out(None)):
             raise left_out
@@ -267,11 +252,10 @@ class Channel:
 
     def shadow_member(self, member: Member) -> None:
         """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
-        if member.burst is None:
-            self._run_main_hook(member)
-        else:
+        if member.burst is not None:
             member.burst.state = BurstState.RUNNING
-            self._run_main_hook(member)
+        self._run_main_hook(member)
+        if member.burst is not None:
             member.burst.state = BurstState.IDLE
         self._outstanding += member.followers
         if not self.holds_followers():
@@ -321,11 +305,7 @@ class Channel:
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> JoinError | None:
-        """Leave the block with ``error``, and see to it that the others learn why.
-
-        Returns:
-            What to raise instead, if ``error`` comes of another rank's failure.
-        """
+        """Leave the block with ``error``, of which the others learn; what to raise instead: see :meth:`Guard.fail`."""
         return self.guard.fail(error, self.mode.parting())
 
     def protest(self, why: str) -> None:
@@ -342,7 +322,7 @@ class Channel:
     # -- what joinables ask for ---------------------------------------------------------------------------------------
 
     def sum(self, number: float) -> Callable[[], float]:
-        """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it.
+        """Start summing a number over all ranks; what is returned waits for it.
 
         Beside the collectives of the group where ranks share memory, else among them.
         """
@@ -355,7 +335,7 @@ class Channel:
         return total
 
     def lead(self) -> int:
-        """The rank that leads from the last header's burst on; called at the same place on all ranks."""
+        """As :meth:`Headers.lead`."""
         return self.headers.lead(self.mode.elect)
 
     @property
@@ -364,7 +344,7 @@ class Channel:
         return [member.joinable.join_target for member in self.roster.listed]
 
     def end_broken_loop(self) -> None:
-        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
+        """If this rank has broken out of a loop, leave it with all others."""
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
 
@@ -374,20 +354,12 @@ class Channel:
         return self.mode.batch is not StepBatch.DATA or self.late_use is not None
 
     def module_called(self) -> None:
-        """A module is called, and has sent nothing yet.
-
-        Raises:
-            ProtocolError: if batches are taken in another thread.
-        """
+        """A module is called, and has sent nothing yet; see :meth:`LateUse.called`."""
         if self.late_use is not None:
             self.late_use.called()
 
     def module_runs_on(self, arguments: Any) -> None:
-        """A module runs on these arguments.
-
-        Raises:
-            ProtocolError: if they show that batches are read ahead of the loop's body.
-        """
+        """A module runs on these arguments; see :meth:`LateUse.used`."""
         if self.late_use is not None:
             self.late_use.used(arguments)
             if self.late_use.is_ruled_out:

@@ -142,7 +142,7 @@ class Declared(Mode):
             else:
                 break
             self._channel.shadow(self._run(index, mine=False))
-            self._channel.settle()
+            self._channel.prepare()
         if not even:
             self._headers.leader = self._steps.index(longest)
         return Outcome(even=even, last=self._mine == longest)

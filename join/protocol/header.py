@@ -17,7 +17,6 @@ ranks. That matters: on gloo, the cost of a small all-reduce grows with its elem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
@@ -47,11 +46,6 @@ class Header:
         self.announcements = {index: counts[at] for index, at in enumerate(offsets) if counts[at]}
         self.diverged = not {self.active}.issuperset(self.announcements.values())
 
-    @property
-    def looping(self) -> int:
-        """How many active ranks announced no burst, where others did: they begin a loop in lockstep."""
-        return self.active - sum(self.announcements.values())
-
     def flags(self, index: int) -> Sequence[int]:
         """How many ranks set each flag of burst ``index``."""
         ends = (*self._offsets[1:], len(self.counts))
@@ -76,8 +70,6 @@ class HeaderCode:
         self._size = world_size.bit_length()
         self.bits = fields * self._size
         """Size of a header in bits."""
-        # Headers repeat, so what is made of them is kept.
-        self.unpack, self.assumed = cache(self._unpack), cache(self._assumed)
 
     def pack(self, fields: Sequence[int]) -> int:
         """This rank's contribution: the fields that it sets to 1."""
@@ -86,12 +78,12 @@ class HeaderCode:
             number |= 1 << self._size * field
         return number
 
-    def _unpack(self, total: int) -> Header:
+    def unpack(self, total: int) -> Header:
         """Read the sum of what all ranks contributed."""
         mask = (1 << self._size) - 1
         return Header([total >> self._size * field & mask for field in range(self.fields)], self.offsets)
 
-    def _assumed(self, index: int, active: int, flags: tuple[bool, ...], leader_alive: bool) -> Header:
+    def assumed(self, index: int, active: int, flags: Sequence[bool], leader_alive: bool) -> Header:
         """What a header would have said, where none is sent.
 
         Args:

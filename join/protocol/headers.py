@@ -44,13 +44,12 @@ class Headers:
     Args:
         collective: the ranks.
         guard: waits for them.
-        roster: who announces.
+        roster: who announces; another one takes its place as blocks open and close.
         shadow: runs a member's burst with nothing to say.
     """
 
     def __init__(self, collective: Collective, guard: Guard, roster: Roster, shadow: Callable[[Member], None]) -> None:
         self.roster = roster
-        """Who announces; another one as blocks open and close."""
         self.tally = Tally()
         self.leader = 0
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
@@ -116,12 +115,12 @@ class Headers:
             active: how many ranks announce it.
             leader_alive: whether the leader is among them.
             mine: whether this rank is.
-            weighted: whether ``join.weight`` is in use.
+            weighted: as of :meth:`Burst.declared_flags`.
         """
         member = self.roster.members[index]
         self.announced_by_me = member if mine else None
         flags = () if member.burst is None else member.burst.declared_flags(weighted)
-        header = self.roster.code.assumed(index, active, tuple(flags), leader_alive)
+        header = self.roster.code.assumed(index, active, flags, leader_alive)
         self._last = member.header = header
         self._leads = self.is_settled = leader_alive  # nothing to settle but a leader that is gone
         return header
@@ -158,8 +157,6 @@ class Headers:
         Raises:
             ProtocolError: if they did not.
             EarlyTerminationError: if a rank is exhausted under ``throw_on_early_termination``.
-            PeerError: if a rank has failed in the same step.
-            JoinTimeoutError: if a rank does not announce within ``timeout``.
         """
         header = self.read()
         if header.stopping:
@@ -171,11 +168,7 @@ class Headers:
     # -- acting on a header -------------------------------------------------------------------------------------------
 
     def settle(self, elect: Callable[[bool], int]) -> None:
-        """Act on the last header, which was not acted on before.
-
-        Args:
-            elect: finds a new leader, among the ranks that are active.
-        """
+        """Act on the last header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
         header = self.read()
         if header.diverged:
             self.end_diverged(header)
@@ -214,7 +207,8 @@ class Headers:
         if ahead is not None and others_ran_ahead and roster.members.index(ahead) in header.announcements:
             self._shadow(ahead)
         names = [f"{n} x {roster.members[index].joinable.join_name}" for index, n in header.announcements.items()]
-        names += [f"{header.looping} x join.iterate"] if header.looping else []
+        looping = header.active - sum(header.announcements.values())
+        names += [f"{looping} x join.iterate"] if looping else []
         self._guard.close_with(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"

@@ -54,12 +54,7 @@ class LateUse:
         """Whether nobody reads ahead: a module was called in each of the first steps, say."""
 
     def handed_out(self, batch: Any, kind: StepBatch, begun: int) -> None:
-        """A step begins, with this batch.
-
-        Args:
-            batch: the batch.
-            kind: what it is.
-            begun: how many bursts have begun in the loop, in the steps before.
+        """A step begins, with this batch of this kind; ``begun`` bursts have begun in the steps before.
 
         Raises:
             ProtocolError: if the one that ends has used others.

@@ -49,7 +49,7 @@ def begin_loop(channel: Channel) -> Lockstep:
     if channel.closed:
         channel.guard.refuse()
     channel.end_broken_loop()
-    if channel.ranks_with_data is not None:
+    if isinstance(channel.mode, Lockstep):
         raise JoinError(ONE_AT_A_TIME)
     channel.prepare()
     headers, world_size = channel.headers, channel.collective.world_size
@@ -65,7 +65,7 @@ def begin_loop(channel: Channel) -> Lockstep:
                 " block. Also a rank without batches loops over join.iterate [J091]"
             )
         )
-    channel.settle()
+    channel.prepare()
     mode = Lockstep(channel)
     channel.enter_loop(mode)
     return mode
@@ -79,6 +79,8 @@ class Lockstep(Mode):
     """
 
     minds_followers = False
+    all_ranks_run_bursts = True
+    votes_on_weights = True
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
@@ -86,7 +88,7 @@ class Lockstep(Mode):
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
         self._all_ranks = (1 << self._world_size) - 1
-        self.ranks_with_data = self._all_ranks
+        self.contributors = self._all_ranks
         self._in_last_burst: int | None = None  # the ranks that had data then
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
@@ -106,17 +108,13 @@ class Lockstep(Mode):
         self._guard.wait(meeting.sum(0, 1), doing)
 
     def begin_step(self, with_data: int) -> None:
-        """A step begins; the one before has ended.
-
-        Args:
-            with_data: the ranks that have data in it, as a bit mask.
-        """
+        """A step begins; ``with_data`` are the ranks that have data in it, as a bit mask."""
         if self._meeting is not None:
             self._meet(self._meeting, f"came to step {self.steps + 1} of join.iterate")
         if self._guard.closed:
             self._guard.refuse()
-        if with_data != self.ranks_with_data:
-            self.ranks_with_data, self.first_with_data = with_data, lowest(with_data)
+        if with_data != self.contributors:
+            self.contributors, self.first_with_data = with_data, lowest(with_data)
             self.all_have_data = with_data == self._all_ranks
             self.shadowing = not with_data >> self._rank & 1
         self.progress.steps += 1
@@ -134,17 +132,16 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        last = None if self.all_have_data else self._in_last_burst or self.ranks_with_data
+        last = None if self.all_have_data else self._in_last_burst or self.contributors
         self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
-        """This rank left the loop by ``break``; it agrees on that with the others when it next announces something.
+        """This rank left the loop by ``break``: ``leave`` agrees on that with the others before anything is announced.
 
-        Args:
-            leave: leaves it, before anything else is announced; ``None`` where that begins, or there is nothing left.
+        ``None`` where that begins, or there is nothing left.
         """
         self.leave_broken_loop, self.is_in_loop_body = leave, leave is None
-        self.shadowing = self.is_in_loop_body and not (self.ranks_with_data or 0) >> self._rank & 1
+        self.shadowing = self.is_in_loop_body and not (self.contributors or 0) >> self._rank & 1
 
     def agree_to_leave(self) -> None:
         """This rank has left the loop before its end: wait until all have, at the same place.
@@ -197,7 +194,7 @@ class Lockstep(Mode):
             self._meet(self._meeting, f"announced {member.joinable.join_name} in step {self.steps} of join.iterate")
         if not member.interjects:
             self.progress.begun, self.progress.last = self.progress.begun + 1, member
-        self._in_last_burst = self.ranks_with_data
+        self._in_last_burst = self.contributors
         leads = self._headers.leader == self.first_with_data  # lower ranks come back in a second loop
         self._headers.assume(index, self._world_size, leader_alive=leads)
         return DONE

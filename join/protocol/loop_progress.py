@@ -75,13 +75,10 @@ class LoopProgress:
         return other.left and (other.loop, other.step, other.bursts) == (self._loop, self.steps, self.begun)
 
     def look_for_left_out(self, told: dict[int, Progress]) -> None:
-        """This rank waits behind a step: another may be in something that this one has left out of it.
-
-        Args:
-            told: how far the others are.
+        """This rank waits behind a step, and others have ``told`` how far they are: one may be in what it has left out.
 
         Raises:
-            ProtocolError: which is known to this rank alone.
+            ProtocolError: if so; this rank alone knows.
         """
         here = {rank: other for rank, other in told.items() if other.loop == self._loop}
         for rank, other in here.items():
@@ -110,11 +107,7 @@ class LoopProgress:
         return self._at_ends[max(step - self._ended - 1, -len(self._at_ends))]
 
     def left_out(self, what: str, steps: range, rank: int) -> NoReturn:
-        """This rank has left something out of one of these steps, which another rank has run: raise.
-
-        Raises:
-            ProtocolError: which is known to this rank alone.
-        """
+        """Raise a :class:`ProtocolError`: this rank has left out of these steps what another rank has run."""
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         raise ProtocolError(
             f"rank {self._rank} left {what} out of {where} of join.iterate, and rank {rank} did not. All ranks must"

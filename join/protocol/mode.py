@@ -46,8 +46,13 @@ class Mode(ABC):
     """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
     minds_followers = True
     """Whether what follows a burst must come once after each, since joined ranks run it just so."""
-    ranks_with_data: int | None = None
-    """The ranks that have data in this step, as a bit mask, where all ranks run it; ``None`` where others shadow."""
+    all_ranks_run_bursts = False
+    """Whether each rank runs every burst itself, on a dummy where it has no data, so that nobody shadows."""
+    votes_on_weights = False
+    """Whether ranks have to vote on whether weights are in use, since nothing that is announced says so."""
+    contributors: int | None = None
+    """The ranks that contribute in this step, as a bit mask, where all ranks know them; ``None`` where headers count
+    those that contribute to a burst."""
     is_in_loop_body = False
     """Whether this rank is in the body of a loop over ``Join.iterate``, and has not broken out of it."""
     shadowing = False
@@ -72,10 +77,7 @@ class Mode(ABC):
         return 0
 
     def check(self, roster: Roster) -> None:
-        """A block is about to open: check that this mode allows it.
-
-        Args:
-            roster: who announces on the group then, in all blocks.
+        """A block is about to open, after which ``roster`` is that of the group: check that this mode allows it.
 
         Raises:
             JoinError: if no other block can be open in this mode.
@@ -87,12 +89,7 @@ class Mode(ABC):
 
     @abstractmethod
     def announce(self, index: int, *, confirm: bool) -> Work:
-        """Tell all ranks that this rank is about to run a burst of member ``index``; the message is under way.
-
-        Args:
-            index: in the roster.
-            confirm: whether to wait, where that matters, until it is certain that all announce the same.
-        """
+        """Tell all ranks that this rank is about to run a burst of member ``index``; as of :meth:`Channel.announce`."""
 
     def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
         """Whether a module's backward is announced when its forward begins.

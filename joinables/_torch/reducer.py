@@ -89,10 +89,10 @@ def parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return list(ddp._module_parameters)
 
 
-def named_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+def buffers(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """The buffers that DDP keeps in step."""
     ignored = cast("set[str]", ddp.parameters_to_ignore)
-    return {name: buffer for name, buffer in ddp.module.named_buffers() if name not in ignored}
+    return [buffer for name, buffer in ddp.module.named_buffers() if name not in ignored]
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:

@@ -86,7 +86,7 @@ class BufferSync(DDPBurst):
 
     @override
     def synchronise_own(self, source: int) -> None:
-        broadcast_tensors(self._collective, list(reducer.named_buffers(self._ddp).values()), source)
+        broadcast_tensors(self._collective, reducer.buffers(self._ddp), source)
 
 
 class BucketRebuild(DDPBurst):

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.joinable import Block, Burst
-from joinables._torch import reducer
+from joinables._torch import autograd, reducer
 from joinables.ddp.last_result import LastResult
 from joinables.ddp.unused_parameters import UsedParameters
-from joinables.mean import Mean
+from joinables.mean import Mean, Window
 from joinables.weights import Weights
-from joinables.window import Window
 
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
 """The flags in the header of a reduction: it covers the buffers too, this rank contributes, weights are summed."""
+
+# Between blocks: what a rank has accumulated and not reduced, and how often its gradients were written to until then.
+_left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[int]]] = weakref.WeakKeyDictionary()
 
 
 class Contributions:
     """What was accumulated since the last reduction, and how the next one makes a mean of it.
 
-    Args:
-        ddp: the module.
-        parameters: its parameters in the reducer's order.
+    The module's ``parameters`` are in the reducer's order.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -40,14 +42,17 @@ class Contributions:
     def attach(self, join: Block, burst: Burst) -> None:
         """A block is entered, where the reduction is announced as ``burst``."""
         self._channel, self._collective, self._burst = join.channel, join.collective, burst
-        self._world_size = join.collective.world_size
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
         self.weights.attach(join)
         self.used.attach(join)
         self.last_result.attach()
+        self.window = Window()
 
     def detach(self) -> None:
         """The block is left."""
+        _left_over.pop(self._ddp, None)
+        if self.window.own and not self.last_result.aside:  # which is put back into the gradients
+            _left_over[self._ddp] = replace(self.window, with_data=0, with_dummies=False), self._writes
         self.weights.detach()
         self.used.detach()
         self.last_result.detach()
@@ -72,6 +77,22 @@ class Contributions:
             self.window = Window()
             self.last_result.aside.clear()
 
+    def take_over(self) -> None:
+        """This rank's first backward in the block begins: go on with the window that the last block has left open.
+
+        Unless ``zero_grad`` was called since: it sets gradients to ``None``, or writes 0 to them. A rank that only
+        shadows does not come here: the loop would have called ``zero_grad``, or not, and it cannot know.
+        """
+        window, writes = _left_over.pop(self._ddp, (self.window, []))
+        was_zeroed = writes != self._writes and self.last_result.is_zero
+        if window.own and not (was_zeroed or self.last_result.has_no_gradient):
+            self.window = window
+
+    @property
+    def _writes(self) -> list[int]:
+        gradients = (parameter.grad for parameter in self._parameters)
+        return [autograd.writes(each) for each in gradients if each is not None]
+
     def drop(self) -> None:
         """Contribute nothing to the reduction that comes: drop the gradients."""
         for parameter in self._parameters:
@@ -89,10 +110,10 @@ class Contributions:
             times = window.weight
         elif not mean.over_all_ranks:
             times = self.contributes
-        elif self._channel.ranks_with_data is not None:
+        elif self._channel.all_ranks_run_bursts:
             times = 1.0
         elif not self._channel.foresees_bursts:
-            times = self._world_size / self._contributors()
+            times = self._collective.world_size / self._contributors()
         elif result.is_zero:
             return
         else:
@@ -137,26 +158,26 @@ class Contributions:
         """In a loop over ``Join.iterate``: sum weights in this reduction, if ranks with data do."""
         if not self.window.with_data:
             self.used.begin_window(brought=self.window.own)
-        self.mean.weighted, accumulated = self.weights.agree(self.window.own)
-        self.window.with_data |= accumulated
+        self.weights.agree(self.window)
+        self.mean.weighted = self.weights.agreed
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
     @property
     def contributes(self) -> float:
         """1 if this rank contributes to its own backward, and 0 if it had nothing but dummies."""
-        return float(self._channel.ranks_with_data is None or self.window.with_data >> self._collective.rank & 1)
+        return float(self._channel.contributors is None or self.window.with_data >> self._collective.rank & 1)
 
     def _contributors(self) -> float:
         """How many ranks contribute, where all know it."""
-        if self._channel.ranks_with_data is not None:
+        if self._channel.contributors is not None:
             return float(self.window.with_data.bit_count())
         return float(self._channel.flags(self._burst)[CONTRIBUTES])
 
     @property
     def _all_know_contributors(self) -> bool:
         channel = self._channel
-        if channel.ranks_with_data is not None:
+        if channel.contributors is not None:
             return not self.weights.brought
         in_time = channel.foresees_bursts or not self.with_buffers
         return in_time and not channel.someone_may_contribute_unseen()
@@ -171,7 +192,7 @@ class Contributions:
         sums = mean.weighted or not (mean.over_all_ranks or self._all_know_contributors)
         mean.begin(self._channel.sum(mine) if sums else None)
         if self._normalises and (total := mean.parts(self._contributors)):
-            self.weights.normalise(self._world_size / total)
+            self.weights.normalise(self._collective.world_size / total)
 
     @property
     def _normalises(self) -> bool:
@@ -186,7 +207,7 @@ class Contributions:
         """
         try:
             if self.last_result.aside:
-                self.last_result.end_reduction(self._used_anywhere)
+                self.last_result.end_reduction(self._used_anywhere())
             if self.mean.scales:
                 self._scale()
         finally:  # whatever that raises, maybe on this rank alone: the collectives must stay in step
@@ -195,12 +216,12 @@ class Contributions:
 
     def end_without_result(self) -> None:
         """A reduction is over, of which this rank takes nothing."""
-        counts = self.used.counts and self._channel.ranks_with_data is not None
+        counts = self.used.counts and self._channel.all_ranks_run_bursts
         if counts and (self.window.with_dummies or self.weights.brought):
             self.used.end_reduction()
 
     def _scale(self) -> None:
-        factor = self.mean.factor(self._world_size, self._contributors)
+        factor = self.mean.factor(self._collective.world_size, self._contributors)
         if factor == 1 or self._normalises:
             return
         with torch.no_grad():

@@ -27,12 +27,8 @@ IN_TORCH_JOIN = (
 class Forwards:
     """Watches the forwards of a DDP module, and tells when a gradient enters the outputs of one.
 
-    Buffers are synchronised by ``buffers`` instead of by DDP, and left as they were by the forward of a dummy.
-
-    Args:
-        ddp: the module.
-        parameters: its parameters in the reducer's order.
-        buffers: its buffer synchronisation; ``None`` if it has none.
+    Buffers are synchronised by ``buffers``, if there are any, instead of by DDP, and left as they were by the forward
+    of a dummy.
     """
 
     def __init__(
@@ -44,8 +40,6 @@ class Forwards:
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._buffers_before: dict[str, torch.Tensor] = {}  # of a dummy's forward
         self._hidden: Any = None  # the handle of what waits for any gradient, where a forward shows no output
-        # Whether a backward inside the forward is looked for: until a forward returns what a backward can begin at.
-        self._expects_backward_inside = True
         self._written: list[tuple[int, int]] = []  # each gradient and how often it was written to, before the forward
 
     def attach(
@@ -63,12 +57,13 @@ class Forwards:
         """
         ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
         self._channel, self._begins, self._enters = channel, begins, enters
+        # Whether a backward inside the forward is looked for: until a forward returns what a backward can begin at.
         self._expects_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
         self._inner = InnerForward(inner, channel)
-        before, after = cast("Any", ModuleHook(self._before)), cast("Any", ModuleHook(self._after))
-        self._unseen = inner.register_forward_pre_hook(cast("Any", ModuleHook(self._before_inner)))
+        before, after = ModuleHook(self._before), ModuleHook(self._after)
+        self._unseen = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
         # The hooks of the user are between these.
         handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after), self._unseen]
         self._handles: list[Any] = handles
@@ -145,7 +140,7 @@ class Forwards:
         if self._hidden is not None:
             self._hidden.remove()  # one of an earlier forward, which would tell first
         watch = torch.autograd.graph.register_multi_grad_hook
-        self._hidden = watch(self._parameters, cast("Any", enters), mode="any")
+        self._hidden = watch(self._parameters, enters, mode="any")
 
     def _gradient_writes(self) -> list[tuple[int, int]]:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]

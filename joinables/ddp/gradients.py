@@ -21,8 +21,8 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.contributions import WITH_BUFFERS, Contributions
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.static_graph import StaticGraph
+from joinables.mean import Window
 from joinables.tensors import adopt_gradients
-from joinables.window import Window
 
 
 class GradientSync(DDPBurst):
@@ -133,7 +133,7 @@ class GradientSync(DDPBurst):
             return
         self._mean.weighted = weighted and not channel.shadowing
         channel.end_broken_loop()
-        if self._last_result.kept and channel.ranks_with_data is None:
+        if self._last_result.kept and not channel.all_ranks_run_bursts:
             self._last_result.look()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when
         # zero_grad may have been called. And contributors that a forward announces must be counted again (some may skip
@@ -153,7 +153,7 @@ class GradientSync(DDPBurst):
     def _watch_use(self) -> None:
         if self._last_result.has_no_gradient and not self._forwards.armed:
             reducer.forget_use(self._ddp)
-        if self._channel.ranks_with_data is not None:
+        if self._channel.all_ranks_run_bursts:
             self._given.used.watch()
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -166,8 +166,11 @@ class GradientSync(DDPBurst):
         backward = autograd.backward_under_way()
         if backward == self._backward or not self._handles:
             return
-        self._backward, channel, window, result = backward, self._channel, self._given.window, self._last_result
+        self._backward, channel, result = backward, self._channel, self._last_result
         self._backwards += 1
+        if self._backwards == 1:
+            self._given.take_over()
+        window = self._given.window
         weighted = self._join.weight is not None
         reduces = self._forwards.armed or synchronised
         if reduces and not weighted and not result.aside and self._plain_in == channel.loop and channel.is_in_loop_body:
@@ -175,7 +178,6 @@ class GradientSync(DDPBurst):
                 self._announce_backward(weighted)
             self._end_reduction()
             return
-        with_data = channel.ranks_with_data
         if window.own or window.with_data or window.weight:
             self._given.forget_zeroed()
             window = self._given.window
@@ -185,16 +187,16 @@ class GradientSync(DDPBurst):
             )
             if not reduces:
                 self._weights.end_refused()
-        # Else it is a loop over Join.iterate, where every rank gives what is in its gradients, the last result or None.
-        if result.kept and (weighted or not reduces or with_data is None):
+        # Else every rank gives what is in its gradients, the last result or None.
+        if result.kept and (weighted or not reduces or not channel.all_ranks_run_bursts):
             result.look()
         if weighted:
             self._plain_in = -1
             window.weight += self._weights.begin_backward()
-        if with_data is not None:
+        if (with_data := channel.contributors) is not None:
             self._given.note_data(with_data)
         if reduces:
-            self._begin_reduction(weighted, with_data)
+            self._begin_reduction(weighted)
         elif not channel.shadowing:
             if result.kept and not window.own and (weighted or self._mean.over_all_ranks):
                 result.set_aside()
@@ -213,18 +215,17 @@ class GradientSync(DDPBurst):
             self._channel.announce(self)
             self.state = BurstState.OWED
 
-    def _begin_reduction(self, weighted: bool, with_data: int | None) -> None:
-        weights, mean = self._weights, self._mean
+    def _begin_reduction(self, weighted: bool) -> None:
+        weights, mean, channel = self._weights, self._mean, self._channel
         if not (self._forwards.armed and self.state is BurstState.OWED):
             self._announce_backward(weighted)
-        if with_data is None:
-            if not weighted == mean.weighted == weights.in_headers:
-                self._given.check_weights()
-        else:
-            if weights.agreed_in != self._channel.loop or weights.agreed != weighted:
+        if channel.votes_on_weights:
+            if weights.agreed_in != channel.loop or weights.agreed != weighted:
                 self._given.agree_on_weights()
                 weights.refused = weights.refused or weights.change()
             mean.weighted = weights.agreed
+        elif not weighted == mean.weighted == weights.in_headers:
+            self._given.check_weights()
         if self._last_result.kept:
             self._given.add_last_result()
         self.state = BurstState.RUNNING
@@ -239,9 +240,9 @@ class GradientSync(DDPBurst):
         waits = scales or self._given.used.counts or self._rebuild.pending
         if waits or self._given.window.weight or self._last_result.aside or weights.refused:
             autograd.after_reduction(self._finish_reduction)
-        elif with_data is not None:  # nothing is done with the result, so it need not be there
+        elif channel.all_ranks_run_bursts:  # nothing is done with the result, so it need not be there
             # The next one is as plain, if it is not weighted: that is all that may change in a loop.
-            self._plain_in = self._channel.loop
+            self._plain_in = channel.loop
             self._end_reduction()
         else:
             autograd.after_reduction(self._end_reduction)
@@ -271,7 +272,7 @@ class GradientSync(DDPBurst):
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
         self.state = BurstState.RUNNING
-        if self._channel.ranks_with_data is not None:
+        if self._channel.votes_on_weights:
             self._last_result.look()
             self._given.agree_on_weights()
         elif self._mean.weighted != self._weights.in_headers:
@@ -296,13 +297,13 @@ class GradientSync(DDPBurst):
         Args:
             takes_part: whether to take what they gave, if there are no gradients here.
         """
-        kept, window = [parameter.grad for parameter in self._parameters], replace(self._given.window)
+        kept, window = [parameter.grad for parameter in self._parameters], self._given.window
         if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
             kept = [None if gradient is None else gradient.clone() for gradient in kept]
-        with_data, has_result = self._channel.ranks_with_data, False
-        takes_part = takes_part and self._last_result.has_no_gradient
+        has_result, takes_part = False, takes_part and self._last_result.has_no_gradient
+        self._given.window = replace(window)
         try:
-            if with_data is not None:
+            if (with_data := self._channel.contributors) is not None:
                 self._given.note_data(with_data)
             self._given.drop()
             self._given.begin(0.0)
@@ -316,9 +317,8 @@ class GradientSync(DDPBurst):
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
-        if has_result:  # else all have skipped it: what was accumulated is still to be reduced
-            window.with_data, window.with_dummies = 0, False
-        self._given.window = window
+        # Without a result all have skipped it: what was accumulated before is still to be reduced.
+        self._given.window = Window() if has_result else window
         return has_result
 
     # -- the joined side ----------------------------------------------------------------------------------------------

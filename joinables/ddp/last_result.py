@@ -8,7 +8,7 @@ weighted mean, ``world_size / contributors`` times under a mean over all ranks, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -18,12 +18,7 @@ _kept: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKe
 
 
 class LastResult:
-    """What the last reduction left in the gradients of one module.
-
-    Args:
-        ddp: the module.
-        parameters: its parameters in the reducer's order.
-    """
+    """What the last reduction left in the gradients of a module's ``parameters``, which are in the reducer's order."""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
@@ -78,15 +73,14 @@ class LastResult:
                 gradient.add_(result, alpha=times)
 
     @torch.no_grad()
-    def end_reduction(self, used: Callable[[], Sequence[int]]) -> None:
+    def end_reduction(self, used: Sequence[int]) -> None:
         """A reduction is over: restore what was set aside of the gradients that it did not touch.
 
         Args:
-            used: returns for each parameter whether any rank used it; the reduction leaves other gradients alone.
+            used: for each parameter, whether any rank used it; the reduction leaves other gradients alone.
         """
-        is_used = used()
         for index, result in self.aside.items():
             gradient = self._parameters[index].grad
-            if gradient is not None and not is_used[index]:
+            if gradient is not None and not used[index]:
                 gradient.copy_(result)
         self.aside.clear()

@@ -23,11 +23,9 @@ _arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakr
 
 
 class StaticGraph:
-    """The arrivals of one module's gradients; does nothing for a module without ``static_graph``.
+    """The arrivals of the gradients of a module's ``parameters``, which are in the reducer's order.
 
-    Args:
-        ddp: the module.
-        parameters: its parameters in the reducer's order.
+    Does nothing for a module without ``static_graph``.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:

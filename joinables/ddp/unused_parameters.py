@@ -22,12 +22,7 @@ from join.joinable import Block
 
 
 class UsedParameters:
-    """Counts which of one module's parameters batches used since the last reduction.
-
-    Args:
-        ddp: the module.
-        parameters: its parameters in the reducer's order.
-    """
+    """Counts which of a module's ``parameters``, in the reducer's order, batches used since the last reduction."""
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters

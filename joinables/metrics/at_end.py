@@ -9,7 +9,8 @@ them as often as they like. When the block ends, all ranks, active or joined, do
 The value over all samples of all ranks is kept in torchmetrics' cache of computed values: ``compute()`` after the block
 returns it, without communication, until the next ``update`` or ``reset``. The state is the rank's own again, as after
 torchmetrics' own synchronisation. So no sample counts twice: not in a second block without ``reset``, nor in an
-``update`` between two blocks.
+``update`` between two blocks. On a rank that had no data, torchmetrics warns of a ``compute()`` before any
+``update``, as without a block; the value is right.
 
 A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (the first tensor given has length 0);
 ``forward`` returns ``None`` for it, and otherwise the value of the rank's own batch.
@@ -26,23 +27,19 @@ from typing import Any, cast
 import torch
 from typing_extensions import override
 
-from join import JoinHook
 from join.joinable import Block
 from join.transfer import gather_trees
 from joinables.adapter import Silent
 from joinables.metrics.states import contributions, merged, put
+from joinables.stand_in import Instead
 
 
-class MetricAtEnd(Silent, JoinHook):
+class MetricAtEnd(Silent):
     """Merges a metric's states over all ranks once, when the block ends.
 
     Args:
         metric: a ``torchmetrics.Metric`` or ``MetricCollection``.
     """
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
 
     @override
     def attach(self, join: Block) -> None:
@@ -56,10 +53,10 @@ class MetricAtEnd(Silent, JoinHook):
         self._replaced = ExitStack()
         for part in self._parts.values():
             part._computed = None  # the last block's value is not this rank's
-            self._replace(part, "distributed_available_fn", Local(part.distributed_available_fn))
+            self._replace(part, "distributed_available_fn", Instead(part.distributed_available_fn, not_distributed))
         for name in ("update", "forward"):
             method = getattr(self._target, name)
-            self._replace(self._target, name, InBlock(method, partial(self._see, method)))
+            self._replace(self._target, name, Instead(method, partial(self._see, method)))
 
     @override
     def detach(self) -> None:
@@ -116,7 +113,7 @@ class MetricAtEnd(Silent, JoinHook):
         with ExitStack() as own:
             for name, contribution in found.items():
                 part = self._parts[name]
-                own.callback(put, part, part.update_count or _Elsewhere(), part.metric_state)
+                own.callback(put, part, part.update_count, part.metric_state)
                 put(part, *contribution)
                 part._computed = None
             for name in found:
@@ -135,40 +132,6 @@ def _keeps_value(metric: Any) -> bool:
     return type(metric)._wrap_compute is importlib.import_module("torchmetrics").Metric._wrap_compute
 
 
-class _Elsewhere(int):
-    """An update count of 0 that does not make ``compute`` warn: other ranks have updates, which were merged."""
-
-    def __gt__(self, other: int) -> bool:
-        return other <= 0
-
-
-class Local:
-    """A ``distributed_available_fn`` that says no, for a metric in a block; copies of the metric have the original."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __call__(self) -> bool:
-        """Whether it is distributed."""
-        return False
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _itself, (self._original,)
-
-
-class InBlock:
-    """A replacement for a method of a metric in a block; copies of the metric have the original."""
-
-    def __init__(self, method: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-        self._method, self._replacement = method, replacement
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replacement."""
-        return self._replacement(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _itself, (self._method,)
-
-
-def _itself(obj: Any) -> Any:
-    return obj
+def not_distributed() -> bool:
+    """The ``distributed_available_fn`` of a metric that does not communicate by itself."""
+    return False

@@ -35,8 +35,9 @@ from join import Burst
 from join.collectives._torch_private import pytree
 from join.joinable import Block, BurstState
 from join.transfer import gather_trees
-from joinables.metrics.at_end import InBlock, Local, MetricAtEnd, metrics_of
+from joinables.metrics.at_end import MetricAtEnd, metrics_of, not_distributed
 from joinables.metrics.states import contributions, merged, put
+from joinables.stand_in import Instead
 
 
 class MetricAtEveryStep(MetricAtEnd, Burst):
@@ -54,8 +55,8 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
         twins = metrics_of(twin)
         self._twin_parts = {name: twins[name] for name in self._parts}
         for each in twins.values():
-            each.distributed_available_fn = Local(each.distributed_available_fn)
-        self._replace(self._target, "forward", InBlock(self._target.forward, self._forward))
+            each.distributed_available_fn = not_distributed
+        self._replace(self._target, "forward", Instead(self._target.forward, self._forward))
 
     @override
     def detach(self) -> None:

@@ -1,7 +1,6 @@
 """The states of metrics of torchmetrics: a rank's contributions, and how those of several ranks are merged.
 
-Private attributes of torchmetrics 1.9 are used in this folder and nowhere else: which states a metric has and how they
-are reduced (``_defaults``, ``_reductions``),
+Private attributes of torchmetrics 1.9 are used in this folder and nowhere else: ``_defaults``, ``_reductions``,
 ``_update_count``, ``_computed``, ``_is_synced``, ``_wrap_compute`` and, of a collection, ``_enable_compute_groups``.
 """
 

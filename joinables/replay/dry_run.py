@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,9 +21,10 @@ from join.collectives.broken import is_broken
 from join.errors import described
 from join.loop.dummies import emptied
 from join.transfer import broadcast_tree
+from joinables.dummy_forward import Arguments
 from joinables.train_mode import keeping_modes
 
-Example = tuple[Any, ...] | Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+Example = tuple[Any, ...] | Callable[[], Arguments]
 
 _HINT = (
     "Say with what, where the module is listed: Replay(module, example=...), a tuple of positional arguments or a"
@@ -32,8 +32,7 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a module is called with.
 
     Attributes:
@@ -51,32 +50,15 @@ class Call:
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
         """The call with these arguments, in this context."""
-        return Call(args, kwargs, tuple(tensor.requires_grad for tensor in _tensors((args, kwargs))), _autocast(device))
+        require_grad = tuple(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+        autocasts = torch.is_autocast_enabled(device.type)
+        return Call(args, kwargs, require_grad, torch.get_autocast_dtype(device.type) if autocasts else None)
 
     @property
     def kind(self) -> Any:
         """What makes a difference to the collectives that the module runs: not sizes, and not numbers."""
         leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
         return structure, [_kind_of(leaf) for leaf in leaves], self.require_grad, self.autocast
-
-    @property
-    def without_rows(self) -> Call:
-        """The same with empty tensors."""
-        with torch.no_grad():  # nothing of the graph that they come from is held
-            args, kwargs = emptied((self.args, self.kwargs))
-        return Call(args, kwargs, self.require_grad, self.autocast)
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """What it is made of, to be sent."""
-        return self.args, self.kwargs, self.require_grad, self.autocast
-
-    @property
-    def prepared(self) -> Call:
-        """The same, its tensors requiring grad as they should; it is changed in place."""
-        for tensor, requires_grad in zip(_tensors((self.args, self.kwargs)), self.require_grad, strict=True):
-            tensor.requires_grad_(requires_grad)
-        return self
 
 
 class DryRun:
@@ -93,6 +75,8 @@ class DryRun:
         self._refused: list[Any] = []  # those that the module cannot take
         self.call: Call | None = None
         """What to run it with, once the ranks have agreed."""
+        self.is_running = False
+        """Whether this rank runs the module for its collectives alone, so that hooks must not announce."""
 
     def is_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments has to be told to all."""
@@ -102,53 +86,76 @@ class DryRun:
             return False
         mine = Call.of(args, kwargs, self._device)
         if not torch.is_grad_enabled():  # what requires grad makes no difference
-            mine = replace(mine, require_grad=self.call.require_grad)
+            mine = mine._replace(require_grad=self.call.require_grad)
         return mine.kind != self.call.kind
 
-    def agree(self, collective: Collective, source: int, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
-        """Let all ranks have the call of rank ``source``.
+    def agree(self, collective: Collective, source: int, mine: Arguments | None) -> None:
+        """Let all ranks have the call of rank ``source``; ``mine`` is what this rank calls the module with, if it does.
 
-        Args:
-            collective: the group.
-            source: a rank that is about to call the module.
-            mine: what this rank is about to call it with, if it is.
+        Raises:
+            JoinError: if it cannot be sent; on all ranks.
         """
         example = self.arguments_of_example()
         if example is not None:
-            args, kwargs = example
-            self.call = Call.of(args, kwargs, self._device)
+            self.call = Call.of(*example, self._device)
             return
-        parts: tuple[Any, ...] | None = None
-        wrong = ""
+        call, why_not = self._told(collective, source, mine)
+        if call is None:
+            raise JoinError(
+                f"a rank without data cannot be told what to call the module with: {why_not}. {_HINT} [J156]"
+            )
+        self.call = call
+
+    def _told(self, collective: Collective, source: int, mine: Arguments | None) -> tuple[Call | None, str]:
+        """The call of rank ``source`` without rows, on all ranks; or ``None``, and why it cannot be sent."""
+        told: tuple[Call | None, str] = None, ""
         if collective.rank == source:
             assert mine is not None
             try:
-                parts = Call.of(*mine, self._device).without_rows.parts
+                args, kwargs = emptied(mine)
+                told = Call.of(args, kwargs, self._device), ""
             except Exception as error:  # the others wait to be told
-                wrong = described(error)
+                told = None, described(error)
         try:
-            parts, wrong = broadcast_tree(collective, (parts, wrong), source)
+            call, why_not = broadcast_tree(collective, told, source)
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # another rank is gone
-            wrong = str(error)  # of pickling, on all ranks
-        if wrong or parts is None:
-            raise JoinError(f"a rank without data cannot be told what to call the module with: {wrong}. {_HINT} [J156]")
-        self.call = Call(*parts).prepared
+            return None, str(error)  # of pickling, on all ranks
+        if call is not None:  # what was sent requires no grad
+            for tensor, requires_grad in zip(_tensors((call.args, call.kwargs)), call.require_grad, strict=True):
+                tensor.requires_grad_(requires_grad)
+        return call, why_not
 
-    def arguments_of_example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def arguments_of_example(self) -> Arguments | None:
         """The ``(args, kwargs)`` of the user's ``example``; ``None`` without one."""
         if self.example is None:
             return None
         return self.example() if callable(self.example) else (self.example, {})
 
-    def run(self, module: torch.nn.Module) -> Any:
-        """Run ``module`` as agreed and return its output."""
+    def run(self, module: torch.nn.Module, rank: int) -> Any:
+        """Run ``module`` as agreed and return its output; ``rank`` is this one.
+
+        Raises:
+            JoinError: if it cannot take the call.
+        """
         call = self.call
         assert call is not None
         dtype = call.autocast
-        with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
-            return module(*call.args, **call.kwargs)
+        self.is_running = True
+        try:
+            with torch.autocast(self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+                return module(*call.args, **call.kwargs)
+        except Exception as error:
+            if is_broken(error):
+                raise  # another rank is gone
+            with_what = "an empty batch" if self.example is None else f"example={self.example!r}"
+            raise JoinError(
+                f"rank {rank} cannot run {type(module).__name__} on {with_what}, as a rank without data has to:"
+                f" {described(error)}. {_HINT} [J157]"
+            ) from error
+        finally:
+            self.is_running = False
 
     def attempt(self, module: torch.nn.Module, rank: int) -> None:
         """Run ``module`` for nothing, on all ranks, once for each kind of call.
@@ -157,38 +164,29 @@ class DryRun:
             JoinError: if it cannot take the call; on all ranks.
         """
         assert self.call is not None
-        if self.call.kind in self._attempted:
-            return
-        try:
+        if self.call.kind not in self._attempted:
             with torch.no_grad(), in_mode(module, training=False):
-                self.run(module)
-        except Exception as error:
-            if is_broken(error):
-                raise  # another rank is gone
-            raise JoinError(self.complaint(module, error, rank)) from error
-        self._attempted.append(self.call.kind)
+                self.run(module, rank)
+            self._attempted.append(self.call.kind)
 
-    def takes_empty(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> bool:
-        """Whether ``module`` can take this call without rows: tried on all ranks, once for each kind of call."""
-        kept, self.call = self.call, Call.of(args, kwargs, self._device).without_rows
+    def takes_empty(self, module: torch.nn.Module, collective: Collective, source: int, mine: Arguments) -> bool:
+        """Whether ``module`` can take the call of rank ``source`` without rows: tried once for each kind of call.
+
+        The same on all ranks, each of which is about to make a call of its own, ``mine``.
+        """
+        call, _ = self._told(collective, source, mine)
+        if call is None:
+            return True  # an error, if there is one, comes from the module itself
+        kept, self.call = self.call, call
         kind = self.call.kind
         try:
             if kind not in self._refused:
-                self.attempt(module, rank)
+                self.attempt(module, collective.rank)
         except JoinError:
             self._refused.append(kind)
         finally:
             self.call = kept
         return kind not in self._refused
-
-    def complaint(self, module: torch.nn.Module, error: Exception, rank: int) -> str:
-        """What to say of a module that cannot be run."""
-        name = type(module).__name__
-        with_what = "an empty batch" if self.example is None else f"example={self.example!r}"
-        return (
-            f"rank {rank} cannot run {name} on {with_what}, as a rank without data has to:"
-            f" {described(error)}. {_HINT} [J157]"
-        )
 
 
 @contextmanager
@@ -210,7 +208,3 @@ def _kind_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim()
     return leaf if isinstance(leaf, (bool, str)) or leaf is None else cast("type[object]", type(leaf))
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -15,23 +15,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
 from typing_extensions import override
 
-from join import JoinError
 from join.batch import StepBatch
-from join.collectives.broken import is_broken
 from join.joinable import Block, BurstState
-from join.loop.dummies import emptied
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables._torch.hooks import ModuleHook
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
 from joinables.replay.dry_run import in_mode
-from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, dry_runs
+from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule
 from joinables.sharding import is_dtensor
 from joinables.tensors import tensors_with_grad
 
@@ -49,14 +45,12 @@ class ReplayedForward(ReplayedBurst):
         self.passes: deque[Pass] = deque(maxlen=REMEMBERED)
         """The last forwards with grad, the newest at the end: the same number on all ranks."""
         self._is_other = False  # the module is called in another way than the ranks have agreed on
-        self._due = False  # this forward broadcasts buffers
         self._takes_empty, self._found_in = True, 0  # whether the module can take an empty batch; the loop, by number
         self._stands_in: Arguments | None = None  # on a dummy: what the module was called with, and does not run on
 
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        dry_runs[self._of.module] = self._of.dry_run
         self._reduction.attach()
         self._dummy_forward, self._stands_in, self._found_in = DummyForward(join.channel), None, 0
         # Else ranks may compute together with what a rank without data runs on.
@@ -72,8 +66,6 @@ class ReplayedForward(ReplayedBurst):
         super().detach()
         self._reduction.detach()
         del self._dummy_forward  # which may hold a batch
-        for each in self.passes:
-            each.outputs.clear()
         self.passes.clear()
 
     @override
@@ -84,9 +76,7 @@ class ReplayedForward(ReplayedBurst):
     @property
     @override
     def mixes_ranks(self) -> str:
-        module = self._of.module
-        is_synchronised = any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
-        return f"{self.join_name}, which contains SyncBatchNorm" if is_synchronised else ""
+        return f"{self.join_name}, which contains SyncBatchNorm" if self._reduction.mixes_ranks else ""
 
     @override
     def synchronise_own(self, source: int) -> None:
@@ -97,25 +87,25 @@ class ReplayedForward(ReplayedBurst):
     def flags(self, active: bool) -> Sequence[bool]:
         if not active:
             return (False,) * self.flag_count
-        grad, module = torch.is_grad_enabled(), self._of.module
-        return (grad, module.training, self._reduction.prepares, self._is_other, self._due)
+        grad, training, due = torch.is_grad_enabled(), self._of.module.training, self._reduction.buffers_are_due()
+        return (grad, training, self._reduction.prepares, self._is_other, due)
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
         training, due = self._of.module.training, self._reduction.buffers_are_due()
-        if self._channel.ranks_with_data is not None:
+        if self._channel.all_ranks_run_bursts:
             return (torch.is_grad_enabled(), training, self._reduction.prepares, False, due)
         return (True, training, True, self._of.dry_run.call is None, due)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if self._of.replaying or autograd.in_backward():
-            return None
         of = self._of
+        if of.dry_run.is_running or autograd.in_backward():
+            return None
         self._channel.module_called()
         self._channel.end_broken_loop()
-        if self._channel.ranks_with_data is None:  # else every rank calls the module itself
+        if not self._channel.all_ranks_run_bursts:
             self._is_other = of.dry_run.is_other(args, kwargs)
         if self._is_other and self._channel.foresees_bursts and of.dry_run.call is not None:
             raise ValueError(
@@ -127,10 +117,8 @@ class ReplayedForward(ReplayedBurst):
                 f"with steps=, each forward of {type(module).__name__} must be one that a backward follows, which"
                 " reduces gradients: accumulate without steps=, and evaluate outside the block [J159]"
             )
-        self._due = self._reduction.buffers_are_due()
         self._channel.announce(self)
         self.state = BurstState.RUNNING
-        self._drop_outputs()  # before new activations come
         self._begin((args, kwargs))
         self._channel.module_runs_on((args, kwargs))
         return self._instead_of(args, kwargs) if self._may_stand_in else None
@@ -139,7 +127,7 @@ class ReplayedForward(ReplayedBurst):
         """What to run the module on, if this rank has an empty dummy that it cannot take."""
         channel, self._stands_in = self._channel, None
         if channel.batch is not StepBatch.DATA:
-            self._dummy_forward.called(args, kwargs)
+            self._dummy_forward.called((args, kwargs))
         if channel.all_have_data:
             return None
         example = self._of.dry_run.arguments_of_example()
@@ -150,85 +138,56 @@ class ReplayedForward(ReplayedBurst):
         if not is_empty_call((args, kwargs)):
             return None
         self._stands_in = args, kwargs
-        return example or self._dummy_forward.arguments(args, kwargs)
+        return example or self._dummy_forward.instead_of((args, kwargs))
 
     def _find_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the module can take a call without rows, that of the lowest rank with data; the same on all ranks."""
-        of, source = self._of, self._channel.first_with_data
-        mine: Arguments | None = None
-        if self._collective.rank == source:
-            with suppress(Exception):  # it has no rows to take away, such as a sparse matrix
-                mine = emptied((args, kwargs))
-        try:
-            told: Arguments | None = broadcast_tree(self._collective, mine, source)
-        except (RuntimeError, TypeError) as error:
-            if is_broken(error):
-                raise  # another rank is gone
-            told = None
-        if told is None:
-            return True  # it cannot be sent to all ranks: an error, if there is one, comes from the module itself
-        of.replaying = True
-        try:
-            takes = of.dry_run.takes_empty(self._reduction.inner, *told, self._collective.rank)
-        finally:
-            of.replaying = False
+        source, inner = self._channel.first_with_data, self._reduction.inner
+        takes = self._of.dry_run.takes_empty(inner, self._collective, source, (args, kwargs))
         if not takes:
             self._reduction.reset()
         return takes
 
     def _after(self, module: Any, args: Any, output: Any) -> Any:
-        if self._of.replaying or autograd.in_backward():
+        if self._of.dry_run.is_running or autograd.in_backward():
             return None
         self.state = BurstState.IDLE
         stands_in, self._stands_in = self._stands_in, None
         return None if stands_in is None else emptied_output(output, stands_in)
 
-    def _begin(self, mine: tuple[tuple[Any, ...], dict[str, Any]] | None) -> None:
+    def _begin(self, mine: Arguments | None) -> None:
         """What comes before the module's own collectives."""
-        of, (_, _, _, is_other, due) = self._of, self._channel.flags(self)
+        for each in self.passes:
+            if each.done or each.graph is not None:  # of a real forward
+                each.outputs.clear()  # before new activations come
+        _, _, _, is_other, due = self._channel.flags(self)
         leader = self._channel.leader  # has what all start from, also if it has just run out
         if is_other:
-            of.replaying = True
+            dry_run = self._of.dry_run
             try:
-                of.dry_run.agree(self._collective, self._channel.lead(), mine)
-                of.dry_run.attempt(self._reduction.inner, self._collective.rank)
+                dry_run.agree(self._collective, self._channel.lead(), mine)
+                dry_run.attempt(self._reduction.inner, self._collective.rank)
             except Exception:
-                of.dry_run.call = None
+                dry_run.call = None
                 self._reduction.reset()
                 raise
-            finally:
-                of.replaying = False
         if due:
             self._reduction.sync_buffers(leader)
-
-    def _drop_outputs(self) -> None:
-        for each in self.passes:
-            if each.real or each.done:
-                each.outputs.clear()
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
-        self._drop_outputs()
         self._begin(None)
-        of, (grad, training, prepares, _, _) = self._of, self._channel.flags(self)
-        of.replaying = True
-        try:
-            with (
-                torch.set_grad_enabled(grad > 0),
-                in_mode(of.module, training=training > 0),
-                self._reduction.reducing(prepares > 0, prepares > 0),
-            ):
-                self._reduction.buffers_are_due()
-                outputs = of.dry_run.run(of.module)
-                if grad:
-                    self._reduction.forwarded()
-        except Exception as error:
-            if is_broken(error):
-                raise  # another rank is gone
-            raise JoinError(of.dry_run.complaint(of.module, error, self._collective.rank)) from error
-        finally:
-            of.replaying = False
+        grad, training, prepares, _, _ = self._channel.flags(self)
+        module = self._of.module
+        with (
+            torch.set_grad_enabled(grad > 0),
+            in_mode(module, training=training > 0),
+            self._reduction.reducing(prepares > 0, prepares > 0),
+        ):
+            self._reduction.buffers_are_due()
+            outputs = self._of.dry_run.run(module, self._collective.rank)
         if grad:
+            self._reduction.forwarded()
             self.passes.append(Pass(tensors_with_grad(outputs)))

@@ -6,6 +6,7 @@ How a module is replayed is told in ``joinables.replay``.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -14,22 +15,22 @@ from typing_extensions import override
 
 from joinables.adapter import Announcing
 from joinables.replay.dry_run import DryRun, Example
-from joinables.replay.reductions import Reduction, reduction_of
+from joinables.replay.reductions import reduction_of
 from joinables.sharding import group_of
 
 REMEMBERED = 62
 """How many forwards back a backward can go through: bits of a word."""
 
-dry_runs: weakref.WeakKeyDictionary[torch.nn.Module, DryRun] = weakref.WeakKeyDictionary()
-"""Over blocks: how ranks without data run a module, as agreed on all ranks."""
+# Over blocks: how ranks without data run a module, as agreed on all ranks.
+_dry_runs: weakref.WeakKeyDictionary[torch.nn.Module, DryRun] = weakref.WeakKeyDictionary()
 
 
 class ReplayedModule:
-    """What a module's forward and backward have in common."""
+    """A module, what reduces its gradients, and how ranks without data run it."""
 
     def __init__(self, module: torch.nn.Module, example: Example | None, process_group: Any) -> None:
         self.module = module
-        self.reduction: Reduction = reduction_of(module)
+        self.reduction = reduction_of(module)
         parameter = next(module.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         if process_group is None and isinstance(module, DistributedDataParallel):
@@ -37,47 +38,44 @@ class ReplayedModule:
         if process_group is None:
             process_group = group_of(self.reduction.parameters, type(module).__name__)
         self.process_group = process_group
-        self.dry_run = dry_runs.get(module, DryRun(self.device, example))
-        if self.dry_run.example is not example:
-            self.dry_run = DryRun(self.device, example)
-        self.replaying = False  # this rank runs the module for its collectives alone, so hooks must not announce
+        agreed = _dry_runs.get(module)
+        self.dry_run = agreed if agreed and agreed.example is example else DryRun(self.device, example)
+        _dry_runs[module] = self.dry_run
 
 
 class Graph:
     """Is held by hooks in the autograd graph of one forward only: once it is freed, no backward of that can come."""
 
 
+@dataclass(eq=False)
 class Pass:
     """A forward with grad.
 
-    Args:
+    Attributes:
         outputs: its outputs that require grad. Those of a real forward, on an active rank, are held only until its
             backward or the next forward begins: how long its graph lives is up to the user.
         graph: of a real forward, what lives as long as its graph; ``None`` for a replayed one.
+        done: whether a backward has gone through it.
     """
 
-    def __init__(self, outputs: list[torch.Tensor], graph: Graph | None = None) -> None:
-        self.outputs = outputs
-        self.real = graph is not None
-        self.graph: weakref.ref[Graph] | None = None if graph is None else weakref.ref(graph)
-        self.done = False
-        """Whether a backward has gone through it."""
+    outputs: list[torch.Tensor]
+    graph: weakref.ref[Graph] | None = None
+    done: bool = False
 
     @property
-    def is_pending(self) -> bool:
-        """Whether a backward can still come, on an active rank."""
-        return not self.done and self.graph is not None and self.graph() is not None
+    def is_alive(self) -> bool:
+        """Whether its graph is, on an active rank."""
+        return self.graph is not None and self.graph() is not None
 
 
 class ReplayedBurst(Announcing):
-    """What forward and backward have in common: the module they stand for."""
+    """A module's forward or backward."""
 
     what: ClassVar[str]
 
     def __init__(self, module: ReplayedModule) -> None:
         super().__init__(module.module)
-        self._of = module
-        self._reduction = module.reduction
+        self._of, self._reduction = module, module.reduction
 
     @property
     @override

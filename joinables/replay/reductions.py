@@ -6,24 +6,21 @@ by the size of the group; what makes the mean over contributors of it, or the we
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from joinables._torch import reducer
+from joinables._torch import autograd, reducer
 from joinables.sharding import is_dtensor, is_sharded
 
 
 class Reduction:
-    """What reduces a replayed module's gradients; this base is for a module of which nothing is known to do so.
-
-    Args:
-        module: the module.
-    """
+    """What reduces a replayed module's gradients; this base is for a module of which nothing is known to do so."""
 
     scales = False
     """Whether gradients may be scaled."""
@@ -32,10 +29,17 @@ class Reduction:
     """Whether ``join.weight`` may be applied where gradients reach their parameters: not where ranks compute gradients
     together (SyncBatchNorm), for there each rank has parts of all ranks' losses."""
 
+    accumulates_in_grad = True
+    """Whether what is not reduced yet is in ``grad`` as well, and must not be cleared there."""
+
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self.mixes_ranks = any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+        """Whether the module computes with the samples of all ranks together."""
         self.seen: list[torch.nn.Parameter] = []
         """The parameters that autograd sees; filled by ``forwarded``."""
+        # How often gradients were written to, in place, when the last reduction ended.
+        self._written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     def attach(self) -> None:
         """A block is entered."""
@@ -93,16 +97,54 @@ class Reduction:
         """
         return nullcontext()
 
-    @property
-    def accumulates_in_grad(self) -> bool:
-        """Whether what is not reduced yet is in ``grad`` as well, and must not be cleared there."""
-        return True
+    def set_aside(self, *, accumulated: bool) -> None:
+        """A reduction is about to begin whose result will be scaled: keep what is in ``grad`` out of it.
 
-    def set_aside(self) -> None:
-        """A reduction begins whose result will be scaled: keep what is in ``grad`` out of it."""
+        Args:
+            accumulated: whether gradients were accumulated since the last one.
+        """
 
     def scale(self, factor: float) -> None:
         """Multiply the result of the reduction that is over, and add what was set aside."""
+        if factor != 1:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+
+    # -- what the loop does with gradients between reductions ---------------------------------------------------------
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def note_writes(self) -> None:
+        """Remember how often gradients were written to until now."""
+        for gradient in self._gradients():
+            self._written[gradient] = autograd.writes(gradient)
+
+    def emptiness(self) -> tuple[bool, bool]:
+        """Whether all gradients are ``None``, and whether those that are not were zeroed, so nothing is kept.
+
+        A rank's shard may be zero, or empty, where others are not; if it was zeroed, something wrote to it, too.
+        """
+        gradients = self._gradients()
+        kept = any(
+            self._written.get(gradient) == autograd.writes(gradient) or bool(_local(gradient).any())
+            for gradient in gradients
+        )
+        return not gradients, not kept
+
+    def clear(self, *, to_none: bool, to_zero: bool, unreduced: bool) -> None:
+        """Clear gradients as active ranks have, if they have; not those that hold what is ``unreduced``."""
+        if unreduced and self.accumulates_in_grad:
+            return
+        for parameter in self.parameters:
+            if to_none:
+                parameter.grad = None
+            elif to_zero and parameter.grad is not None:
+                _local(parameter.grad).zero_()
+
+    # -- buffers, and what went wrong ---------------------------------------------------------------------------------
 
     def buffers_are_due(self) -> bool:
         """Whether the forward that comes broadcasts buffers, which it then leaves to :meth:`sync_buffers`."""
@@ -124,7 +166,6 @@ class DDPReduction(Reduction):
         super().__init__(module)
         self._ddp = module
         self._armed = False  # a synchronised forward lets the reducer reduce in whichever backward comes next
-        self._param_sync = True
 
     @override
     def attach(self) -> None:
@@ -174,14 +215,23 @@ class DDPReduction(Reduction):
             self._ddp.require_backward_grad_sync = kept
 
     @override
+    def set_aside(self, *, accumulated: bool) -> None:
+        """Refuse what would be reduced together with it, and scaled again.
+
+        Raises:
+            ValueError: if gradients hold the last result, or what was accumulated before this block.
+        """
+        _, nothing_kept = self.emptiness()
+        if not (accumulated or nothing_kept):
+            raise ValueError(
+                f"the gradients of a {type(self._module).__name__} that ranks without data replay still hold the last"
+                " result, or what was accumulated before this block; call zero_grad() before each step [J293]"
+            )
+
+    @override
     def scale(self, factor: float) -> None:
         self._armed = False
-        if factor == 1:
-            return
-        with torch.no_grad():
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        super().scale(factor)
 
     @override
     def buffers_are_due(self) -> bool:
@@ -199,62 +249,50 @@ class ShardedReduction(Reduction):
     """``fully_shard``: each rank gets its shard of the reduced gradients, and they add up in ``grad``."""
 
     scales = True
+    accumulates_in_grad = False
 
     def __init__(self, module: torch.nn.Module) -> None:
+        from joinables._torch import fsdp  # which imports FSDP
+
         super().__init__(module)
-        self.weighs = not any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules())
+        self._fsdp = fsdp
+        self.weighs = not self.mixes_ranks
         self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     @property
     @override
     def entrances(self) -> list[torch.nn.Module]:
-        from joinables._torch.fsdp import sharded_modules
-
-        found = sharded_modules(self._module)
+        found = self._fsdp.sharded_modules(self._module)
         return found if self._module in found else [*found, self._module]
 
     @property
     @override
     def parameters(self) -> list[torch.nn.Parameter]:
-        from joinables._torch.fsdp import sharded_parameters
-
-        return [parameter for parameter in sharded_parameters(self._module) if parameter.requires_grad]
+        return [parameter for parameter in self._fsdp.sharded_parameters(self._module) if parameter.requires_grad]
 
     @property
     @override
     def replicated(self) -> list[torch.Tensor]:
-        from joinables._torch.fsdp import unsharded_parameters
-
-        gathered = {id(parameter) for parameter in unsharded_parameters(self._module)}  # by a forward without backward
+        # A forward without backward leaves them in the module.
+        gathered = {id(parameter) for parameter in self._fsdp.unsharded_parameters(self._module)}
         return [tensor for tensor in super().replicated if id(tensor) not in gathered]
 
     @override
     def forwarded(self) -> None:
-        from joinables._torch.fsdp import unsharded_parameters
-
         if not self.seen:
-            self.seen.extend(each for each in unsharded_parameters(self._module) if each.requires_grad)
+            self.seen.extend(each for each in self._fsdp.unsharded_parameters(self._module) if each.requires_grad)
 
     @property
     @override
     def reduces(self) -> tuple[bool, bool]:
-        from joinables._torch.fsdp import reduces
-
-        return reduces(self._module)
+        return self._fsdp.reduces(self._module)
 
     @override
     def reducing(self, reduces: bool, completely: bool) -> AbstractContextManager[None]:
-        from joinables._torch.fsdp import reducing
-
-        return reducing(self._module, reduces, completely)
-
-    @property
-    @override
-    def accumulates_in_grad(self) -> bool:
-        return False
+        return self._fsdp.reducing(self._module, reduces, completely)
 
     @override
-    def set_aside(self) -> None:
+    def set_aside(self, *, accumulated: bool) -> None:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._aside.append((parameter, parameter.grad))
@@ -262,20 +300,21 @@ class ShardedReduction(Reduction):
 
     @override
     def scale(self, factor: float) -> None:
+        super().scale(factor)
         with torch.no_grad():
-            for parameter in self.parameters if factor != 1 else ():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
             for parameter, kept in self._aside:
                 parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
         self._aside.clear()
 
     @override
     def reset(self) -> None:
-        from joinables._torch.fsdp import reset
-
         self._aside.clear()
-        reset(self._module)
+        self._fsdp.reset(self._module)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is on this rank."""
+    return cast("Any", tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 def reduction_of(module: torch.nn.Module) -> Reduction:

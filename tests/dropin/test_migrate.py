@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import join
-from tests.models import OPTIMIZERS, TOLERANCE, assert_same, build, flat_state
+from tests.cases import Case, Data, Loop, Optimizer, Step
+from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
-from tests.training import Case, data_of, loss_of, reference
+from tests.training import batch_of, build, loss_of, optimizer_of, reference
 
 TEXT = (Path(join.__file__).parent.parent / "docs" / "migrate.md").read_text()
 LOOPS = {
@@ -27,11 +28,8 @@ BEFORE, AFTER = 0, 1
 
 def follow(rank: int, code: str, case: Case) -> dict[str, torch.Tensor]:
     """Run a loop of the document."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model: Any = build("mlp")
-    parameters, (cls, options) = list(model.parameters()), OPTIMIZERS[case.optimizer]
-    optimizer = ZeroRedundancyOptimizer(parameters, cls, **options) if case.zero else cls(parameters, **options)
+    model = build(case.model)
+    optimizer = optimizer_of(case.optimizer, model)
     names: dict[str, Any] = {"Join": join.Join, "DistributedDataParallel": DistributedDataParallel, "dist": dist}
     names |= {"torch": torch, "optimizer": optimizer, "zero": optimizer}
     names["model"] = model if "DistributedDataParallel(" in code else DistributedDataParallel(model)
@@ -41,24 +39,29 @@ def follow(rank: int, code: str, case: Case) -> dict[str, torch.Tensor]:
         loss_of(names["model"], case, 0, (x, y)).backward()
         optimizer.step()
 
-    names |= {"step": step, "loader": [data_of(case, rank, 0, at) for at in range(case.counts[0][rank])]}
+    names |= {"step": step, "loader": [batch_of(case.data, rank, 0, at) for at in range(case.data.counts[0][rank])]}
     exec(code, names)
     assert len(names.get("unused", [])) <= 1
     return flat_state(model.state_dict())
 
 
-STOPS = Case(counts=((2, 4, 3),), decay=1.0, iterate="empty", until="first")
+CONSTANT = Optimizer(decay=1.0)  # its learning rate
+STOPS = Case(optimizer=CONSTANT, data=Data(((2, 4, 3),)), loop=Loop(iterate="empty", until="first"))
 
 
 @pytest.mark.parametrize(
     ("heading", "which", "case"),
     [
-        ("From torch's `Join`", AFTER, Case(counts=((0, 3, 1),), decay=1.0, zero=True)),
-        ("From `model.join()`", AFTER, Case(counts=((0, 3, 1),), decay=1.0)),
-        ("From Horovod's `join`", AFTER, Case(counts=((0, 3, 1),), decay=1.0, initial=True)),
+        ("From torch's `Join`", AFTER, Case(optimizer=Optimizer(decay=1.0, zero=True), data=Data(((0, 3, 1),)))),
+        ("From `model.join()`", AFTER, Case(optimizer=CONSTANT, data=Data(((0, 3, 1),)))),
+        (
+            "From Horovod's `join`",
+            AFTER,
+            Case(optimizer=CONSTANT, data=Data(((0, 3, 1),)), step=Step(initial=True)),
+        ),
         ("From loops that stop together", BEFORE, STOPS),
         ("From loops that stop together", AFTER, STOPS),
-        ("From loops that stop together", AFTER, replace(STOPS, counts=((0, 1, 2),))),
+        ("From loops that stop together", AFTER, replace(STOPS, data=Data(((0, 1, 2),)))),
     ],
 )
 def test_loop(pool: Pool, heading: str, which: int, case: Case) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-WHERE = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-
 
 def imported(name: str) -> Any:
     """A module of theirs, which is not installed everywhere."""

@@ -86,3 +86,8 @@ def group_works(collective: Any) -> None:
     ones = torch.ones(1)
     collective.all_reduce(ones).wait()
     assert ones.item() == collective.world_size
+
+
+def blames(text: str, rank: int, error: str) -> bool:
+    """Whether a rank is told that another one has failed, and that the group does not work."""
+    return text.startswith(f"PeerError: rank {rank} failed: {error}") and text.endswith("restart from a checkpoint")

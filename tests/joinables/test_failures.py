@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from join import EarlyTerminationError, Join, JoinError, JoinHook, JoinTimeoutError, PeerError, ProtocolError, context
+from join import (
+    EarlyTerminationError,
+    Join,
+    JoinError,
+    JoinHook,
+    JoinTimeoutError,
+    PeerError,
+    ProtocolError,
+    open_block,
+)
 from join.collectives import collective_of
 from join.collectives.timeouts import using
 from joinables import State
@@ -536,7 +545,7 @@ def failing_between(rank: int) -> str:
     ddp = DistributedDataParallel(build("mlp"))
     try:
         if rank == 1:
-            context.check_agreement = interrupted
+            open_block.check_same = interrupted
         with Join([ddp]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:

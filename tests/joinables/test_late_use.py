@@ -19,7 +19,7 @@ from tests.ending import Ending
 from tests.models import batch, build
 from tests.pool import Pool
 from tests.selection import at_night
-from tests.training import Sharded, shard
+from tests.training import shard
 
 Data = tuple[torch.Tensor, torch.Tensor]
 COUNTS = 5, 7, 2
@@ -82,7 +82,7 @@ CONSUMERS: dict[str, Callable[[Iterable[Data]], Iterable[Data]]] = {
 
 
 def reads_ahead(rank: int, consumer: str, how: str) -> str:
-    trained: Any = shard(Sharded()) if how == "shard" else DistributedDataParallel(build(how))
+    trained: Any = shard() if how == "shard" else DistributedDataParallel(build(how))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     try:
         with Join([trained, optimizer], divide_by_initial_world_size=False) as join:

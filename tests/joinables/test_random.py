@@ -10,18 +10,17 @@ import math
 import os
 import time
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.grammar import Chain, Leaf, Recipe, recipes
+from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step
+from tests.grammar import Recipe, recipes
 from tests.pool import Pool
-from tests.training import Case, Sharded, check
+from tests.training import check
 from tests.versions import GATHERS_WHAT_IS_USED_AGAIN
-
-CaseT = TypeVar("CaseT", bound=Case)
 
 SOAK = int(os.environ.get("SOAK", "0"))
 HANG_SECONDS = 60.0
@@ -47,201 +46,241 @@ def counts(draw: st.DrawFn, most: int = 3) -> tuple[tuple[int, ...], ...]:
 @st.composite
 def cases(draw: st.DrawFn, *, replay: bool = False) -> Case:
     recipe = draw(recipes(branches=not replay))  # a branch that is replayed counts as used
-    ddp: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if recipe.has("branch") or (recipe.has("unused") and draw(st.booleans())):
-        ddp["find_unused_parameters"] = True
+        options["find_unused_parameters"] = True
     elif recipe.has("unused") or draw(st.booleans()):
-        ddp["static_graph"] = True
+        options["static_graph"] = True
     if draw(st.booleans()):
-        ddp["bucket_cap_mb"] = draw(st.sampled_from([1e-5, 3e-4]))
+        options["bucket_cap_mb"] = draw(st.sampled_from([1e-5, 3e-4]))
     if draw(st.booleans()):
-        ddp["gradient_as_bucket_view"] = True
+        options["gradient_as_bucket_view"] = True
+    zero = draw(st.booleans())
     case = Case(
-        model=recipe,
-        zero=draw(st.booleans()),
-        zero_views=draw(st.booleans()),
-        hook=draw(st.sampled_from(["", "", "allreduce"])),
-        ddp=ddp,
-        counts=draw(counts()),
-        replay=replay,
-        synchronised=replay and recipe.has("batch norm") and draw(st.booleans()),
-        **draw(LOOPS),
+        Model(recipe, synchronised=replay and recipe.has("batch norm") and draw(st.booleans())),
+        DDP(options, hook=draw(st.sampled_from(["", "", "allreduce"])), replay=replay),
+        Optimizer(draw(OPTIMIZERS), RATE, zero=zero, zero_views=zero and draw(st.booleans())),
+        Data(draw(counts()), weighted=draw(st.booleans())),
+        draw(LOOPS),
+        draw(STEPS),
     )
     return legal(case, has_buffers=recipe.has("batch norm"))
 
 
 @st.composite
-def sharded(draw: st.DrawFn) -> Sharded:
+def sharded(draw: st.DrawFn) -> Case:
     # Not branches: ranks that take different ones would issue different collectives, also without Join.
     recipe = draw(recipes(branches=False))
     assume(GATHERS_WHAT_IS_USED_AGAIN or not (recipe.has("again") and recipe.has("checkpoint")))
     # What is shared by two parts must be a part itself.
-    parts = [(Leaf,), (Leaf, Chain)] if recipe.has("again") else [(), (Leaf,), (Chain,), (Leaf, Chain)]
-    case = Sharded(
-        model=recipe,
-        replicas=draw(st.integers(1, 2)),
-        reshard=draw(st.sampled_from([None, True, False])),
-        units=draw(st.sampled_from(parts)),
-        syncs=draw(st.sampled_from(["reduces when it steps", "reduces each time", "all-reduces when it steps"])),
-        counts=draw(counts(most=4)),
-        synchronised=recipe.has("batch norm") and draw(st.booleans()),
-        **draw(LOOPS),
+    parts = [("Leaf",), ("Leaf", "Chain")] if recipe.has("again") else [(), ("Leaf",), ("Chain",), ("Leaf", "Chain")]
+    data = Data(draw(counts(most=4)), weighted=draw(st.booleans()))
+    replicas = 1 if data.ranks % 2 else draw(st.integers(1, 2))
+    syncs = ["reduces when it steps", "reduces each time", *(["all-reduces when it steps"] if replicas > 1 else [])]
+    case = Case(
+        Model(recipe, synchronised=recipe.has("batch norm") and draw(st.booleans())),
+        Shards(
+            replicas,
+            reshard=draw(st.sampled_from([None, True, False])),
+            units=draw(st.sampled_from(parts)),
+            syncs=draw(st.sampled_from(syncs)),
+        ),
+        Optimizer(draw(OPTIMIZERS), RATE),
+        data,
+        draw(LOOPS),
+        draw(STEPS),
     )
     return legal_sharded(case)
 
 
-LOOPS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
-    {
-        "optimizer": st.sampled_from(["sgd", "adam", "adamw"]),
-        "rate": st.just(0.01),
-        "initial": st.booleans(),
-        "clip": st.booleans(),
-        "accumulate": st.integers(1, 3),
-        "to_none": st.booleans(),
-        "zero_every": st.sampled_from([1, 1, 2, 3]),
-        "weighted": st.booleans(),
-        "declared": st.booleans(),
-        "iterate": st.sampled_from(["", "empty", "last"]),
-        "lookahead": st.integers(1, 3),
-        "until": st.sampled_from(["all", "all", "first"]),
-        "stop": st.sampled_from([None, None, 1, 2, 3]),
-        "one_block": st.booleans(),
-        "plain_last": st.booleans(),
-        "forwards": st.integers(1, 2),
-        "evaluates": st.booleans(),
-    }
+RATE = 0.01
+OPTIMIZERS = st.sampled_from(["sgd", "adam", "adamw"])
+
+
+def legal_loop(loop: Loop) -> Loop:
+    """The loop without what cannot be together, whatever the module."""
+    if not loop.iterate:
+        return Loop(declared=loop.declared)
+    return replace(loop, plain_last=False) if loop.declared else loop
+
+
+LOOPS = st.builds(
+    Loop,
+    declared=st.booleans(),
+    iterate=st.sampled_from(["", "empty", "last"]),
+    lookahead=st.integers(1, 3),
+    until=st.sampled_from(["all", "all", "first"]),
+    stop=st.sampled_from([None, None, 1, 2, 3]),
+    one_block=st.booleans(),
+    plain_last=st.booleans(),
+).map(legal_loop)
+STEPS = st.builds(
+    Step,
+    initial=st.booleans(),
+    accumulate=st.integers(1, 3),
+    to_none=st.booleans(),
+    zero_every=st.sampled_from([1, 1, 2, 3]),
+    clip=st.booleans(),
+    forwards=st.integers(1, 2),
+    evaluates=st.booleans(),
 )
 
 
-def legal_loop(case: CaseT) -> CaseT:
-    """The case without what cannot be together in a loop, whatever the module."""
-    if not case.iterate:
-        case = replace(case, lookahead=1, until="all", stop=None, one_block=False, plain_last=False)
-    return replace(case, plain_last=False) if case.declared else case
-
-
-def legal_declared(case: CaseT) -> CaseT:
-    """The case without what cannot be declared of a module that is replayed."""
-    if case.declared and not case.iterate:
+def legal_replayed(case: Case) -> Case:
+    """The case without what cannot be declared of a module that is replayed, or be where ranks compute together."""
+    data, loop, step = case.data, case.loop, case.step
+    if loop.declared and not loop.iterate:
         # A step is one forward, one backward and one optimizer step.
-        case = replace(case, accumulate=1, forwards=1, evaluates=False, to_none=True, zero_every=1)
-    return case
+        step = replace(step, accumulate=1, forwards=1, evaluates=False, to_none=True, zero_every=1)
+    if case.model.synchronised:
+        data = replace(data, weighted=False)
+        loop = replace(loop, iterate="empty" if loop.iterate else "")
+    return replace(case, data=data, loop=loop, step=step)
 
 
-def legal_synchronised(case: CaseT) -> CaseT:
-    """The case without what cannot be together where ranks compute together."""
-    if case.synchronised:
-        case = replace(case, weighted=False, iterate="empty" if case.iterate else "")
-    return case
-
-
-def with_full_windows(case: CaseT) -> CaseT:
+def with_full_windows(case: Case) -> Case:
     """The case with numbers of batches that leave no window of accumulation open."""
-    k = case.accumulate
+    k = case.step.accumulate
     if k == 1:
         return case
-    epochs = [[min(count, max(epoch) - max(epoch) % k) for count in epoch] for epoch in case.counts]
-    if case.until == "first":
+    epochs = [[min(count, max(epoch) - max(epoch) % k) for count in epoch] for epoch in case.data.counts]
+    if case.loop.until == "first":
         epochs = [[count - count % k for count in epoch] for epoch in epochs]
-    return replace(case, stop=None if case.stop is None else k, counts=tuple(map(tuple, epochs)))
+    loop = replace(case.loop, stop=None if case.loop.stop is None else k)
+    return replace(case, loop=loop, data=replace(case.data, counts=tuple(map(tuple, epochs))))
 
 
-def legal_sharded(case: Sharded) -> Sharded:
+def legal_sharded(case: Case) -> Case:
     """The case without what cannot be together where ranks without data replay."""
-    case = legal_loop(case)
-    if case.ranks % 2:
-        case = replace(case, replicas=1)
-    if case.replicas == 1 and case.syncs == "all-reduces when it steps":
-        case = replace(case, syncs="reduces when it steps")
-    case = legal_synchronised(legal_declared(case))
-    k = case.accumulate
-    if k > 1 and case.syncs == "reduces each time":
+    shards = case.wrapper
+    assert isinstance(shards, Shards)
+    case = legal_replayed(case)
+    k = case.step.accumulate
+    if k > 1 and shards.syncs == "reduces each time":
         # The mean over a window is not the mean of means, but where all are over as many.
-        full = tuple(tuple(count - count % k for count in epoch) for epoch in case.counts)
-        case = replace(case, weighted=False, counts=full)
+        full = tuple(tuple(count - count % k for count in epoch) for epoch in case.data.counts)
+        case = replace(case, data=Data(full))
     return with_full_windows(case)  # FSDP keeps what it has not reduced yet, whatever becomes of ``grad``
 
 
 def legal(case: Case, *, has_buffers: bool) -> Case:
     """The case without what cannot be together."""
-    case = legal_loop(case)
-    if case.replay:
+    ddp = case.wrapper
+    assert isinstance(ddp, DDP)
+    if ddp.replay:
         # Ranks may compute together: they cannot weigh, and the mean is made of all that is in ``grad``.
-        case = replace(legal_synchronised(legal_declared(case)), weighted=False, zero_every=1)
-    if case.synchronised:
+        case = legal_replayed(case)
+        case = replace(case, data=replace(case.data, weighted=False), step=replace(case.step, zero_every=1))
+    if case.model.synchronised:
         case = with_full_windows(case)  # forwards of the others count for buffers
-    if not case.zero:
-        case = replace(case, zero_views=False)
-    if case.plain_last:
-        # What the loop before left unreduced, a rank without data would not zero, and contribute.
-        case = replace(case, accumulate=1)
-    if case.one_block and case.accumulate > 1:
-        case = replace(case, to_none=True)  # only so can all ranks know that what was left is gone
-    if case.clip:
-        case = replace(case, zero_every=1)  # a rank without data does not clip what it keeps
-    if "static_graph" in case.ddp:
-        case = replace(case, accumulate=1)  # torch itself fails where the first backward is under no_sync
-    if case.zero and "find_unused_parameters" in case.ddp:
-        case = replace(case, to_none=True, zero_every=1)
-    if case.declared and not case.iterate and case.initial:
-        case = replace(case, to_none=True, zero_every=1)
-    if has_buffers and not case.synchronised:
-        # Ranks whose inputs are even end with buffers of their own, and under accumulation the first leader must last.
-        epochs = [list(epoch) for epoch in case.counts]
-        for epoch in epochs if case.accumulate > 1 else epochs[-1:]:
-            epoch[0] = max(-(-max(epoch) // case.accumulate), 1) * case.accumulate
-        epochs[-1][-1] = 0
-        # In a plain loop after another, buffers are those of the rank that led there, and not of the lowest.
-        case = replace(case, plain_last=case.plain_last and len(case.counts) == 1)
-        stop = case.stop if case.accumulate == 1 else None
-        case = replace(case, counts=tuple(map(tuple, epochs)), until="all", stop=stop)
+    case = replace(case, step=legal_step(case.step, case.loop, ddp, zero=case.optimizer.zero))
+    if has_buffers and not case.model.synchronised:
+        data, loop = legal_for_buffers(case.data, case.loop, case.step.accumulate)
+        case = replace(case, data=data, loop=loop)
     return case
+
+
+def legal_step(step: Step, loop: Loop, ddp: DDP, *, zero: bool) -> Step:
+    """The step without what cannot be in such a loop, over a module in such a DDP."""
+    if loop.plain_last:
+        # What the loop before left unreduced, a rank without data would not zero, and contribute.
+        step = replace(step, accumulate=1)
+    if loop.one_block and step.accumulate > 1:
+        step = replace(step, to_none=True)  # only so can all ranks know that what was left is gone
+    if step.clip:
+        step = replace(step, zero_every=1)  # a rank without data does not clip what it keeps
+    if "static_graph" in ddp.options:
+        step = replace(step, accumulate=1)  # torch itself fails where the first backward is under no_sync
+    if zero and "find_unused_parameters" in ddp.options:
+        step = replace(step, to_none=True, zero_every=1)
+    if loop.declared and not loop.iterate and step.initial:
+        step = replace(step, to_none=True, zero_every=1)
+    return step
+
+
+def legal_for_buffers(data: Data, loop: Loop, accumulate: int) -> tuple[Data, Loop]:
+    """Data and a loop after which buffers are those of the rank that one process takes them from."""
+    # Ranks whose inputs are even end with buffers of their own, and under accumulation the first leader must last.
+    epochs = [list(epoch) for epoch in data.counts]
+    for epoch in epochs if accumulate > 1 else epochs[-1:]:
+        epoch[0] = max(-(-max(epoch) // accumulate), 1) * accumulate
+    epochs[-1][-1] = 0
+    # In a plain loop after another, buffers are those of the rank that led there, and not of the lowest.
+    plain_last = loop.plain_last and len(epochs) == 1
+    loop = replace(loop, plain_last=plain_last, until="all", stop=loop.stop if accumulate == 1 else None)
+    return replace(data, counts=tuple(map(tuple, epochs))), loop
 
 
 MODEL = Recipe((("linear",),))
 BRANCHES = Recipe((("linear",), ("branch", 1, (("linear",),), (("linear",),))))
-FOUND: dict[str, Case] = {
+UNUSED = DDP({"find_unused_parameters": True})
+FOUND = {
     "kept gradients that nobody uses, weights": Case(
-        model=BRANCHES, weighted=True, zero_every=3, ddp={"find_unused_parameters": True}, counts=((3, 0),)
+        Model(BRANCHES), UNUSED, data=Data(((3, 0),), weighted=True), step=Step(zero_every=3)
     ),
     "kept gradients that nobody uses, dummies": Case(
-        model=BRANCHES, iterate="last", zero_every=3, ddp={"find_unused_parameters": True}, counts=((3, 0),)
+        Model(BRANCHES), UNUSED, data=Data(((3, 0),)), loop=Loop(iterate="last"), step=Step(zero_every=3)
     ),
     "left at the end of a loop, and zeroed": Case(
-        model=MODEL, optimizer="sgd", iterate="empty", one_block=True, accumulate=2, counts=((2, 5), (6, 0))
+        Model(MODEL),
+        optimizer=Optimizer("sgd"),
+        data=Data(((2, 5), (6, 0))),
+        loop=Loop(iterate="empty", one_block=True),
+        step=Step(accumulate=2),
     ),
     "left at the end of a loop, and zeroed, weights": Case(
-        model=MODEL, optimizer="sgd", iterate="last", one_block=True, accumulate=3, weighted=True,
-        counts=((5, 0), (4, 2)),
+        Model(MODEL),
+        optimizer=Optimizer("sgd"),
+        data=Data(((5, 0), (4, 2)), weighted=True),
+        loop=Loop(iterate="last", one_block=True),
+        step=Step(accumulate=3),
     ),
     "left at the end of a loop on top of kept ones": Case(
-        model=MODEL, optimizer="sgd", iterate="last", one_block=True, accumulate=3, zero_every=2, initial=True,
-        counts=((3, 5), (1, 5)),
+        Model(MODEL),
+        optimizer=Optimizer("sgd"),
+        data=Data(((3, 5), (1, 5))),
+        loop=Loop(iterate="last", one_block=True),
+        step=Step(accumulate=3, zero_every=2, initial=True),
     ),
     "left at the end of a loop, parameters that nobody uses": Case(
-        model=BRANCHES, iterate="last", one_block=True, accumulate=2, ddp={"find_unused_parameters": True},
-        counts=((3, 0), (4, 0)),
+        Model(BRANCHES),
+        UNUSED,
+        data=Data(((3, 0), (4, 0))),
+        loop=Loop(iterate="last", one_block=True),
+        step=Step(accumulate=2),
     ),
     "a path that only a dummy takes, in a window with data": Case(
-        model=BRANCHES, optimizer="sgd", iterate="empty", accumulate=2, ddp={"find_unused_parameters": True},
-        counts=((4, 3),),
+        Model(BRANCHES),
+        UNUSED,
+        optimizer=Optimizer("sgd"),
+        data=Data(((4, 3),)),
+        loop=Loop(iterate="empty"),
+        step=Step(accumulate=2),
     ),
     "a plain loop after a break, weights": Case(
-        model=MODEL, iterate="last", one_block=True, plain_last=True, stop=3, weighted=True, initial=True,
-        counts=((5, 2, 3), (0, 5, 3)),
+        Model(MODEL),
+        data=Data(((5, 2, 3), (0, 5, 3)), weighted=True),
+        loop=Loop(iterate="last", one_block=True, plain_last=True, stop=3),
+        step=Step(initial=True),
     ),
     "buffers of a rank that comes back": Case(
-        model=Recipe((("batch norm",),)), iterate="empty", one_block=True, counts=((0, 2, 0), (5, 1, 0))
+        Model(Recipe((("batch norm",),))),
+        data=Data(((0, 2, 0), (5, 1, 0))),
+        loop=Loop(iterate="empty", one_block=True),
     ),
-    "kept gradients of a rank whose shards have no rows": Sharded(
-        model=Recipe((), entry="embedding"), units=(), accumulate=2, syncs="reduces each time", counts=((0, 0, 0, 4),)
+    "kept gradients of a rank whose shards have no rows": Case(
+        Model(Recipe((), entry="embedding")),
+        Shards(units=(), syncs="reduces each time"),
+        data=Data(((0, 0, 0, 4),)),
+        step=Step(accumulate=2),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found(pool: Pool, name: str) -> None:
-    check(pool, replace(FOUND[name], rate=0.01))
+    case = FOUND[name]
+    check(pool, replace(case, optimizer=replace(case.optimizer, rate=RATE)))
 
 
 few_or_many = settings(
@@ -256,18 +295,23 @@ few_or_many = settings(
 
 def check_once(pool: Pool, case: Case) -> None:
     """Check a case that was not found to fail yet, while there is time for it."""
-    replays = case.replay or isinstance(case, Sharded)
     known = failures.get(repr(case))
     if known is not None:
         raise AssertionError(known)
-    if time.monotonic() - first_failure.get(replays, math.inf) > SHRINK_SECONDS:
+    if time.monotonic() - first_failure.get(case.replays, math.inf) > SHRINK_SECONDS:
         return  # small enough
     try:
         check(pool, case, timeout=HANG_SECONDS)
     except AssertionError as error:
-        first_failure.setdefault(replays, time.monotonic())
+        first_failure.setdefault(case.replays, time.monotonic())
         failures[repr(case)] = str(error)
         raise
+
+
+@few_or_many
+@given(case=st.one_of(cases(), sharded()))
+def test_a_case_that_is_printed_can_be_put_in_here(case: Case) -> None:
+    assert eval(repr(case)) == case
 
 
 @pytest.mark.timeout(600 + 5 * SOAK)

@@ -9,20 +9,25 @@ import torch
 
 from join.collectives import collective_of
 from joinables.trainer import SingleStrategy, Trainer
+from tests.cases import Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.models import flat_state
-from tests.training import Case, Sharded, train
+from tests.training import train
 
 COUNTS = ((3, 0, 1, 2), (0, 2, 4, 0))  # by epoch and rank; each host has a rank without data
 CASES = {
-    "DDP": Case(counts=COUNTS),
-    "DDP with BatchNorm, weighted": Case("norm", counts=COUNTS, weighted=True),
-    "DDP, declared": Case(counts=COUNTS, declared=True),
-    "ZeRO": Case(counts=COUNTS, zero=True, clip=True),
-    "iterate": Case("norm", counts=COUNTS, iterate="empty"),
-    "iterate with ZeRO": Case(counts=COUNTS, zero=True, iterate="empty", lookahead=2),
-    "fully_shard": Sharded(counts=COUNTS, clip=True),
-    "fully_shard within each host, iterate": Sharded(counts=COUNTS, replicas=2, iterate="empty"),
+    "DDP": Case(data=Data(COUNTS)),
+    "DDP with BatchNorm, weighted": Case(Model("norm"), data=Data(COUNTS, weighted=True)),
+    "DDP, declared": Case(data=Data(COUNTS), loop=Loop(declared=True)),
+    "ZeRO": Case(optimizer=Optimizer(zero=True), data=Data(COUNTS), step=Step(clip=True)),
+    "iterate": Case(Model("norm"), data=Data(COUNTS), loop=Loop(iterate="empty")),
+    "iterate with ZeRO": Case(
+        optimizer=Optimizer(zero=True), data=Data(COUNTS), loop=Loop(iterate="empty", lookahead=2)
+    ),
+    "fully_shard": Case(wrapper=Shards(), data=Data(COUNTS), step=Step(clip=True)),
+    "fully_shard within each host, iterate": Case(
+        wrapper=Shards(replicas=2), data=Data(COUNTS), loop=Loop(iterate="empty")
+    ),
 }
 BATCH_OF_ALL, SAMPLES = 12, 26  # three batches of one process; in the last one, most ranks have nothing
 Fitted = tuple[dict[str, torch.Tensor], dict[str, float]]

@@ -27,7 +27,7 @@ from typing_extensions import Self, override
 from join import Join, JoinError
 from join.collectives import SingleCollective
 from joinables import Replay
-from joinables.integrations.accelerate.gather import gather_objects, gather_rows
+from joinables.integrations.accelerate.gather import gathering_rows
 from joinables.wrapped import unwrapped
 
 T = TypeVar("T")
@@ -72,8 +72,8 @@ def join_uneven_inputs(
         check_wrapping(unwrapped(each))
     if accelerator.distributed_type.value == "NO":
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
-    if accelerator.scaler is not None:
-        objects += [each for each in [accelerator.scaler] if all(each is not one for one in objects)]
+    if accelerator.scaler is not None and all(each is not accelerator.scaler for each in objects):
+        objects.append(accelerator.scaler)
     if any(isinstance(unwrapped(each), Replay | DistributedDataParallel | FSDPModule) for each in objects):
         arguments.setdefault("divide_by_initial_world_size", False)
     arguments.setdefault("loss_divided_by", accelerator.gradient_accumulation_steps)
@@ -98,11 +98,7 @@ class AcceleratedJoin(Join):
     @property
     @override
     def weight(self) -> float | None:
-        """As of :class:`Join`; in one process, for which nothing is listed, it has no effect.
-
-        Raises:
-            ValueError, TypeError: as ``Join.weight``.
-        """
+        """As of :class:`Join`; in one process, for which nothing is listed, it has no effect."""
         return super().weight
 
     @weight.setter
@@ -122,8 +118,7 @@ class AcceleratedJoin(Join):
             return self
         for loader in self._accelerator._dataloaders:
             self._set_evenness(loader)
-        self._accelerator.gather_for_metrics = self._gather_for_metrics
-        self._restore.callback(delattr, self._accelerator, "gather_for_metrics")
+        self._restore.enter_context(gathering_rows(self._accelerator, self, self._has_no_rows))
         return self
 
     @override
@@ -136,20 +131,22 @@ class AcceleratedJoin(Join):
     def _set_evenness(self, loader: Any) -> None:
         module: Any = importlib.import_module("accelerate.data_loader")
         sampler = loader.batch_sampler
-        shards = isinstance(sampler, module.BatchSamplerShard)
-        if shards and self._even_batches is not None:
-            self._restore.callback(setattr, sampler, "even_batches", sampler.even_batches)
-            sampler.even_batches = self._even_batches
-        if shards and sampler.even_batches and self._even_batches is None:
-            _warn_of_repeats("a prepared loader repeats samples until all ranks have as many; give even_batches=False")
+        if isinstance(sampler, module.BatchSamplerShard):
+            if self._even_batches is not None:
+                self._restore.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                sampler.even_batches = self._even_batches
+            elif sampler.even_batches:
+                _warn_of_repeats(
+                    "a prepared loader repeats samples until all ranks have as many; give even_batches=False"
+                )
         if isinstance(loader, module.DataLoaderDispatcher) or isinstance(loader.dataset, module.IterableDatasetShard):
             _warn_of_repeats(
                 "a prepared loader of a stream gives all ranks as many batches, and may repeat samples for that; leave"
                 " it out of accelerator.prepare, and let each rank read a stream of its own"
             )
 
-    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The rows of all ranks with data in this step.
+    def _has_no_rows(self) -> bool:
+        """Whether ``gather_for_metrics`` has no rows of this rank in this step.
 
         Raises:
             JoinError: outside a loop over ``iterate``.
@@ -159,7 +156,7 @@ class AcceleratedJoin(Join):
                 "ranks without data never come to gather_for_metrics in a plain loop, nor before or after it in the"
                 " block; loop over join.iterate(loader), or gather after the block [J116]"
             )
-        return (gather_objects if use_gather_object else gather_rows)(self, input_data)
+        return self.shadowing
 
     @override
     def iterate(
@@ -183,9 +180,6 @@ class AcceleratedJoin(Join):
                 yield batch
         finally:
             state._remove_dataloader(loader)
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
 
 
 class LoopAsLoader:

@@ -27,7 +27,13 @@ def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
     Returns:
         The same, with the rows of all ranks.
     """
-    mine: Any = pytree.tree_map_only(torch.Tensor, _rows(none=join.shadowing if none is None else none), data)
+    has_none = join.shadowing if none is None else none
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor if tensor.dim() else tensor[None]
+        return found[:0] if has_none else found
+
+    mine: Any = pytree.tree_map_only(torch.Tensor, rows, data)
     ranks = [pytree.tree_leaves(each) for each in gather_trees(join.collective, mine)]
     leaves, spec = pytree.tree_flatten(data)
     found = [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)]
@@ -62,11 +68,3 @@ def gathering_rows(accelerator: Any, join: Join, has_none: Callable[[], bool]) -
         del accelerator.gather_for_metrics
         if around is not None:
             accelerator.gather_for_metrics = around
-
-
-def _rows(*, none: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor if tensor.dim() else tensor[None]
-        return rows[:0] if none else rows
-
-    return of

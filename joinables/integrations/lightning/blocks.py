@@ -1,4 +1,4 @@
-"""Blocks that are opened and closed by a trainer's loops: :class:`Blocks`, and the step under way, :class:`Step`.
+"""The block that is open in a trainer's loops, if any, and the step under way: :class:`Blocks`.
 
 At most one is open at a time, since loops over ``Join.iterate`` do not nest: a training block is closed before a
 validation begins, and another is opened for the next training step::
@@ -15,71 +15,16 @@ validation begins, and another is opened for the next training step::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from typing_extensions import Self
 
 from join import Join
 from join.batch import samples_in
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a loop, on this rank."""
-
-    is_dummy: bool = False
-    """Whether it has no batch of this rank's."""
-    weight: float = 1.0
-    """What its batch counts; 0 for a dummy."""
-
-
-OUTSIDE = Step()
-"""Outside any loop: each rank counts the same."""
-
-WEIGHS: dict[str, Callable[[Any], float]] = {"samples": samples_in, "equal": lambda batch: 1.0}
-
-
-class Loop:
-    """One loop in a block of its own.
-
-    Args:
-        join: the block, which is opened.
-        batches: this rank's.
-        trains: whether the block has what is trained.
-    """
-
-    def __init__(self, join: Join, batches: Iterable[Any], *, trains: bool) -> None:
-        self._join, self.trains = join.open(), trains
-        self._steps: Iterator[Any] = join.iterate(batches)
-        self.is_last_step = False
-        """Whether no other step follows, on any rank."""
-
-    def next(self) -> tuple[Any, bool]:
-        """Begin a step: its batch, and whether that is a dummy.
-
-        Raises:
-            StopIteration: if all ranks have run out.
-        """
-        batch = next(self._steps)
-        self.is_last_step = self._join.is_last_step
-        return batch, self._join.shadowing
-
-    def weigh(self, weight: float) -> None:
-        """The gradients of this step weigh as much."""
-        self._join.weight = weight
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Close the block.
-
-        Args:
-            error: what has ended the loop, if that was an exception.
-        """
-        if error is None and self.is_last_step:
-            next(self._steps, None)  # which ends the loop as one that was not left early
-        self._join.close(error)
-
-
 class Blocks:
-    """The block that is open in a trainer, if any.
+    """The block that is open in a trainer, if any; iterated over, it gives the batches of this rank, and dummies.
 
     Args:
         weigh: what a training batch counts in gradients and logged means: ``"samples"``, ``"equal"`` or a function. A
@@ -90,51 +35,63 @@ class Blocks:
     """
 
     def __init__(self, weigh: str | Callable[[Any], float]) -> None:
-        if not (callable(weigh) or weigh in WEIGHS):
+        if not (callable(weigh) or weigh in ("samples", "equal")):
             raise ValueError(f"weigh={weigh!r} must be 'samples', 'equal' or a function of a batch [J123]")
-        self._weigh = weigh if callable(weigh) else WEIGHS[weigh]
-        self._weigh_evaluated = samples_in if callable(weigh) else WEIGHS[weigh]
-        self._weighs_gradients = weigh != "equal"
-        self._loop: Loop | None = None
-        self.step = OUTSIDE
-        """The step under way; it outlives its block, which a validation or a checkpoint closes in the middle of it."""
-
-    @property
-    def trains(self) -> bool:
+        self._weighs = weigh != "equal"
+        self._weigh = weigh if callable(weigh) else samples_in
+        self._join: Join | None = None
+        self._batches: Iterator[Any] = iter(())
+        self.trains = False
         """Whether a block is open that has what is trained."""
-        return self._loop is not None and self._loop.trains
+        # The step under way outlives its block, which a validation or a checkpoint closes in the middle of it.
+        self.is_dummy = False
+        """Whether the step under way has no batch of this rank's."""
+        self.weight = 1.0
+        """What its batch counts; 0 for a dummy, and outside any step the same on all ranks."""
+        self.is_logging = False
+        """Whether a value of the step is logged just now: its mean over ranks weighs as the step does."""
 
-    def begin(self, join: Join, batches: Iterable[Any], *, trains: bool) -> Loop:
-        """Open a block and begin a loop in it; the arguments are those of :class:`Loop`."""
-        self.close()
-        self._loop = Loop(join, batches, trains=trains)
-        return self._loop
+    def begin(self, join: Join, batches: Iterable[Any], *, trains: bool) -> None:
+        """Open a block in the place of the one that is open, and begin a loop in it.
 
-    def is_open(self, loop: Loop | None) -> bool:
-        """Whether ``loop`` goes on."""
-        return loop is not None and loop is self._loop
-
-    def next(self, loop: Loop) -> Any:
-        """Begin a step of the loop; its batch.
-
-        Raises:
-            StopIteration: if all ranks have run out; the block is closed then.
+        Args:
+            join: the block.
+            batches: this rank's.
+            trains: whether the block has what is trained.
         """
+        self.close()
+        self._join, self.trains = join.open(), trains
+        self._batches = join.iterate(batches)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Begin a step; its batch. If all ranks have run out, the block is closed."""
+        join = self._join
+        assert join is not None
         try:
-            batch, is_dummy = loop.next()
+            batch = next(self._batches)
         except StopIteration:
             self.end()
             raise
-        weigh = self._weigh if loop.trains else self._weigh_evaluated
-        self.step = Step(is_dummy=True, weight=0.0) if is_dummy else Step(weight=weigh(batch))
-        if loop.trains and self._weighs_gradients and not is_dummy:
-            loop.weigh(self.step.weight)
+        self.is_dummy = join.shadowing
+        self.weight = 0.0 if self.is_dummy else 1.0
+        if self._weighs and not self.is_dummy:
+            self.weight = (self._weigh if self.trains else samples_in)(batch)
+            if self.trains:
+                join.weight = self.weight
         return batch
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no other step follows in the loop, on any rank."""
+        return self._join is not None and self._join.is_last_step
 
     def end(self) -> None:
         """The loop is over, and so is its last step."""
         self.close()
-        self.step = OUTSIDE
+        self.is_dummy, self.weight = False, 1.0
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the block that is open, if any, on all ranks at the same step.
@@ -142,6 +99,6 @@ class Blocks:
         Args:
             error: what has ended the trainer's run, if that was an exception.
         """
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close(error)
+        join, self._join, self.trains = self._join, None, False
+        if join is not None:
+            join.close(error)

@@ -7,6 +7,7 @@ so, and all ranks tell each other how long theirs are, and, for each checkpoint,
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,8 +25,6 @@ class Loader:
         length: that of the longest.
     """
 
-    OWN = frozenset({"loader", "length"})
-
     def __init__(self, loader: Any, length: int | None) -> None:
         self.loader, self.length = loader, length
 
@@ -38,29 +37,25 @@ class Loader:
         return self.length
 
     def __getattr__(self, name: str) -> Any:  # sampler, dataset, ...
-        if name in self.OWN or name.startswith("__"):  # while it is being unpickled
+        if name == "loader" or name.startswith("__"):  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:  # worker_init_fn, ...
-        object.__setattr__(self if name in self.OWN else self.loader, name, value)
+        object.__setattr__(self if name in ("loader", "length", "used") else self.loader, name, value)
 
 
 class StatefulLoader(Loader):
     """A loader with ``state_dict``: its state is that of all ranks' loaders, as of the batches that were used."""
 
-    OWN = Loader.OWN | {"used"}
-
-    def __init__(self, loader: Any, length: int | None) -> None:
-        super().__init__(loader, length)
-        self.used: Any = None
-        """The state of this rank's loader after the batch that was used last; ``None`` before it is known."""
+    used: Any = None
+    """The state of this rank's loader after the batch that was used last; ``None`` before it is known."""
 
     @property
     def state(self) -> Any:
-        """What this rank's loader says now; ``None`` if it has no state."""
-        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+        """A copy of what this rank's loader says now, which it may go on to change; ``None`` if it has no state."""
+        return copy.deepcopy(self.loader.state_dict()) if hasattr(self.loader, "state_dict") else None
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks' states; all ranks call this."""

@@ -15,41 +15,13 @@ The mean over ranks of a step weighs their batches as their gradients, and so is
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.names import ResultCollection
-
-
-class StepMeans:
-    """Means over ranks of what is logged in a step."""
-
-    def __init__(self) -> None:
-        self._weight: float | None = None  # while a value of a step is logged
-
-    @contextmanager
-    def weighed(self, weight: float) -> Generator[None]:
-        """What is reduced inside is logged in a step, where this rank's batch counts as much."""
-        self._weight = weight
-        try:
-            yield
-        finally:
-            self._weight = None
-
-    def reduce(self, tensor: torch.Tensor, group: Any) -> torch.Tensor | None:
-        """The mean over ranks; ``None`` outside of a step, where no rank weighs more than another."""
-        weight = self._weight
-        if weight is None:
-            return None
-        sums = torch.stack([tensor * weight, torch.full_like(tensor, weight)])
-        dist.all_reduce(sums, group=group)
-        return sums[0] / sums[1]
 
 
 class LoggedValues(ResultCollection):
@@ -58,23 +30,25 @@ class LoggedValues(ResultCollection):
     Args:
         training: whether the loop trains.
         blocks: the trainer's.
-        means: those of the strategy that reduces.
     """
 
-    def __init__(self, training: bool, blocks: Blocks, means: StepMeans) -> None:
+    def __init__(self, training: bool, blocks: Blocks) -> None:
         super().__init__(training)
-        self._blocks, self._means = blocks, means
+        self._blocks = blocks
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        step, logged = self._blocks.step, self[key]
-        with self._means.weighed(step.weight):
-            if not (step.is_dummy and logged.is_tensor):
+        blocks, logged = self._blocks, cast("Any", self[key])
+        blocks.is_logging = True
+        try:
+            if not (blocks.is_dummy and logged.is_tensor):
                 super().update_metrics(key, value, batch_size)
             elif logged.meta.sync.should:
                 super().update_metrics(key, _nothing(value, logged.meta), 0)
             elif not logged.update_called:
                 logged.has_reset = True  # there is no value
+        finally:
+            blocks.is_logging = False
 
 
 def _nothing(value: torch.Tensor, meta: Any) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Uneven loaders in Lightning's ``Trainer``: :class:`JoinStrategy`."""
 
+# What Lightning's methods return is unknown where types are checked.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import inspect
@@ -7,20 +10,20 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
-from join.loop.nothing_listed import NothingListed
+from join.on_group import NothingListed
 from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
-from joinables.integrations.lightning.callback import First
-from joinables.integrations.lightning.fetchers import EvaluationFetcher, Fetcher, TrainingFetcher
+from joinables.integrations.lightning.fetchers import Fetcher
 from joinables.integrations.lightning.loaders import Loader, wrapped
-from joinables.integrations.lightning.logged import LoggedValues, StepMeans
+from joinables.integrations.lightning.logged import LoggedValues
 from joinables.integrations.lightning.metrics import metrics_of
-from joinables.integrations.lightning.names import DDPStrategy, replace_results
+from joinables.integrations.lightning.names import Callback, DDPStrategy, replace_results
 from joinables.integrations.lightning.samplers import InjectedRank, trim
 from joinables.loss_gate import LossGate
 
@@ -52,11 +55,11 @@ class JoinStrategy(DDPStrategy):
     ) -> None:
         super().__init__(*args, **options)
         self._forward_redirection = _called_directly
-        self._blocks, self._means = Blocks(weigh), StepMeans()
+        self._blocks = Blocks(weigh)
         self._failure: BaseException | None = None  # what closing the block of a run that has failed has raised
         self._trainer: Any = None
         self._accumulates = False  # whether gradients are there that were not reduced
-        self._first = First(self._blocks.end, self._fail)
+        self._first = FirstCallback(self._blocks.end, self._fail)
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -72,7 +75,7 @@ class JoinStrategy(DDPStrategy):
         super().setup(trainer)
         if self._first not in trainer.callbacks:
             trainer.callbacks.insert(0, self._first)
-        replace_results(trainer, lambda training: LoggedValues(training, self._blocks, self._means))
+        replace_results(trainer, lambda training: LoggedValues(training, self._blocks))
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -116,8 +119,8 @@ class JoinStrategy(DDPStrategy):
                     "a validation begins in the middle of a window of accumulation, whose weights end with the block:"
                     " make val_check_interval a multiple of accumulate_grad_batches [J131]"
                 )
-            return EvaluationFetcher(self._blocks, self._join_of_evaluation)
-        return TrainingFetcher(self._blocks, self._join_of_training)
+            return Fetcher(self._blocks, self._join_of_evaluation, trains=False)
+        return Fetcher(self._blocks, self._join_of_training, trains=True)
 
     def _join_of_training(self) -> Join:
         module = self.lightning_module
@@ -133,18 +136,10 @@ class JoinStrategy(DDPStrategy):
     def _join_of_evaluation(self) -> Join:
         return Join([NothingListed(None), *metrics_of(self.lightning_module)])
 
-    def _close_training(self) -> None:
-        if self._blocks.trains and not (self._accumulates or self._trainer.interrupted):
-            self._blocks.close()
-
-    @override
-    def on_train_end(self) -> None:
-        self._blocks.end()
-        super().on_train_end()
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._close_training()  # a rank without data has not the others' buffers before
+        if self._blocks.trains and not (self._accumulates or self._trainer.interrupted):
+            self._blocks.close()  # a rank without data has not the others' buffers before
         return super().lightning_module_state_dict()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -152,7 +147,7 @@ class JoinStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
-        if not (self._blocks.step.is_dummy and module.automatic_optimization):
+        if not (self._blocks.is_dummy and module.automatic_optimization):
             return super().training_step(*args, **kwargs)
         before = reducer.copied_buffers(self.model)
         try:
@@ -176,9 +171,11 @@ class JoinStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
-            mean = self._means.reduce(tensor, group)
-            if mean is not None:
-                return mean
+            if self._blocks.is_logging:
+                weight = self._blocks.weight
+                sums = torch.stack([tensor * weight, torch.full_like(tensor, weight)])
+                dist.all_reduce(sums, group=group)
+                return sums[0] / sums[1]
             if not tensor.is_floating_point():  # Lightning rounds a mean of whole numbers down
                 tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
@@ -199,10 +196,29 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._fail(exception)
         super().on_exception(exception)
         if self._failure is not None:
             raise self._failure from exception
+
+
+class FirstCallback(Callback):
+    """The first callback of a trainer.
+
+    Args:
+        end_epoch: called when a training epoch is over, before its other hooks: these find state in step on all ranks.
+        fail: called with an exception that ends the run, before others may save a checkpoint.
+    """
+
+    def __init__(self, end_epoch: Callable[[], object], fail: Callable[[BaseException], object]) -> None:
+        self._end_epoch, self._fail = end_epoch, fail
+
+    @override
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end_epoch()
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._fail(exception)
 
 
 def _called_directly(wrapper: Any, module: Any, method: str, *args: Any, **kwargs: Any) -> Any:

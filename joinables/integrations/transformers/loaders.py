@@ -28,7 +28,7 @@ def own_streams(accelerator: Any) -> Generator[None]:
     spread = accelerator.prepare_data_loader
 
     def prepare(loader: Any, **placement: Any) -> Any:
-        if not is_stream(loader):
+        if accelerator.num_processes == 1 or not is_stream(loader):
             return spread(loader, **placement)
         loader = module.prepare_data_loader(
             loader,
@@ -52,8 +52,9 @@ def own_streams(accelerator: Any) -> Generator[None]:
 
 def repeat_nothing(loader: Any) -> None:
     """Let the ranks' shares of a map-style data set be uneven, instead of repeating samples until they are even."""
-    if hasattr(loader.batch_sampler, "even_batches"):
-        loader.batch_sampler.even_batches = False
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    if hasattr(sampler, "even_batches"):
+        sampler.even_batches = False
 
 
 def length_on_all_ranks(loader: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ from join.loop.dummies import emptied
 from joinables._torch import reducer
 from joinables.integrations.accelerate import check_accelerator, check_wrapping
 from joinables.integrations.accelerate.gather import gathering_rows
-from joinables.integrations.transformers.evaluation import in_step
+from joinables.integrations.transformers.evaluation import evaluate_streams
 from joinables.integrations.transformers.loaders import (
     LoaderOfLength,
     is_stream,
@@ -42,6 +42,8 @@ HOOKS = (
     "training_step",
 )
 """What is overridden or called, and must be there."""
+PREPARED = "_is_accelerate_prepared"
+"""Accelerate's mark on a model."""
 
 
 class JoinTrainer(_Base):
@@ -70,8 +72,6 @@ class JoinTrainer(_Base):
 
     join_report: JoinReport | None = None
     _windows: Windows | None = None  # of the epoch under way
-    _join: Join | None = None  # its block
-    _micro_batches = 0  # of all ranks in the window under way, where no tokens are counted
     _evaluation_group: dist.ProcessGroup | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -104,8 +104,6 @@ class JoinTrainer(_Base):
 
     def get_train_dataloader(self) -> Any:
         """The loader of this rank's own stream, or of its share of a map-style data set."""
-        if not self._is_distributed:
-            return self._plain.get_train_dataloader()
         with own_streams(self.accelerator):
             loader = self._plain.get_train_dataloader()
         repeat_nothing(loader)
@@ -113,12 +111,12 @@ class JoinTrainer(_Base):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of this rank's own stream; that of a map-style data set is the Trainer's."""
-        with own_streams(self.accelerator) if self._is_distributed else nullcontext():
+        with own_streams(self.accelerator):
             return self._plain.get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of this rank's own stream; that of a map-style data set is the Trainer's."""
-        with own_streams(self.accelerator) if self._is_distributed else nullcontext():
+        with own_streams(self.accelerator):
             return self._plain.get_test_dataloader(test_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -150,39 +148,34 @@ class JoinTrainer(_Base):
             self._plain._run_epoch(model, *arguments, **named)
             return
         self._check_arguments(model)
-        join = self._join = Join([model, self.optimizer, self.lr_scheduler])
+        join, size = Join([model, self.optimizer, self.lr_scheduler]), self.args.gradient_accumulation_steps
+        counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        self._windows = Windows(join, size, without_tokens=counts_tokens)
         try:
             with join:
                 self._plain._run_epoch(model, *arguments, **named)
         finally:
-            self._join = self._windows = None
+            self._windows = None
         self.join_report = join.report
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The micro-batches of a window, with dummies where other ranks have more; and how many tokens all have."""
-        if self._join is None:
-            return self._plain.get_batch_samples(epoch_iterator, num_batches, device)
         if self._windows is None:
-            size = self.args.gradient_accumulation_steps
-            without_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-            self._windows = Windows(self._join, epoch_iterator, size, without_tokens=without_tokens)
-        batches = self._windows.next(num_batches)
-        count = self._get_num_items_in_batch(batches, device)
-        if count is None:
-            self._micro_batches = self._windows.batches_of_all_ranks
-        return batches, count
+            return self._plain.get_batch_samples(epoch_iterator, num_batches, device)
+        batches = self._windows.next(epoch_iterator, num_batches)
+        return batches, self._get_num_items_in_batch(batches, device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch; of a dummy, the loss is 0, and what it gathers has no rows."""
         windows = self._windows
-        if windows is None or self._join is None:
+        if windows is None:
             return self._plain.training_step(model, inputs, num_items_in_batch)
         if num_items_in_batch is None:  # the mean over ranks is then that over the micro-batches there are
-            self.current_gradient_accumulation_steps = self._micro_batches / self.args.world_size
+            self.current_gradient_accumulation_steps = windows.batches_of_all_ranks / self.args.world_size
         windows.begin()
         if windows.is_left_out:
             return torch.zeros((), device=self.args.device)
-        with gathering_rows(self.accelerator, self._join, lambda: windows.is_dummy):
+        with gathering_rows(self.accelerator, windows.join, lambda: windows.is_dummy):
             if not windows.is_dummy:
                 return self._plain.training_step(model, inputs, num_items_in_batch)
             with _backward_of_zero(self.accelerator), _buffers_kept(unwrapped(model)):
@@ -204,18 +197,20 @@ class JoinTrainer(_Base):
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
         """Evaluate or predict: over streams in step with the other ranks, over a map-style data set as a Trainer."""
-        with _left_unprepared(self.model) if not self.is_fsdp_enabled else nullcontext():
-            if self._is_distributed and is_stream(dataloader):
-                return self._evaluate_streams(dataloader, *arguments, **named)
-            return self._plain.evaluation_loop(dataloader, *arguments, **named)
-
-    def _evaluate_streams(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
-        if self._join is not None and self._evaluation_group is None:
-            self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
-        group = None if self._join is None else self._evaluation_group
-        with in_step(self, dataloader, group) as loader:
-            output = self._plain.evaluation_loop(loader, *arguments, **named)
-            return output._replace(num_samples=loader.samples_of_all_ranks())
+        # The model is prepared as it is, and marked as that: a training after it would find it prepared, without DDP.
+        is_marked = self.is_fsdp_enabled or PREPARED in vars(self.model)
+        try:
+            if not (self._is_distributed and is_stream(dataloader)):
+                return self._plain.evaluation_loop(dataloader, *arguments, **named)
+            if self._windows is not None and self._evaluation_group is None:
+                self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
+            group = None if self._windows is None else self._evaluation_group
+            return evaluate_streams(
+                self, dataloader, group, lambda loader: self._plain.evaluation_loop(loader, *arguments, **named)
+            )
+        finally:
+            if not is_marked:
+                vars(self.model).pop(PREPARED, None)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -243,20 +238,6 @@ class JoinTrainer(_Base):
         for name, size in parallel.items():
             if size > 1:
                 raise ValueError(f"JoinTrainer cannot train with {name} parallelism; use DDP or FSDP2 [J139]")
-
-
-@contextmanager
-def _left_unprepared(model: Any) -> Generator[None]:
-    """A context that does not leave Accelerate's mark on a model, unless it is there.
-
-    An evaluation has it prepared as it is. With the mark, a training after that would find it prepared: without DDP.
-    """
-    was_prepared = "_is_accelerate_prepared" in vars(model)
-    try:
-        yield
-    finally:
-        if not was_prepared:
-            vars(model).pop("_is_accelerate_prepared", None)
 
 
 @contextmanager

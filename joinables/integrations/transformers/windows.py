@@ -23,46 +23,54 @@ class Windows:
 
     Args:
         join: the block of the epoch.
-        batches: those of this rank.
-        size: how many make a window.
+        size: how many micro-batches make a window.
         without_tokens: whether labels of dummies are taken away, since tokens are counted.
     """
 
-    def __init__(self, join: Join, batches: Iterator[Any], size: int, *, without_tokens: bool) -> None:
-        self._join = join
+    def __init__(self, join: Join, size: int, *, without_tokens: bool) -> None:
+        self.join, self._size = join, size
         self._dummy_of: Callable[[Any], Any] = without_labels if without_tokens else lambda batch: batch
-        self._windows = join.iterate(_windows(batches, size), dummy=lambda window: [self._dummy_of(window[-1])])
-        self._dummies_left = 0
-        """How many of the micro-batches to come, in the window under way, are dummies."""
-        self.is_dummy = False
-        """Whether the micro-batch under way is one."""
-        self._left_out = 0
-        self.is_left_out = False
-        """Whether the micro-batch under way is a dummy on all ranks, and nobody runs it."""
+        self._windows: Iterator[list[Any]] | None = None  # before the first
+        # How many micro-batches of the window have begun, and how many of the first ones are dummies: on this rank, and
+        # on all of them.
+        self._begun = self._dummies = self._left_out = 0
         self.batches_of_all_ranks = 0
         """How many micro-batches of the window are real, on all ranks together."""
 
-    def next(self, size: int) -> list[Any]:
-        """The next window, of ``size`` micro-batches; empty if no rank has one."""
+    def next(self, batches: Iterator[Any], size: int) -> list[Any]:
+        """The next window, of ``size`` micro-batches; empty if no rank has one.
+
+        Args:
+            batches: this rank's, the same iterator in all windows.
+            size: as many as wanted; fewer at the end of an epoch.
+        """
+        if self._windows is None:
+            mine = _windows(batches, self._size)
+            self._windows = self.join.iterate(mine, dummy=lambda window: [self._dummy_of(window[-1])])
         window = next(self._windows, None)
         if window is None:
             return []
-        batches = [] if self._join.shadowing else window[:size]
+        real = [] if self.join.shadowing else window[:size]
         numbers = torch.zeros(size + 1, dtype=torch.long)  # of ranks that have so many
-        numbers[len(batches)] = 1
-        self._join.collective.all_reduce(numbers).wait()
+        numbers[len(real)] = 1
+        self.join.collective.all_reduce(numbers).wait()
         self.batches_of_all_ranks = int((numbers * torch.arange(size + 1)).sum())
-        self._dummies_left, self._left_out = size - len(batches), size - int(numbers.nonzero().max())
-        if self._dummies_left:
-            batches = [self._dummy_of(window[-1])] * self._dummies_left + batches
-        return batches
+        self._begun, self._dummies, self._left_out = 0, size - len(real), size - int(numbers.nonzero().max())
+        return [self._dummy_of(window[-1])] * self._dummies + real if self._dummies else real
 
     def begin(self) -> None:
         """A micro-batch begins."""
-        self.is_dummy = self._dummies_left > 0
-        self.is_left_out = self._left_out > 0
-        self._dummies_left -= self.is_dummy
-        self._left_out -= self.is_left_out
+        self._begun += 1
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the micro-batch under way is a dummy."""
+        return self._begun <= self._dummies
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it is a dummy on all ranks, and nobody runs it."""
+        return self._begun <= self._left_out
 
 
 def _windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:

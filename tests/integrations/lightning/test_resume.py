@@ -22,21 +22,23 @@ class Resumable:
     """Batches that can be gone on with."""
 
     def __init__(self, rank: int, count: int) -> None:
-        self.rank, self.count, self.at, self.epoch = rank, count, 0, 0
+        self.rank, self.count = rank, count
+        self.state = {"at": 0, "epoch": 0}
         self.read: list[tuple[int, int]] = []
 
     def __iter__(self) -> Iterator[Any]:
-        for step in range(self.at, self.count):
-            self.at = step + 1
-            self.read.append((self.epoch, step))
-            yield batch(self.rank, step, self.epoch)
-        self.at, self.epoch = 0, self.epoch + 1
+        epoch = self.state["epoch"]
+        for step in range(self.state["at"], self.count):
+            self.state["at"] = step + 1
+            self.read.append((epoch, step))
+            yield batch(self.rank, step, epoch)
+        self.state |= {"at": 0, "epoch": epoch + 1}
 
     def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "epoch": self.epoch}
+        return self.state  # and not a copy
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.epoch = state["at"], state["epoch"]
+        self.state |= state
 
 
 def train(rank: int, case: Case, folder: str, resume: str | None) -> tuple[list[torch.Tensor], Any]:

@@ -23,7 +23,7 @@ from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerE
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.collectives.timeouts import using
 from join.loop.dummies import emptied
-from tests.join.counter import Counter, Leading, group_works
+from tests.join.counter import Counter, Leading, blames, group_works
 
 
 def batches(rank: int, count: int, fail_at: int | None = None) -> Iterator[torch.Tensor]:
@@ -268,11 +268,6 @@ def outcome(
     if works:
         group_works(collective)
     return text
-
-
-def blames(text: str, rank: int, error: str) -> bool:
-    """Whether a rank is told that another one has failed, and that the group does not work."""
-    return text.startswith(f"PeerError: rank {rank} failed: {error}") and text.endswith("restart from a checkpoint")
 
 
 @pytest.mark.parametrize("where", ["middle", "end"])

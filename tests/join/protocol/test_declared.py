@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, PeerError, ProtocolError
 from join.collectives import ThreadCollective, run_threads
-from tests.join.counter import Counter, Leading
+from tests.join.counter import Counter, Leading, blames
 
 
 def outcome(collective: ThreadCollective, declared: list[int], made: list[int], fail_at: int | None = None) -> Any:
@@ -36,11 +36,6 @@ def outcome(collective: ThreadCollective, declared: list[int], made: list[int], 
 def test_totals(steps: list[int]) -> None:
     for first, second, text in run_threads(len(steps), lambda collective: outcome(collective, steps, steps)):
         assert (first, second, text) == (sum(steps), sum(steps), "fine")
-
-
-def blames(text: str, rank: int, error: str) -> bool:
-    """Whether a rank is told that another one has failed."""
-    return text.startswith(f"PeerError: rank {rank} failed: {error}") and text.endswith("restart from a checkpoint")
 
 
 @pytest.mark.parametrize(

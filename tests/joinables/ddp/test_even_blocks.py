@@ -10,9 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from tests.cases import Model, Shards
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
-from tests.training import Sharded, shard, whole
+from tests.training import shard, whole
 
 
 def train_locally(rank: int, model: str, counts: tuple[int, ...]) -> tuple[bool, Any, Any]:
@@ -54,7 +55,7 @@ def test_ranks_with_as_many_local_steps_are_even(pool: Pool) -> None:
 
 
 def normalise(rank: int, how: str, way: str) -> tuple[bool, Any, Any]:
-    trained: Any = DistributedDataParallel(build("norm")) if how == "DDP" else shard(Sharded(model="norm", units=()))
+    trained: Any = DistributedDataParallel(build("norm")) if how == "DDP" else shard(Model("norm"), Shards(units=()))
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     with Join([trained, optimizer], steps=3 if way == "declared" else None) as join:
         mine = [batch(rank, 0, step) for step in range(3)]

@@ -2,111 +2,141 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Step
 from tests.pool import Pool
 from tests.selection import all_or_some
-from tests.training import Case, check
+from tests.training import check
 
 CASES = {
-    "sgd with momentum": Case(optimizer="sgd"),
-    "sgd, initial world size": Case(optimizer="sgd", initial=True),
+    "sgd with momentum": Case(optimizer=Optimizer("sgd")),
+    "sgd, initial world size": Case(optimizer=Optimizer("sgd"), step=Step(initial=True)),
     "adam": Case(),
-    "adam, initial world size": Case(initial=True),
-    "adamw with clipping": Case(optimizer="adamw", clip=True),
-    "zero over sgd": Case(optimizer="sgd", zero=True),
-    "zero over adam": Case(zero=True),
-    "zero over adam, initial world size": Case(zero=True, initial=True),
-    "zero with clipping": Case(optimizer="adamw", zero=True, clip=True),
-    "gradient_as_bucket_view": Case(ddp={"gradient_as_bucket_view": True}),
-    "gradient_as_bucket_view, zero": Case(zero=True, ddp={"gradient_as_bucket_view": True}),
-    "tiny buckets": Case(ddp={"bucket_cap_mb": 1e-5}),
-    "tiny buckets, zero": Case(zero=True, ddp={"bucket_cap_mb": 1e-5}),
-    "static_graph": Case(ddp={"static_graph": True}),
-    "static_graph, zero, tiny buckets": Case(zero=True, ddp={"static_graph": True, "bucket_cap_mb": 1e-5}),
-    "find_unused_parameters": Case(model="branches", ddp={"find_unused_parameters": True}),
-    "find_unused_parameters, zero": Case(model="branches", zero=True, ddp={"find_unused_parameters": True}),
+    "adam, initial world size": Case(step=Step(initial=True)),
+    "adamw with clipping": Case(optimizer=Optimizer("adamw"), step=Step(clip=True)),
+    "zero over sgd": Case(optimizer=Optimizer("sgd", zero=True)),
+    "zero over adam": Case(optimizer=Optimizer(zero=True)),
+    "zero over adam, initial world size": Case(optimizer=Optimizer(zero=True), step=Step(initial=True)),
+    "zero with clipping": Case(optimizer=Optimizer("adamw", zero=True), step=Step(clip=True)),
+    "gradient_as_bucket_view": Case(wrapper=DDP({"gradient_as_bucket_view": True})),
+    "gradient_as_bucket_view, zero": Case(
+        wrapper=DDP({"gradient_as_bucket_view": True}), optimizer=Optimizer(zero=True)
+    ),
+    "tiny buckets": Case(wrapper=DDP({"bucket_cap_mb": 1e-5})),
+    "tiny buckets, zero": Case(wrapper=DDP({"bucket_cap_mb": 1e-5}), optimizer=Optimizer(zero=True)),
+    "static_graph": Case(wrapper=DDP({"static_graph": True})),
+    "static_graph, zero, tiny buckets": Case(
+        wrapper=DDP({"static_graph": True, "bucket_cap_mb": 1e-5}), optimizer=Optimizer(zero=True)
+    ),
+    "find_unused_parameters": Case(Model("branches"), wrapper=DDP({"find_unused_parameters": True})),
+    "find_unused_parameters, zero": Case(
+        Model("branches"), wrapper=DDP({"find_unused_parameters": True}), optimizer=Optimizer(zero=True)
+    ),
     "find_unused_parameters, views": Case(
-        model="branches", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        Model("branches"), wrapper=DDP({"find_unused_parameters": True, "gradient_as_bucket_view": True})
     ),
     "find_unused_parameters, accumulation": Case(
-        model="branches",
-        accumulate=3,
-        initial=True,
-        optimizer="sgd",
-        ddp={"find_unused_parameters": True, "bucket_cap_mb": 1e-5},
-        counts=((1, 5, 0), (2, 0, 1), (5, 0, 3)),
+        Model("branches"),
+        wrapper=DDP({"find_unused_parameters": True, "bucket_cap_mb": 1e-5}),
+        optimizer=Optimizer("sgd"),
+        data=Data(((1, 5, 0), (2, 0, 1), (5, 0, 3))),
+        step=Step(accumulate=3, initial=True),
     ),
     "find_unused_parameters, accumulation, mean over contributors": Case(
-        model="branches",
-        accumulate=2,
-        ddp={"find_unused_parameters": True},
-        counts=((2, 4, 5), (0, 5, 2), (3, 0, 5)),
+        Model("branches"),
+        wrapper=DDP({"find_unused_parameters": True}),
+        data=Data(((2, 4, 5), (0, 5, 2), (3, 0, 5))),
+        step=Step(accumulate=2),
     ),
-    "allreduce hook": Case(hook="allreduce"),
-    "compiled": Case(compiled=True),
-    "tuple": Case(model="tuple"),
-    "dict": Case(model="dict"),
-    "dataclass": Case(model="dataclass"),
-    "an object of one's own": Case(model="opaque"),
-    "an object of one's own, initial": Case(model="opaque", initial=True),
-    "frozen parameters": Case(model="frozen"),
-    "frozen parameters, zero, views": Case(model="frozen", zero=True, ddp={"gradient_as_bucket_view": True}),
-    "frozen parameters, static_graph, initial": Case(model="frozen", initial=True, ddp={"static_graph": True}),
-    "integer learning rate, zero": Case(optimizer="sgd", zero=True, rate=1, counts=((0, 2, 1), (1, 0, 1), (0, 1, 0))),
-    "batch norm": Case(model="norm"),
-    "batch norm, zero, initial": Case(model="norm", zero=True, initial=True),
-    "batch norm, leaders leave in turn": Case(model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))),
-    "accumulation": Case(accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))),
-    "accumulation, initial": Case(accumulate=2, initial=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))),
-    "accumulation, zero": Case(accumulate=3, zero=True, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))),
+    "allreduce hook": Case(wrapper=DDP(hook="allreduce")),
+    "compiled": Case(Model(compiled=True)),
+    "tuple": Case(Model("tuple")),
+    "dict": Case(Model("dict")),
+    "dataclass": Case(Model("dataclass")),
+    "an object of one's own": Case(Model("opaque")),
+    "an object of one's own, initial": Case(Model("opaque"), step=Step(initial=True)),
+    "frozen parameters": Case(Model("frozen")),
+    "frozen parameters, zero, views": Case(
+        Model("frozen"), wrapper=DDP({"gradient_as_bucket_view": True}), optimizer=Optimizer(zero=True)
+    ),
+    "frozen parameters, static_graph, initial": Case(
+        Model("frozen"), wrapper=DDP({"static_graph": True}), step=Step(initial=True)
+    ),
+    "integer learning rate, zero": Case(
+        optimizer=Optimizer("sgd", zero=True, rate=1), data=Data(((0, 2, 1), (1, 0, 1), (0, 1, 0)))
+    ),
+    "batch norm": Case(Model("norm")),
+    "batch norm, zero, initial": Case(Model("norm"), optimizer=Optimizer(zero=True), step=Step(initial=True)),
+    "batch norm, leaders leave in turn": Case(Model("norm"), data=Data(((1, 2, 4), (0, 3, 5), (2, 4, 3)))),
+    "accumulation": Case(data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4))), step=Step(accumulate=2)),
+    "accumulation, initial": Case(data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4))), step=Step(accumulate=2, initial=True)),
+    "accumulation, zero": Case(
+        optimizer=Optimizer(zero=True), data=Data(((6, 4, 0), (3, 9, 5), (1, 6, 2))), step=Step(accumulate=3)
+    ),
     "accumulation, views": Case(
-        accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4)), ddp={"gradient_as_bucket_view": True}
+        wrapper=DDP({"gradient_as_bucket_view": True}),
+        data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4))),
+        step=Step(accumulate=2),
     ),
     "batch norm, accumulation": Case(
-        model="norm", accumulate=2, initial=True, counts=((4, 2, 0), (6, 3, 1), (4, 0, 3))
+        Model("norm"), data=Data(((4, 2, 0), (6, 3, 1), (4, 0, 3))), step=Step(accumulate=2, initial=True)
     ),
-    "zero_grad keeps tensors": Case(to_none=False),
-    "zero_grad keeps tensors, zero": Case(to_none=False, zero=True),
-    "zero_grad keeps tensors, initial": Case(to_none=False, initial=True, optimizer="sgd"),
+    "zero_grad keeps tensors": Case(step=Step(to_none=False)),
+    "zero_grad keeps tensors, zero": Case(optimizer=Optimizer(zero=True), step=Step(to_none=False)),
+    "zero_grad keeps tensors, initial": Case(optimizer=Optimizer("sgd"), step=Step(to_none=False, initial=True)),
     "zero_grad keeps tensors, accumulation": Case(
-        accumulate=2, to_none=False, initial=True, optimizer="sgd", counts=((2, 4, 4), (2, 2, 4), (0, 2, 4))
+        optimizer=Optimizer("sgd"),
+        data=Data(((2, 4, 4), (2, 2, 4), (0, 2, 4))),
+        step=Step(accumulate=2, to_none=False, initial=True),
     ),
     "zero_grad keeps tensors, accumulation, batch norm": Case(
-        model="norm", accumulate=3, to_none=False, optimizer="sgd", counts=((3, 2, 5), (6, 0, 0), (6, 0, 3))
+        Model("norm"),
+        optimizer=Optimizer("sgd"),
+        data=Data(((3, 2, 5), (6, 0, 0), (6, 0, 3))),
+        step=Step(accumulate=3, to_none=False),
     ),
-    "zero_grad keeps tensors, batch norm, initial": Case(model="norm", to_none=False, initial=True),
+    "zero_grad keeps tensors, batch norm, initial": Case(Model("norm"), step=Step(to_none=False, initial=True)),
     "weights, accumulation, zero": Case(
-        weighted=True, accumulate=3, zero=True, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+        optimizer=Optimizer(zero=True),
+        data=Data(((6, 4, 0), (3, 9, 5), (1, 6, 2)), weighted=True),
+        step=Step(accumulate=3),
     ),
     "weights, batch norm, leaders leave in turn": Case(
-        weighted=True, model="norm", counts=((1, 2, 4), (0, 3, 5), (2, 4, 3))
+        Model("norm"), data=Data(((1, 2, 4), (0, 3, 5), (2, 4, 3)), weighted=True)
     ),
     "weights, find_unused_parameters": Case(
-        weighted=True, model="branches", ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        Model("branches"),
+        wrapper=DDP({"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+        data=Data(weighted=True),
     ),
-    "weights, static_graph, tiny buckets": Case(weighted=True, ddp={"static_graph": True, "bucket_cap_mb": 1e-5}),
-    "weights, an object of one's own": Case(weighted=True, model="opaque"),
-    "weights, tuple, compiled": Case(weighted=True, model="tuple", compiled=True),
-    "weights, frozen parameters, clipping": Case(weighted=True, model="frozen", clip=True),
-    "weights, allreduce hook": Case(weighted=True, hook="allreduce"),
-    "loss divided, accumulation": Case(divided=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))),
+    "weights, static_graph, tiny buckets": Case(
+        wrapper=DDP({"static_graph": True, "bucket_cap_mb": 1e-5}), data=Data(weighted=True)
+    ),
+    "weights, an object of one's own": Case(Model("opaque"), data=Data(weighted=True)),
+    "weights, tuple, compiled": Case(Model("tuple", compiled=True), data=Data(weighted=True)),
+    "weights, frozen parameters, clipping": Case(Model("frozen"), data=Data(weighted=True), step=Step(clip=True)),
+    "weights, allreduce hook": Case(wrapper=DDP(hook="allreduce"), data=Data(weighted=True)),
+    "loss divided, accumulation": Case(
+        data=Data(((6, 4, 0), (3, 9, 5), (1, 6, 2))), step=Step(divided=True, accumulate=3)
+    ),
     "loss divided, weights, zero": Case(
-        divided=True, weighted=True, accumulate=2, zero=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+        optimizer=Optimizer(zero=True),
+        data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4)), weighted=True),
+        step=Step(divided=True, accumulate=2),
     ),
     "loss divided, batch norm, views, allreduce hook": Case(
-        divided=True,
-        model="norm",
-        accumulate=2,
-        hook="allreduce",
-        counts=((4, 2, 0), (6, 3, 1), (4, 0, 3)),
-        ddp={"gradient_as_bucket_view": True},
+        Model("norm"),
+        wrapper=DDP({"gradient_as_bucket_view": True}, hook="allreduce"),
+        data=Data(((4, 2, 0), (6, 3, 1), (4, 0, 3))),
+        step=Step(divided=True, accumulate=2),
     ),
-    "even": Case(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
-    "nothing at all": Case(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
+    "even": Case(data=Data(((2, 2, 2), (3, 3, 3), (1, 1, 1)))),
+    "nothing at all": Case(data=Data(((0, 0, 0), (0, 2, 0), (0, 0, 0)))),
 }
 
 
@@ -121,7 +151,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 REPLAYED = [
     name
     for name, case in CASES.items()
-    if not (case.weighted or case.divided or case.model in ("opaque", "branches"))
+    if not (case.averages or case.model.kind in ("opaque", "branches"))
     and name != "zero_grad keeps tensors, accumulation, batch norm"
 ]
 # Where dummies have samples of their own, or windows end between them.
@@ -135,16 +165,34 @@ OTHERWISE = [
     "weights, find_unused_parameters",
     "nothing at all",
 ]
-WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "weights": ({"weighted": True}, [name for name, case in CASES.items() if not case.weighted]),
+
+
+def weighted(case: Case) -> Case:
+    return replace(case, data=replace(case.data, weighted=True))
+
+
+def replayed(case: Case) -> Case:
+    assert isinstance(case.wrapper, DDP)
+    return replace(case, wrapper=replace(case.wrapper, replay=True))
+
+
+def over(loop: Loop) -> Callable[[Case], Case]:
+    return lambda case: replace(case, loop=loop)
+
+
+WAYS: dict[str, tuple[Callable[[Case], Case], list[str]]] = {
+    "weights": (weighted, [name for name, case in CASES.items() if weighted(case) not in CASES.values()]),
     # Not those where gradients are kept, whose steps cannot be declared.
-    "declared": ({"declared": True}, [name for name, case in CASES.items() if case.to_none or not case.initial]),
-    "replay": ({"replay": True}, REPLAYED),
-    "lockstep": ({"iterate": "empty"}, list(CASES)),
-    "lockstep, last": ({"iterate": "last"}, OTHERWISE),
-    "lockstep, a function": ({"iterate": "a function"}, OTHERWISE),
-    "lockstep, declared": ({"iterate": "empty", "declared": True}, OTHERWISE),
-    "lockstep, ahead": ({"iterate": "empty", "lookahead": 2}, OTHERWISE),
+    "declared": (
+        over(Loop(declared=True)),
+        [name for name, case in CASES.items() if case.step.to_none or not case.step.initial],
+    ),
+    "replay": (replayed, REPLAYED),
+    "lockstep": (over(Loop(iterate="empty")), list(CASES)),
+    "lockstep, last": (over(Loop(iterate="last")), OTHERWISE),
+    "lockstep, a function": (over(Loop(iterate="a function")), OTHERWISE),
+    "lockstep, declared": (over(Loop(iterate="empty", declared=True)), OTHERWISE),
+    "lockstep, ahead": (over(Loop(iterate="empty", lookahead=2)), OTHERWISE),
 }
 """Ways to train, beside a plain block, and the cases that can be trained so."""
 
@@ -158,7 +206,8 @@ class Row(NamedTuple):
 
     @property
     def case(self) -> Case:
-        return replace(CASES[self.name], **(WAYS[self.way][0] if self.way else {}))
+        case = CASES[self.name]
+        return WAYS[self.way][0](case) if self.way else case
 
     def __str__(self) -> str:
         return f"{self.name}: {self.way or 'block'}{', over the group' if self.over_group else ''}"
@@ -175,8 +224,15 @@ ROWS = [Row(name, way, False) for way, (_, names) in WAYS.items() for name in na
 def parts_of(row: Row) -> dict[str, Any]:
     """How it is trained, and what of the case matters there."""
     case = row.case
-    parts = {"model": case.model, "zero": case.zero, "accumulate": case.accumulate, "ddp": tuple(sorted(case.ddp))}
-    return {**parts, "way": row.way, "over the group": row.over_group}
+    assert isinstance(case.wrapper, DDP)
+    return {
+        "model": case.model.kind,
+        "zero": case.optimizer.zero,
+        "accumulate": case.step.accumulate,
+        "ddp": tuple(sorted(case.wrapper.options)),
+        "way": row.way,
+        "over the group": row.over_group,
+    }
 
 
 @pytest.mark.parametrize("row", all_or_some(ROWS, parts_of), ids=str)
@@ -196,5 +252,5 @@ def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
     ],
 )
 def test_one_join_is_entered_for_each_epoch(pool: Pool, name: str, way: str) -> None:
-    options = {} if way == "block" else WAYS[way][0]
-    check(pool, replace(CASES[name], one_join=True, **options))
+    case = CASES[name] if way == "block" else WAYS[way][0](CASES[name])
+    check(pool, replace(case, loop=replace(case.loop, one_join=True)))

@@ -14,14 +14,14 @@ from tests.ending import Ending
 from tests.joinables.test_failures import group_works
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
-from tests.training import Sharded, shard
+from tests.training import shard
 
 
 def outcome(
     rank: int, weights: tuple[tuple[Any, ...], ...], way: str = "plain", kind: str = "ddp", initial: bool = True
 ) -> str:
     """Train with ``weights[rank]``, one a step, and tell how it ended."""
-    trained: Any = DistributedDataParallel(build("mlp")) if kind == "ddp" else shard(Sharded())
+    trained: Any = DistributedDataParallel(build("mlp")) if kind == "ddp" else shard()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     steps: Any = {"declared": len(weights[rank]), "known lengths": "loader"}.get(way)
     text = "fine"

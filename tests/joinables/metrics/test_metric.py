@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +28,11 @@ from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool
 from tests.selection import all_or_some, by_position
-from tests.training import Sharded, shard
+from tests.training import shard
+
+# torchmetrics knows nothing of what other ranks have seen: as after its own synchronisation.
+ranks_without_updates = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+pytestmark = ranks_without_updates
 
 EPOCHS = [[0, 4, 2], [3, 0, 1], [0, 2, 0]]
 RESET_AFTER = 1
@@ -70,7 +75,7 @@ def distributed(rank: int, kind: str, way: str) -> list[dict[str, float]]:
 
     gather, dist.all_gather = dist.all_gather, refuse
     metrics, results = make(), []
-    model = shard(Sharded()) if kind == "sharded" else DistributedDataParallel(build("mlp"))
+    model = shard() if kind == "sharded" else DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.Adam(model.parameters())
     try:
         for epoch, counts in enumerate(EPOCHS):
@@ -454,14 +459,17 @@ def test_only_metrics_are_taken_for_metrics() -> None:
     assert [type(each) for each in joinables_of(torch.nn.ModuleList([SumMetric()]))] == [joinables.State]
 
 
-def test_a_value_of_nothing_is_still_warned_of() -> None:
-    def body(collective: ThreadCollective, counter: Counter) -> None:
+@pytest.mark.parametrize("of_others", [0, 1])
+def test_a_rank_that_had_no_data_is_warned_by_torchmetrics(of_others: int) -> None:
+    def body(collective: ThreadCollective, counter: Counter) -> float:
         metric = MaxMetric()
         with Join([counter, metric]):
-            pass
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            metric.compute()
-        assert "before the ``update`` method" in str(told[0].message)
+            for _ in range(of_others * collective.rank):
+                metric.update(1.0)
+        return metric.compute().item()
 
-    on_threads(1, body)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        values = on_threads(2, body)
+    assert values == [1.0 if of_others else -math.inf] * 2
+    assert ["before the ``update`` method" in str(each.message) for each in told] == [True] * (2 - of_others)

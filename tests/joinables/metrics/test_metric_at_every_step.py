@@ -19,10 +19,12 @@ from join import Join, JoinError, PeerError, ProtocolError
 from join.collectives import ThreadCollective
 from tests.ending import Ending
 from tests.join.counter import Counter, Leading
-from tests.joinables.metrics.test_metric import on_threads
+from tests.joinables.metrics.test_metric import on_threads, ranks_without_updates
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
-from tests.training import Sharded, shard, whole
+from tests.training import shard, whole
+
+pytestmark = ranks_without_updates
 
 COUNTS = [0, 4, 2]
 
@@ -322,7 +324,7 @@ def test_a_copy_is_in_no_block(duplicate: Any) -> None:
 
 
 def train(rank: int, name: str, dummy: Any, with_metrics: bool) -> tuple[Any, list[Any], list[Any]]:
-    model = shard(Sharded()) if name == "sharded" else DistributedDataParallel(build(name))
+    model = shard() if name == "sharded" else DistributedDataParallel(build(name))
     optimizer = torch.optim.Adam(model.parameters())
     metrics, found, outputs = make(), [], []
     listed = [every_step(each) for each in metrics.values()] if with_metrics else []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,23 +15,22 @@ from torch.nn.parallel import DistributedDataParallel
 from join import EarlyTerminationError, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from joinables import Replay, SharedCall
+from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.ending import Ending, assert_blamed
 from tests.join.counter import Counter
 from tests.joinables.test_failures import group_works
 from tests.models import TOLERANCE, Opaque, assert_same, batch, build, flat_state, value_of
 from tests.pool import Pool
 from tests.selection import all_or_some
-from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
+from tests.sync_norm import sync_batch_norm_on_cpu
 from tests.training import (
-    Case,
-    Sharded,
+    batch_of,
     batches,
     check,
-    data_of,
-    device_of,
-    full_state,
     loss_of,
     mesh_of,
+    optimizer_of,
+    placed,
     reference,
     shard,
     tolerance_of,
@@ -42,60 +39,68 @@ from tests.training import (
 )
 
 CASES = {
-    "adam": Sharded(),
-    "sgd, initial world size": Sharded(optimizer="sgd", initial=True),
-    "the root alone": Sharded(units=()),
-    "adam, initial, resharded": Sharded(initial=True, reshard=True),
-    "never resharded": Sharded(optimizer="sgd", reshard=False),
-    "adamw with clipping": Sharded(optimizer="adamw", clip=True),
-    "accumulation": Sharded(accumulate=2, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))),
-    "accumulation, initial, resharded": Sharded(
-        accumulate=2, initial=True, reshard=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+    "adam": Case(wrapper=Shards()),
+    "sgd, initial world size": Case(wrapper=Shards(), optimizer=Optimizer("sgd"), step=Step(initial=True)),
+    "the root alone": Case(wrapper=Shards(units=())),
+    "adam, initial, resharded": Case(wrapper=Shards(reshard=True), step=Step(initial=True)),
+    "never resharded": Case(wrapper=Shards(reshard=False), optimizer=Optimizer("sgd")),
+    "adamw with clipping": Case(wrapper=Shards(), optimizer=Optimizer("adamw"), step=Step(clip=True)),
+    "accumulation": Case(wrapper=Shards(), data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4))), step=Step(accumulate=2)),
+    "accumulation, initial, resharded": Case(
+        wrapper=Shards(reshard=True),
+        data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4))),
+        step=Step(accumulate=2, initial=True),
     ),
-    "accumulation, each backward reduces": Sharded(
-        accumulate=2, syncs="reduces each time", counts=((4, 2, 0), (2, 6, 0), (0, 4, 4))
+    "accumulation, each backward reduces": Case(
+        wrapper=Shards(syncs="reduces each time"), data=Data(((4, 2, 0), (2, 6, 0), (0, 4, 4))), step=Step(accumulate=2)
     ),
-    "zero_grad keeps tensors": Sharded(to_none=False, optimizer="sgd"),
-    "weights": Sharded(weighted=True),
-    "weights, accumulation": Sharded(
-        weighted=True, initial=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    "zero_grad keeps tensors": Case(wrapper=Shards(), optimizer=Optimizer("sgd"), step=Step(to_none=False)),
+    "weights": Case(wrapper=Shards(), data=Data(weighted=True)),
+    "weights, accumulation": Case(
+        wrapper=Shards(),
+        data=Data(((6, 4, 0), (3, 9, 5), (1, 6, 2)), weighted=True),
+        step=Step(initial=True, accumulate=3),
     ),
-    "loss divided, weights, accumulation": Sharded(
-        divided=True, weighted=True, accumulate=3, counts=((6, 4, 0), (3, 9, 5), (1, 6, 2))
+    "loss divided, weights, accumulation": Case(
+        wrapper=Shards(),
+        data=Data(((6, 4, 0), (3, 9, 5), (1, 6, 2)), weighted=True),
+        step=Step(divided=True, accumulate=3),
     ),
-    "weights, tuple": Sharded(weighted=True, model="tuple"),
-    "tuple": Sharded(model="tuple"),
-    "dict": Sharded(model="dict"),
-    "dataclass": Sharded(model="dataclass"),
-    "frozen parameters": Sharded(model="frozen"),
-    "replicas": Sharded(replicas=2, counts=((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))),
-    "replicas, initial, resharded": Sharded(
-        replicas=2, initial=True, reshard=True, counts=((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))
+    "weights, tuple": Case(Model("tuple"), wrapper=Shards(), data=Data(weighted=True)),
+    "tuple": Case(Model("tuple"), wrapper=Shards()),
+    "dict": Case(Model("dict"), wrapper=Shards()),
+    "dataclass": Case(Model("dataclass"), wrapper=Shards()),
+    "frozen parameters": Case(Model("frozen"), wrapper=Shards()),
+    "replicas": Case(wrapper=Shards(replicas=2), data=Data(((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0)))),
+    "replicas, initial, resharded": Case(
+        wrapper=Shards(replicas=2, reshard=True),
+        data=Data(((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))),
+        step=Step(initial=True),
     ),
-    "replicas, accumulation, weights, clipping": Sharded(
-        replicas=2, weighted=True, accumulate=2, clip=True, counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4))
+    "replicas, accumulation, weights, clipping": Case(
+        wrapper=Shards(replicas=2),
+        data=Data(((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)), weighted=True),
+        step=Step(accumulate=2, clip=True),
     ),
-    "replicas, accumulation, weights, partial reductions": Sharded(
-        replicas=2,
-        weighted=True,
-        accumulate=2,
-        syncs="all-reduces when it steps",
-        counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
+    "replicas, accumulation, weights, partial reductions": Case(
+        wrapper=Shards(replicas=2, syncs="all-reduces when it steps"),
+        data=Data(((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)), weighted=True),
+        step=Step(accumulate=2),
     ),
-    "replicas, accumulation, initial, partial reductions": Sharded(
-        replicas=2,
-        initial=True,
-        accumulate=2,
-        syncs="all-reduces when it steps",
-        counts=((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4)),
+    "replicas, accumulation, initial, partial reductions": Case(
+        wrapper=Shards(replicas=2, syncs="all-reduces when it steps"),
+        data=Data(((4, 2, 0, 1), (3, 6, 1, 2), (0, 5, 4, 4))),
+        step=Step(initial=True, accumulate=2),
     ),
-    "never resharded, clipping": Sharded(reshard=False, clip=True),
-    "never resharded, accumulation": Sharded(
-        reshard=False, accumulate=2, initial=True, counts=((4, 2, 0), (3, 6, 1), (0, 5, 4))
+    "never resharded, clipping": Case(wrapper=Shards(reshard=False), step=Step(clip=True)),
+    "never resharded, accumulation": Case(
+        wrapper=Shards(reshard=False),
+        data=Data(((4, 2, 0), (3, 6, 1), (0, 5, 4))),
+        step=Step(accumulate=2, initial=True),
     ),
-    "weights, clipping, initial": Sharded(weighted=True, clip=True, initial=True),
-    "even": Sharded(counts=((2, 2, 2), (3, 3, 3), (1, 1, 1))),
-    "nothing at all": Sharded(counts=((0, 0, 0), (0, 2, 0), (0, 0, 0))),
+    "weights, clipping, initial": Case(wrapper=Shards(), data=Data(weighted=True), step=Step(clip=True, initial=True)),
+    "even": Case(wrapper=Shards(), data=Data(((2, 2, 2), (3, 3, 3), (1, 1, 1)))),
+    "nothing at all": Case(wrapper=Shards(), data=Data(((0, 0, 0), (0, 2, 0), (0, 0, 0)))),
 }
 
 
@@ -104,30 +109,41 @@ def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
 
 
-WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "declared": ({"declared": True}, [name for name, case in CASES.items() if case.accumulate == 1 and case.to_none]),
-    "empty": ({"iterate": "empty"}, list(CASES)),
-    "last": ({"iterate": "last"}, ["adamw with clipping", "replicas"]),
+WAYS: dict[str, tuple[Loop, list[str]]] = {
+    "declared": (
+        Loop(declared=True),
+        [name for name, case in CASES.items() if case.step.accumulate == 1 and case.step.to_none],
+    ),
+    "empty": (Loop(iterate="empty"), list(CASES)),
+    "last": (Loop(iterate="last"), ["adamw with clipping", "replicas"]),
 }
 """Other ways to train, and the cases that can be trained so."""
 
 
-def parts_of(row: tuple[str, str]) -> dict[str, str]:
+def parts_of(row: tuple[str, str]) -> dict[str, Any]:
     """How it is trained, and what of the case matters there."""
     name, way = row
-    parts = "model", "initial", "weighted", "accumulate", "replicas"
-    return {part: repr(getattr(CASES[name], part)) for part in parts} | {"way": way}
+    case = CASES[name]
+    assert isinstance(case.wrapper, Shards)
+    return {
+        "model": case.model.kind,
+        "initial": case.step.initial,
+        "weighted": case.data.weighted,
+        "accumulate": case.step.accumulate,
+        "replicas": case.wrapper.replicas,
+        "way": way,
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "way"), all_or_some([(name, way) for way, (_, names) in WAYS.items() for name in names], parts_of)
 )
 def test_sharded_equals_one_process_in_another_way(pool: Pool, name: str, way: str) -> None:
-    check(pool, replace(CASES[name], **WAYS[way][0]))
+    check(pool, replace(CASES[name], loop=WAYS[way][0]))
 
 
 def forward(model: Any, case: Case, rank: int, epoch: int, step: int) -> torch.Tensor:
-    return loss_of(model, case, 0, data_of(case, rank, epoch, step))
+    return loss_of(model, case, 0, batch_of(case.data, rank, epoch, step))
 
 
 IN_HALF = ((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))
@@ -208,9 +224,9 @@ def losses_of(model: Any, loop: str, rank: int, epoch: int, step: int) -> list[t
 
 
 def run_loop(rank: int, loop: str) -> dict[str, torch.Tensor]:
-    model = shard(Sharded(reshard=True))
+    model = shard(shards=Shards(reshard=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for epoch, counts in enumerate(Case.counts):
+    for epoch, counts in enumerate(Data.counts):
         with Join([model, optimizer], divide_by_initial_world_size=False):
             for step in range(counts[rank]):
                 if loop != "gradients are kept":
@@ -225,7 +241,7 @@ def run_loop(rank: int, loop: str) -> dict[str, torch.Tensor]:
 def run_loop_in_one_process(loop: str) -> dict[str, torch.Tensor]:
     model = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for epoch, counts in enumerate(Case.counts):
+    for epoch, counts in enumerate(Data.counts):
         for step in range(max(counts)):
             if loop != "gradients are kept":
                 optimizer.zero_grad()
@@ -245,128 +261,85 @@ def test_loops(pool: Pool, loop: str) -> None:
         assert_same(state, run_loop_in_one_process(loop), TOLERANCE)
 
 
-def normed(norm: Callable[..., torch.nn.Module]) -> torch.nn.Module:
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(4, 8, bias=False), norm(8, eps=0.1), torch.nn.Tanh(), torch.nn.Linear(8, 2)
-    return torch.nn.Sequential(*layers)
-
-
+NORM = Model("norm with a large eps", synchronised=True)
 NORMED = {
-    "ddp": Case(),
-    "ddp, initial": Case(initial=True),
-    "ddp, zero, tiny buckets": Case(zero=True, ddp={"bucket_cap_mb": 1e-5}),
+    "ddp": Case(NORM),
+    "ddp, initial": Case(NORM, step=Step(initial=True)),
+    "ddp, zero, tiny buckets": Case(NORM, DDP({"bucket_cap_mb": 1e-5}), Optimizer(zero=True)),
     "ddp, views, accumulation": Case(
-        accumulate=2, ddp={"gradient_as_bucket_view": True}, counts=((4, 2, 0), (3, 6, 1), (0, 4, 3))
+        NORM,
+        DDP({"gradient_as_bucket_view": True}),
+        data=Data(((4, 2, 0), (3, 6, 1), (0, 4, 3))),
+        step=Step(accumulate=2),
     ),
     "ddp, initial, accumulation, unused parameters": Case(
-        accumulate=2, initial=True, ddp={"find_unused_parameters": True}, counts=((4, 2, 0), (3, 6, 1), (0, 4, 3))
+        NORM,
+        DDP({"find_unused_parameters": True}),
+        data=Data(((4, 2, 0), (3, 6, 1), (0, 4, 3))),
+        step=Step(accumulate=2, initial=True),
     ),
-    "ddp, evaluation and a skipped backward": Case(hook="loop"),
-    "a plain module": Case(hook="plain"),
-    "a plain module, example": Case(hook="plain, example"),
-    "fully_shard": Case(hook="sharded"),
+    "ddp, evaluation and a skipped backward": Case(NORM, step=Step(evaluates=True)),
+    "a plain module": Case(NORM),
+    "a plain module, example": Case(NORM),
+    "fully_shard": Case(NORM, Shards()),
 }
 
 
-def train_normed(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    if case.device == "cpu":
-        with sync_batch_norm_on_cpu():
-            return train_with(CPUSyncBatchNorm, rank, case)
-    return train_with(torch.nn.SyncBatchNorm, rank, case)
+def train_plain(rank: int, case: Case, has_example: bool) -> dict[str, torch.Tensor]:
+    """Train a module that nothing wraps; the loop itself reduces gradients."""
+    with sync_batch_norm_on_cpu():
+        model = placed(case.model)
+        listed = Replay(model, example=(torch.zeros(0, 4),) if has_example else None)
+        optimizer = optimizer_of(case.optimizer, model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
 
+        def reduce() -> None:
+            count = torch.tensor(float(any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())))
+            dist.all_reduce(count)
+            for parameter in model.parameters():
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient)
+                parameter.grad = gradient / count
 
-def train_with(norm: Callable[..., torch.nn.Module], rank: int, case: Case) -> dict[str, torch.Tensor]:
-    net: Any = normed(norm).to(device_of(case))
-    model: Any = net
-    if case.hook == "sharded":
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = mesh_of(case.device)
-        fully_shard(net[0], mesh=mesh)
-        model = fully_shard(net, mesh=mesh)
-    elif "plain" not in case.hook:
-        model = DistributedDataParallel(net, **case.ddp)
-    listed = model
-    if "plain" in case.hook:
-        listed = Replay(model, example=(torch.zeros(0, 4),) if "example" in case.hook else None)
-    if case.zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def reduce() -> None:
-        count = torch.tensor(float(any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())))
-        dist.all_reduce(count)
-        for parameter in model.parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient)
-            parameter.grad = gradient / count
-
-    reduction = SharedCall(reduce)
-    for epoch in range(len(case.counts)):
-        count = case.counts[epoch][rank]
-        joinables = [listed, reduction, optimizer] if "plain" in case.hook else [listed, optimizer]
-        steps = count if case.declared else None
-        with Join(joinables, divide_by_initial_world_size=case.initial, steps=steps) as join:
-            for step, (x, y) in enumerate(batches(join, case, rank, epoch)):
-                sync = (step + 1) % case.accumulate == 0
-                if step % case.accumulate == 0:
+        reduction = SharedCall(reduce)
+        for epoch, counts in enumerate(case.data.counts):
+            steps = counts[rank] if case.loop.declared else None
+            joinables = [listed, reduction, optimizer, scheduler]
+            with Join(joinables, divide_by_initial_world_size=False, steps=steps) as join:
+                for x, y in batches(join, case, rank, epoch):
                     optimizer.zero_grad()
-                if case.hook == "loop":
-                    model.eval()
-                    with torch.no_grad():
-                        model(x)
-                    model.train()
-                with nullcontext() if sync else model.no_sync():
-                    (((model(x) - y) ** 2).mean() / case.accumulate).backward()
-                if "plain" in case.hook:
+                    ((model(x) - y) ** 2).mean().backward()
                     reduction()
-                if sync:
                     optimizer.step()
-    if case.hook == "sharded":
-        return flat_state(whole(net.state_dict()), whole(optimizer.state_dict()))
-    return flat_state(net.state_dict(), full_state(optimizer))
+                    scheduler.step()
+    return flat_state(model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
 
 
-def train_normed_in_one_process(case: Case) -> dict[str, torch.Tensor]:
-    model = normed(torch.nn.BatchNorm1d)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch, steps in enumerate(case.counts):
-        for window in range(max(steps) // case.accumulate):
-            optimizer.zero_grad()
-            first = window * case.accumulate
-            divisor = len(steps) if case.initial else sum(count > first for count in steps)
-            for step in range(first, first + case.accumulate):
-                parts = [batch(rank, epoch, step) for rank, count in enumerate(steps) if count > step]
-                x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-                (((model(x) - y) ** 2).mean() * len(parts) / divisor / case.accumulate).backward()
-            optimizer.step()
-    return flat_state(model.state_dict(), optimizer.state_dict())
-
-
-def check_normed(pool: Pool, case: Case, **options: Any) -> None:
-    expected = train_normed_in_one_process(case)
-    for state in pool.run(train_normed, case, ranks=case.ranks, **options):
+def check_normed(pool: Pool, name: str, loop: Loop) -> None:
+    case = replace(NORMED[name], loop=loop)
+    if not name.startswith("a plain module"):
+        check(pool, case)
+        return
+    expected = reference(case)
+    for state in pool.run(train_plain, case, "example" in name):
         assert_same(state, expected, tolerance_of(case))
 
 
 @pytest.mark.parametrize("name", NORMED)
 def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
-    check_normed(pool, NORMED[name])
+    check_normed(pool, name, Loop())
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in NORMED.items() if case.accumulate == 1 and "loop" not in case.hook]
+    "name", [name for name, case in NORMED.items() if case.step.accumulate == 1 and not case.step.evaluates]
 )
 def test_synchronised_norm_equals_one_process_with_declared_steps(pool: Pool, name: str) -> None:
-    check_normed(pool, replace(NORMED[name], declared=True))
+    check_normed(pool, name, Loop(declared=True))
 
 
 @pytest.mark.parametrize("name", NORMED)
 def test_synchronised_norm_equals_one_process_in_lockstep(pool: Pool, name: str) -> None:
-    check_normed(pool, replace(NORMED[name], iterate="empty"))
+    check_normed(pool, name, Loop(iterate="empty"))
 
 
 def on_gpus(test: Any) -> Any:
@@ -376,29 +349,33 @@ def on_gpus(test: Any) -> Any:
     return pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
 
 
+def on_gpu(case: Case) -> Case:
+    return replace(case, model=replace(case.model, device="cuda"))
+
+
 TWO = ((0, 3), (2, 1), (2, 4))
 CASES_ON_GPUS = {
-    "clipping, resharded": Sharded(clip=True, reshard=True, counts=TWO),
-    "weights, accumulation": Sharded(weighted=True, accumulate=2, counts=TWO[-1:]),
-    "lockstep": Sharded(iterate="empty", counts=TWO),
+    "clipping, resharded": Case(wrapper=Shards(reshard=True), data=Data(TWO), step=Step(clip=True)),
+    "weights, accumulation": Case(wrapper=Shards(), data=Data(TWO[-1:], weighted=True), step=Step(accumulate=2)),
+    "lockstep": Case(wrapper=Shards(), data=Data(TWO), loop=Loop(iterate="empty")),
 }
 NORMED_ON_GPUS = {
-    "ddp": Case(counts=TWO),
-    "ddp, lockstep": Case(iterate="empty", counts=TWO),
-    "fully_shard": Case(hook="sharded", counts=TWO),
+    "ddp": Case(NORM, data=Data(TWO)),
+    "ddp, lockstep": Case(NORM, data=Data(TWO), loop=Loop(iterate="empty")),
+    "fully_shard": Case(NORM, Shards(), data=Data(TWO)),
 }
 
 
 @on_gpus
 @pytest.mark.parametrize("name", CASES_ON_GPUS)
 def test_sharded_equals_one_process_on_gpus(pool: Pool, name: str, backend: str) -> None:
-    check(pool, replace(CASES_ON_GPUS[name], device="cuda"), backend=backend)
+    check(pool, on_gpu(CASES_ON_GPUS[name]), backend=backend)
 
 
 @on_gpus
 @pytest.mark.parametrize("name", NORMED_ON_GPUS)
 def test_synchronised_norm_equals_one_process_on_gpus(pool: Pool, name: str, backend: str) -> None:
-    check_normed(pool, replace(NORMED_ON_GPUS[name], device="cuda"), backend=backend)
+    check(pool, on_gpu(NORMED_ON_GPUS[name]), backend=backend)
 
 
 def train_tensor_parallel(rank: int, how: str, way: str) -> dict[str, torch.Tensor]:
@@ -418,14 +395,14 @@ def train_tensor_parallel(rank: int, how: str, way: str) -> dict[str, torch.Tens
     optimizer = torch.optim.Adam(trained.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     pair = rank // 2
-    case = replace(TENSOR_PARALLEL, weighted=way == "weights")
-    for epoch, counts in enumerate(case.counts):
+    case = tensor_parallel(way)
+    for epoch, counts in enumerate(case.data.counts):
         steps = counts[pair] if way == "declared" else None
         join = Join([trained, optimizer, scheduler], divide_by_initial_world_size=False, steps=steps)
         with join:
             mine = range(counts[pair])
             for step in join.iterate(mine, dummy="last") if way == "lockstep" else mine:
-                join.weight = weight_of(case, pair, epoch, step) if case.weighted else None
+                join.weight = weight_of(case.data, pair, epoch, step) if case.data.weighted else None
                 optimizer.zero_grad()
                 forward(trained, case, pair, epoch, step).backward()
                 optimizer.step()
@@ -436,20 +413,22 @@ def train_tensor_parallel(rank: int, how: str, way: str) -> dict[str, torch.Tens
     return flat_state(whole(model.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
 
 
-TENSOR_PARALLEL = Case(counts=((0, 2), (3, 1), (2, 0)))
+def tensor_parallel(way: str) -> Case:
+    """What one process trains; ``counts`` are those of pairs of ranks."""
+    return Case(data=Data(((0, 2), (3, 1), (2, 0)), weighted=way == "weights"))
 
 
 @pytest.mark.parametrize("way", ["block", "declared", "lockstep", "weights"])
 @pytest.mark.parametrize("how", ["fully_shard", "DDP"])
 def test_tensor_parallel(pool: Pool, how: str, way: str) -> None:
-    expected = reference(replace(TENSOR_PARALLEL, weighted=way == "weights"))
+    expected = reference(tensor_parallel(way))
     for state in pool.run(train_tensor_parallel, how, way, ranks=4):
         assert_same(state, {name: expected[name] for name in state}, TOLERANCE)
 
 
 def with_statistics(rank: int, way: str, counts: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The report of a block, and the running mean at the end of this rank's loop and after the block."""
-    model = shard(Sharded(model="norm"))
+    model = shard(Model("norm"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     statistics = model.get_submodule("1").running_mean
     with Join([model, optimizer], steps=counts[rank] if way == "declared" else None) as join:
@@ -477,9 +456,8 @@ def test_report_and_statistics(pool: Pool, way: str, counts: tuple[int, ...]) ->
 
 
 def weighs_synchronised(rank: int, way: str) -> str:
-    net = normed(CPUSyncBatchNorm)
     with sync_batch_norm_on_cpu(), pytest.raises((ValueError, JoinError)) as caught:
-        ddp = DistributedDataParallel(net)
+        ddp = DistributedDataParallel(placed(NORM))
         join = Join([ddp], steps=2 if way == "declared" else None)
         join.weight = 3
         with join:
@@ -761,9 +739,9 @@ def train_chain(rank: int, encoder_is: str) -> dict[str, torch.Tensor]:
     encoder = fully_shard(encoder, mesh=mesh) if encoder_is == "sharded" else DistributedDataParallel(encoder)
     decoder: Any = fully_shard(parts[1], mesh=mesh)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (encoder, decoder)]
-    for epoch, counts in enumerate(Case.counts):
+    for epoch, counts in enumerate(Data.counts):
         with Join([encoder, decoder, *optimizers], divide_by_initial_world_size=False, timeout=30):
-            for x, y in (data_of(Case(), rank, epoch, step) for step in range(counts[rank])):
+            for x, y in (batch_of(Data(), rank, epoch, step) for step in range(counts[rank])):
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 ((decoder(encoder(x)) - y) ** 2).mean().backward()
@@ -776,7 +754,7 @@ def train_chain(rank: int, encoder_is: str) -> dict[str, torch.Tensor]:
 def test_a_chain_of_modules(pool: Pool, encoder_is: str) -> None:
     model = build("mlp")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch, counts in enumerate(Case.counts):
+    for epoch, counts in enumerate(Data.counts):
         for step in range(max(counts)):
             optimizer.zero_grad()
             ranks = [rank for rank in range(3) if step < counts[rank]]
@@ -789,7 +767,7 @@ def test_a_chain_of_modules(pool: Pool, encoder_is: str) -> None:
 
 
 def stops(rank: int) -> str:
-    model = shard(Sharded())
+    model = shard()
     try:
         with Join([model], throw_on_early_termination=True):
             for step in range(1 + rank):
@@ -848,3 +826,114 @@ def test_a_shared_call_that_is_not_listed() -> None:
             call()
 
     run_threads(2, run)
+
+
+def train_on_what_requires_grad(rank: int, counts: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model, optimizer]) as join:
+        for epoch, of_ranks in enumerate(counts):
+            for x, y in join.iterate([batch(rank, epoch, step) for step in range(of_ranks[rank])]):
+                optimizer.zero_grad()
+                ((model(x.requires_grad_()) - y) ** 2).sum().backward()
+                optimizer.step()
+    return flat_state(whole(model.state_dict()))
+
+
+def test_who_tells_a_call_in_lockstep_changes(pool: Pool) -> None:
+    """All ranks take a call for the same kind, whoever tells it: they agree on whether it was tried before."""
+    counts = (2, 1, 1), (1, 2, 1)
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch, of_ranks in enumerate(counts):
+        for step in range(2):
+            optimizer.zero_grad()
+            for rank in range(3):
+                if step < of_ranks[rank]:
+                    x, y = batch(rank, epoch, step)
+                    (((model(x) - y) ** 2).sum() / 3).backward()
+            optimizer.step()
+    for state in pool.run(train_on_what_requires_grad, counts):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+WINDOW_OVER_BLOCKS = Case(data=Data(((3, 3), (1, 1)), weighted=True))
+
+
+def train_a_window_over_blocks(rank: int) -> dict[str, torch.Tensor]:
+    """Each window has two steps; the second window begins in the first block, and ends in the other one."""
+    case, begun = WINDOW_OVER_BLOCKS, 0
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch, counts in enumerate(case.data.counts):
+        join = Join([model, optimizer])
+        join.weight = 1
+        with join:
+            for step in range(counts[rank]):
+                join.weight = weight_of(case.data, rank, epoch, step)
+                begun += 1
+                model.set_requires_gradient_sync(begun % 2 == 0)
+                forward(model, case, rank, epoch, step).backward()
+                if begun % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return flat_state(whole(model.state_dict()))
+
+
+def test_weights_of_a_window_over_blocks(pool: Pool) -> None:
+    case = WINDOW_OVER_BLOCKS
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in ((0, 0), (0, 1)), ((0, 2), (1, 0)):
+        batches_of_all = [(rank, epoch, step) for epoch, step in window for rank in range(2)]
+        total = sum(weight_of(case.data, *each) for each in batches_of_all)
+        optimizer.zero_grad()
+        for each in batches_of_all:
+            (forward(model, case, *each) * weight_of(case.data, *each) / total).backward()
+        optimizer.step()
+    for state in pool.run(train_a_window_over_blocks, ranks=2):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+def begins_to_weigh(rank: int) -> str:
+    """In the middle of a window, on all ranks; the module is at rest afterwards."""
+    model = shard()
+    with pytest.raises(ValueError, match="window of accumulation") as caught, Join([model]) as join:
+        model.set_requires_gradient_sync(False)
+        model(batch(rank, 0, 0)[0]).sum().backward()
+        join.weight = 2
+        model.set_requires_gradient_sync(True)
+        model(batch(rank, 0, 1)[0]).sum().backward()
+    group_works()
+    model(batch(rank, 0, 2)[0]).sum().backward()
+    return str(caught.value)
+
+
+def test_weights_of_a_part_of_a_window(pool: Pool) -> None:
+    for text in pool.run(begins_to_weigh, ranks=2):
+        assert text.startswith("join.weight was set or unset in a window of accumulation of FSDPMLP;")
+
+
+def keeps_gradients(rank: int) -> str:
+    """Two steps without zero_grad, which a mean over contributors would scale twice; all ranks refuse it."""
+    model = DistributedDataParallel(build("mlp"))
+    with (
+        pytest.raises(ValueError, match="hold the last result") as caught,
+        Join([Replay(model)], divide_by_initial_world_size=False),
+    ):
+        for step in range((2, 2, 0)[rank]):
+            model(batch(rank, 0, step)[0]).sum().backward()
+    group_works()
+    return str(caught.value)
+
+
+def test_gradients_that_are_kept_between_steps_of_a_replayed_ddp_module(pool: Pool) -> None:
+    texts = pool.run(keeps_gradients)
+    assert (
+        texts
+        == [
+            "the gradients of a DistributedDataParallel that ranks without data replay still hold the last"
+            " result, or what was accumulated before this block; call zero_grad() before each step [J293]"
+        ]
+        * 3
+    )

@@ -1,0 +1,61 @@
+"""A window of accumulation that begins in one block and ends in the next, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from join import Join
+from tests.models import TOLERANCE, assert_same, batch, build
+from tests.pool import Pool
+
+COUNTS = {"plain": ((1, 1, 0), (1, 1, 0)), "over iterate": ((1, 1, 0), (1, 0, 0))}
+CLEARED = {"kept": None, "zeroed in place": False, "set to None": True}
+
+
+def loss_of(module: torch.nn.Module, rank: int, block: int) -> torch.Tensor:
+    x, y = batch(rank, block, 0)
+    return ((module(x) - y) ** 2).mean()
+
+
+def weight_of(rank: int, block: int) -> float:
+    return 2.0 + 3 * rank + 4 * block
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+
+
+def train(rank: int, cleared: str, kind: str, way: str) -> dict[str, torch.Tensor]:
+    model = build("mlp")
+    ddp = DistributedDataParallel(model)
+    for block, counts in enumerate(COUNTS[way]):
+        join = Join([ddp], divide_by_initial_world_size=kind != "contributors")
+        if kind == "weights":
+            join.weight = 1.0
+        with join:
+            steps = range(counts[rank])
+            for _ in join.iterate(steps) if way == "over iterate" and block == 1 else steps:
+                if kind == "weights":
+                    join.weight = weight_of(rank, block)
+                ddp.require_backward_grad_sync = block == 1
+                loss_of(ddp, rank, block).backward()
+        if block == 0 and CLEARED[cleared] is not None:
+            ddp.zero_grad(set_to_none=bool(CLEARED[cleared]))
+    return gradients(model)
+
+
+@pytest.mark.parametrize("way", COUNTS)
+@pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights"])
+@pytest.mark.parametrize("cleared", CLEARED)
+def test_equals_one_process(pool: Pool, cleared: str, kind: str, way: str) -> None:
+    model = build("mlp")
+    begins = 0 if CLEARED[cleared] is None else 1
+    of_window = [(rank, block) for block in range(begins, 2) for rank in range(3) if COUNTS[way][block][rank]]
+    weights = [weight_of(*each) if kind == "weights" else 1.0 for each in of_window]
+    parts = {"all ranks": 3.0, "contributors": len({rank for rank, _ in of_window}), "weights": sum(weights)}[kind]
+    for weight, each in zip(weights, of_window, strict=True):
+        (loss_of(model, *each) * weight / parts).backward()
+    for found in pool.run(train, cleared, kind, way, ranks=3):
+        assert_same(found, gradients(model), TOLERANCE)

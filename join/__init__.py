@@ -6,10 +6,10 @@
 import importlib
 import sys
 
-from join.block_names import Package
 from join.context import Join
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst, Joinable, JoinConfig, JoinHook
+from join.module_guard import Package
 from join.registry import load_adapters_by, register_joinable
 from join.report import JoinReport
 

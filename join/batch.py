@@ -1,4 +1,4 @@
-"""What a rank has in a step, :class:`StepBatch`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
+"""What a rank has in a step, :class:`Step`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
 
 Held are tensors in lists, tuples, dicts and what else ``torch.utils._pytree`` knows, in subclasses of these, in
 mappings of any class and in dataclasses. Other objects stay as they are.
@@ -28,6 +28,28 @@ class StepBatch(Enum):
     """A dummy without samples."""
     DUMMY = auto()
     """A dummy with samples."""
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """A step of a loop over ``Join.iterate``; as it is here, outside a loop.
+
+    Attributes:
+        number: how many steps of the loop this rank has begun.
+        batch: what this rank has in this one.
+        shadowing: whether that is a dummy.
+        contributors: the ranks that have data in it, as a bit mask; ``None`` outside a loop, where headers count those
+            that contribute to a burst.
+        all_have_data: whether these are all ranks.
+        first_with_data: the lowest of them.
+    """
+
+    number: int = 0
+    batch: StepBatch = StepBatch.DATA
+    shadowing: bool = False
+    contributors: int | None = None
+    all_have_data: bool = True
+    first_with_data: int = 0
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

@@ -174,7 +174,7 @@ class Join:
             TypeError: on setting, if it is no number.
         """
         block = self._block
-        return 0.0 if block is not None and block.channel.shadowing else self._weight
+        return 0.0 if block is not None and block.channel.step.shadowing else self._weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
@@ -200,7 +200,7 @@ class Join:
 
         Also where the loop is that of another block, around this one on the same group.
         """
-        return self._block is not None and self._block.channel.shadowing
+        return self._block is not None and self._block.channel.step.shadowing
 
     @property
     def is_last_step(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from join.batch import StepBatch
+from join.batch import Step
 from join.collectives import Collective, Work
 
 
@@ -241,17 +241,7 @@ class BlockChannel(Protocol):
 
     @property
     def all_ranks_run_bursts(self) -> bool:
-        """Whether each rank runs every burst itself, on a dummy where it has no data, so that nobody shadows."""
-        ...
-
-    @property
-    def votes_on_weights(self) -> bool:
-        """Whether ranks have to vote on whether weights are in use, since nothing that is announced says so."""
-        ...
-
-    @property
-    def contributors(self) -> int | None:
-        """The ranks that contribute in this step, as a bit mask; ``None`` where headers count them for each burst."""
+        """Whether each rank runs every burst itself, on dummies where it has no data: nobody shadows or announces."""
         ...
 
     def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
@@ -275,28 +265,8 @@ class BlockChannel(Protocol):
         ...
 
     @property
-    def steps(self) -> int:
-        """How many steps of the loop this rank has begun."""
-        ...
-
-    @property
-    def batch(self) -> StepBatch:
-        """What this rank has in this step."""
-        ...
-
-    @property
-    def shadowing(self) -> bool:
-        """Whether this rank has no data in this step."""
-        ...
-
-    @property
-    def all_have_data(self) -> bool:
-        """Whether all ranks have data in this step."""
-        ...
-
-    @property
-    def first_with_data(self) -> int:
-        """The lowest of the ranks that have data in this step."""
+    def step(self) -> Step:
+        """The step that is under way."""
         ...
 
     @property
@@ -322,7 +292,7 @@ class BurstState(Enum):
 
     IDLE = auto()
     """Nothing is under way."""
-    OWED = auto()
+    PENDING = auto()
     """It is announced, and none of its collectives is issued."""
     RUNNING = auto()
     """Some of its collectives may be issued, and others not."""

@@ -18,7 +18,7 @@ from join.batch import StepBatch, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
 from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
-from joinables.stand_in import StandIn
+from joinables.replacement import Replacement
 from joinables.tensors import hides_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,9 +35,9 @@ class DummyForward:
     def called(self, arguments: Arguments) -> None:
         """The module is called, on a batch that may be this rank's last, or on a dummy."""
         channel = self._channel
-        is_last = channel.batch is StepBatch.LAST
-        if channel.steps != self._step:
-            self._step, self._number = channel.steps, 0
+        is_last = channel.step.batch is StepBatch.LAST
+        if channel.step.number != self._step:
+            self._step, self._number = channel.step.number, 0
             if is_last:
                 self._calls = []
         self._number += 1
@@ -111,7 +111,7 @@ class _Emptied(torch.autograd.Function):
         return None, *zeros
 
 
-class InnerForward(StandIn):
+class InnerForward(Replacement):
     """Looks at one call of the module inside a DDP module, and runs it on something else if it cannot take its batch.
 
     It stands in that module's ``forward`` from ``put`` on until it is called once, or removed: hooks cannot catch what
@@ -153,7 +153,7 @@ class InnerForward(StandIn):
         """Whether the module is called on an empty dummy."""
         self._channel.module_runs_on(arguments)
         self._dummy_forward.called(arguments)
-        return self._channel.batch is StepBatch.EMPTY and is_empty_call(arguments)
+        return self._channel.step.batch is StepBatch.EMPTY and is_empty_call(arguments)
 
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments

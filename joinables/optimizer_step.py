@@ -83,7 +83,7 @@ class OptimizerStep(Announcing):
     def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._shadowing:
             return
-        if self.state is not BurstState.OWED:
+        if self.state is not BurstState.PENDING:
             self._announce()
         self._channel.confirm()
         self.state = BurstState.RUNNING
@@ -94,7 +94,7 @@ class OptimizerStep(Announcing):
 
     def _announce(self) -> None:
         self._channel.announce(self, confirm=False)
-        self.state = BurstState.OWED
+        self.state = BurstState.PENDING
 
     @override
     def fulfil(self) -> None:

@@ -69,7 +69,7 @@ class Weights:
     @property
     def in_use(self) -> bool:
         """Whether this rank has set a weight, and its batch is no dummy."""
-        return self._join.weight is not None and not self._channel.shadowing
+        return self._join.weight is not None and not self._channel.step.shadowing
 
     # -- whether all ranks use weights --------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Weights:
             return
         self.agreed_in = channel.loop
         brings = [window.own and rank == collective.rank for rank in range(collective.world_size)]
-        votes = torch.tensor([in_use, not (in_use or channel.shadowing), *brings], dtype=torch.int64)
+        votes = torch.tensor([in_use, not (in_use or channel.step.shadowing), *brings], dtype=torch.int64)
         collective.all_reduce(votes).wait()
         using, not_using, *bringing = cast("list[int]", votes.tolist())
         self.agreed, self.brought = using > 0, any(bringing)
@@ -109,8 +109,8 @@ class Weights:
 
     def change(self) -> ValueError | None:
         """What is wrong if this rank sets a weight and ranks agreed on none in this loop, or the other way round."""
-        agreed = self._channel.votes_on_weights and self.agreed_in == self._channel.loop
-        if agreed and self.agreed != (self._join.weight is not None) and not self._channel.shadowing:
+        agreed = self._channel.all_ranks_run_bursts and self.agreed_in == self._channel.loop
+        if agreed and self.agreed != (self._join.weight is not None) and not self._channel.step.shadowing:
             return ValueError("join.weight was set or unset inside the loop; set it at every step or at none [J276]")
         return None
 

@@ -138,7 +138,7 @@ class Iteration:
                 batch = self._batch() if self._has_data else self._make_dummy()
                 late_use = self._channel.late_use
                 if late_use is not None:
-                    late_use.handed_out(batch, self._lockstep.batch, self._lockstep.progress.begun)
+                    late_use.handed_out(batch, self._lockstep.step.batch, self._lockstep.progress.begun)
                     if late_use.is_ruled_out:
                         self._channel.late_use = None
                 yield batch
@@ -203,7 +203,7 @@ class Iteration:
             may_be_last = self._template is None or self._step == self._length
         if may_be_last:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
-        self._lockstep.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
+        self._lockstep.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
 
     def _miscounts(self, how: str) -> str:
@@ -216,7 +216,7 @@ class Iteration:
             if self._dummy == "empty":
                 self._template = emptied(self._template)
         self._dummies += 1
-        self._lockstep.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
+        self._lockstep.step.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
         dummy = duplicate(self._template)
         return self._dummy(dummy) if callable(self._dummy) else dummy
 
@@ -333,7 +333,7 @@ class Iteration:
 
     def fail(self, error: BaseException) -> None:
         """The block is left with ``error`` in the middle of the loop."""
-        if isinstance(error, Exception) and self._lockstep.batch is StepBatch.EMPTY:
+        if isinstance(error, Exception) and self._lockstep.step.batch is StepBatch.EMPTY:
             hint_at_empty_batch(error)
         self._lockstep.break_out(None)
         self._over()

@@ -142,7 +142,7 @@ class StepCounts:
         assert self.under_way is not None
         started = time.monotonic()
         self._guard.wait(self.under_way, doing)
-        if self._lockstep.shadowing:
+        if self._lockstep.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
         replies = self.replies
@@ -166,7 +166,7 @@ class StepCounts:
         packed, mask = self._roll_call.answers(), self.answers.mask
         most = max(packed)
         if packed[self._rank] | mask < most:  # another rank has begun more bursts
-            last = self._lockstep.steps - self.at
+            last = self._lockstep.step.number - self.at
             steps = range(last - self._steps_before + 1, last + 1)
             self._lockstep.progress.left_out("something", steps, packed.index(most))
         return [each & mask for each in packed]

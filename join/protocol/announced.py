@@ -5,16 +5,16 @@ everybody::
 
     active rank                                    joined rank
     -----------                                    -----------
-    announce: settle the previous header           settle the previous header
+    announce: apply the previous header            apply the previous header
               header  (starts, not awaited)        header  (awaited)
     the burst, by the user's own code              main_hook of the announced burst
     its followers, by the user's own code          main_hooks of its followers
     ...                                            ... until a header shows that nobody is active
     leave:    the burst that is still pending
-              settle the previous header
+              apply the previous header
 
-Settling (``join.protocol.headers``) elects a new leader, by one more all-reduce, if the old one has left and anyone
-needs a leader. Under ``throw_on_early_termination`` or ``timeout`` each header is awaited before its burst.
+Applying a header (``join.protocol.headers``) elects a new leader, by one more all-reduce, if the old one has left and
+anyone needs a leader. Under ``throw_on_early_termination`` or ``timeout`` each header is awaited before its burst.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Announced(Mode):
             fields = [FRESH] if fresh else []
             header = headers.exchange([*fields, STOPPING] if throws else fields)
             if header.active == 0:
-                headers.is_settled = True
+                headers.is_applied = True
                 if header.failed:
                     headers.end_failed(header)
                 even = header.fresh == self._world_size
@@ -82,12 +82,12 @@ class Announced(Mode):
     def _part(self) -> bool:
         channel, headers, has_told = self._channel, self._headers, False
         try:
-            if any(burst.state is BurstState.OWED for burst in channel.roster.may_owe):
+            if any(burst.state is BurstState.PENDING for burst in channel.roster.may_be_pending):
                 headers.read()  # the others have come to it, too, or are given up
             channel.flush()
             channel.complete_followers()
-            if not headers.is_settled:
-                headers.settle(self.elect)
+            if not headers.is_applied:
+                headers.apply(self.elect)
             header = headers.exchange([FAILED])
             has_told = True
             if header.active and not header.stopping:

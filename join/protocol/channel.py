@@ -4,7 +4,7 @@ A rank is *active* while it runs the body of a ``Join`` block and *joined* once 
 collectives is announced, and what was announced is run by everybody. How ranks learn of announcements is the mode's
 business (``join.protocol.mode``); here stands what is the same in all modes.
 
-*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``BurstState.OWED``); whoever is
+*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``BurstState.PENDING``); whoever is
 about to announce something else, to leave, or to fail runs it first with nothing to say: it is flushed.
 
 *Failing.* A rank that raises between two bursts of the announced mode flushes what is pending and says in one more
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from join.batch import StepBatch
+from join.batch import Step, StepBatch
 from join.collectives import Collective, Work
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
@@ -60,14 +60,8 @@ class Channel:
     leaving: bool = _asks("guard.leaving")
     foresees_bursts: bool = _asks("mode.foresees_bursts")
     is_in_loop_body: bool = _asks("mode.is_in_loop_body")
-    steps: int = _asks("mode.steps")
-    batch: StepBatch = _asks("mode.batch")
-    shadowing: bool = _asks("mode.shadowing")
     all_ranks_run_bursts: bool = _asks("mode.all_ranks_run_bursts")
-    votes_on_weights: bool = _asks("mode.votes_on_weights")
-    contributors: int | None = _asks("mode.contributors")
-    all_have_data: bool = _asks("mode.all_have_data")
-    first_with_data: int = _asks("mode.first_with_data")
+    step: Step = _asks("mode.step")
 
     late_use: LateUse | None = None
     """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
@@ -155,7 +149,7 @@ class Channel:
             if self._outstanding and (left_out := self._followers_left_out(joinable)):
                 self.break_off(left_out)
             self._outstanding = list(member.followers)
-        if mode.shadowing:
+        if mode.step.shadowing:
             member.shadowed += 1
         else:
             member.times.step(time.monotonic())
@@ -173,7 +167,7 @@ class Channel:
             if member.joinable is joinable:
                 self._outstanding.remove(member)
                 return
-        if self.mode.minds_followers:
+        if not self.mode.all_ranks_run_bursts:  # in a loop, followers may be left out
             why = (
                 f"{joinable.join_name} follows another joinable, but notified without an announcement of that one"
                 " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
@@ -190,7 +184,7 @@ class Channel:
 
     def _followers_left_out(self, announced: Joinable | None) -> JoinError | None:
         """The error for what has not followed before ``announced`` came, or the block's end."""
-        if not self.mode.minds_followers:
+        if self.mode.all_ranks_run_bursts:
             return None
         before = "the block ended" if announced is None else f"{announced.join_name} announced"
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
@@ -201,20 +195,20 @@ class Channel:
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """What comes before anything else is announced: what is pending is flushed, the last header is settled."""
+        """What comes before anything else is announced: what is pending is flushed, the last header is applied."""
         if self.guard.closed:
             self.guard.refuse()
-        for burst in self.roster.may_owe:
-            if burst.state is BurstState.OWED and burst is not but:
+        for burst in self.roster.may_be_pending:
+            if burst.state is BurstState.PENDING and burst is not but:
                 self.flush(but)
-        if not self.headers.is_settled:
-            self.headers.settle(self.mode.elect)
+        if not self.headers.is_applied:
+            self.headers.apply(self.mode.elect)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run what is announced and pending, and, if ``complete``, the followers that go with it."""
         flushed = False
-        for burst in self.roster.may_owe:
-            if burst.state is BurstState.OWED and burst is not but:
+        for burst in self.roster.may_be_pending:
+            if burst.state is BurstState.PENDING and burst is not but:
                 burst.fulfil()
                 flushed = True
         if flushed and complete:
@@ -351,7 +345,7 @@ class Channel:
     @property
     def watches_calls(self) -> bool:
         """Whether what a module is called on is to be looked at: at the beginning of a loop, and where data ends."""
-        return self.mode.batch is not StepBatch.DATA or self.late_use is not None
+        return self.mode.step.batch is not StepBatch.DATA or self.late_use is not None
 
     def module_called(self) -> None:
         """A module is called, and has sent nothing yet; see :meth:`LateUse.called`."""

@@ -17,6 +17,7 @@ ranks. That matters: on gloo, the cost of a small all-reduce grows with its elem
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
 _FIXED = 5
@@ -70,6 +71,8 @@ class HeaderCode:
         self._size = world_size.bit_length()
         self.bits = fields * self._size
         """Size of a header in bits."""
+        # Headers repeat, step by step, so what was made of them is kept: it is half of what reading one costs.
+        self.unpack, self.assumed = cache(self._unpack), cache(self._assumed)
 
     def pack(self, fields: Sequence[int]) -> int:
         """This rank's contribution: the fields that it sets to 1."""
@@ -78,12 +81,12 @@ class HeaderCode:
             number |= 1 << self._size * field
         return number
 
-    def unpack(self, total: int) -> Header:
+    def _unpack(self, total: int) -> Header:
         """Read the sum of what all ranks contributed."""
         mask = (1 << self._size) - 1
         return Header([total >> self._size * field & mask for field in range(self.fields)], self.offsets)
 
-    def assumed(self, index: int, active: int, flags: Sequence[bool], leader_alive: bool) -> Header:
+    def _assumed(self, index: int, active: int, flags: tuple[bool, ...], leader_alive: bool) -> Header:
         """What a header would have said, where none is sent.
 
         Args:

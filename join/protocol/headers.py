@@ -1,7 +1,7 @@
-"""The headers of a group, one after the other: sending, reading, settling: :class:`Headers`.
+"""The headers of a group, one after the other: sending, reading, applying: :class:`Headers`.
 
-*Settling* means to act on a header that was sent earlier: it raises what the header reports (a failed peer, ranks that
-diverged), and finds a new leader if the old one has left and anyone needs a leader. All ranks settle header i after
+To *apply* a header is to act on one that was sent earlier: it raises what the header reports (a failed peer, ranks that
+diverged), and finds a new leader if the old one has left and anyone needs a leader. All ranks apply header i after
 burst i and before header i+1, so what they raise they raise at the same place.
 
 *Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the group is of that kind
@@ -55,7 +55,7 @@ class Headers:
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
         self.announced_by_me: Member | None = None
         """Whose burst this rank announced in the last header, if any."""
-        self.is_settled = True
+        self.is_applied = True
         """Whether the last header was acted on, or there is nothing to do."""
         self._collective, self._guard, self._shadow = collective, guard, shadow
         self._rank = collective.rank
@@ -97,7 +97,7 @@ class Headers:
                     if flag:
                         fields.append(place)
         self.announced_by_me = None if index is None else roster.members[index]
-        self._last, self.is_settled, self._leads = None, False, False
+        self._last, self.is_applied, self._leads = None, False, False
         if self._guard.timeout is not None:
             self._guard.come()
         work = self._work = self._line.sum(roster.code.pack(fields), roster.code.bits)
@@ -120,9 +120,9 @@ class Headers:
         member = self.roster.members[index]
         self.announced_by_me = member if mine else None
         flags = () if member.burst is None else member.burst.declared_flags(weighted)
-        header = self.roster.code.assumed(index, active, flags, leader_alive)
+        header = self.roster.code.assumed(index, active, tuple(flags), leader_alive)
         self._last = member.header = header
-        self._leads = self.is_settled = leader_alive  # nothing to settle but a leader that is gone
+        self._leads = self.is_applied = leader_alive  # nothing to apply but a leader that is gone
         return header
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -167,12 +167,12 @@ class Headers:
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
-    def settle(self, elect: Callable[[bool], int]) -> None:
+    def apply(self, elect: Callable[[bool], int]) -> None:
         """Act on the last header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
         header = self.read()
         if header.diverged:
             self.end_diverged(header)
-        self.is_settled = True
+        self.is_applied = True
         if header.failed:
             self.end_failed(header)
         if not (self._leads or header.leader_alive):
@@ -181,7 +181,7 @@ class Headers:
     def lead(self, elect: Callable[[bool], int]) -> int:
         """The rank that leads from the last header's burst on: a new one, if the old one was not among its ranks.
 
-        Called at the same place on all ranks, if at all before the header is settled.
+        Called at the same place on all ranks, if at all before the header is applied.
         """
         if not self._leads:
             self._leads = True

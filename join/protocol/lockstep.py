@@ -78,9 +78,7 @@ class Lockstep(Mode):
         channel: the group's.
     """
 
-    minds_followers = False
     all_ranks_run_bursts = True
-    votes_on_weights = True
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
@@ -88,7 +86,7 @@ class Lockstep(Mode):
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
         self._all_ranks = (1 << self._world_size) - 1
-        self.contributors = self._all_ranks
+        self.step.contributors = self._all_ranks
         self._in_last_burst: int | None = None  # the ranks that had data then
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
@@ -110,19 +108,15 @@ class Lockstep(Mode):
     def begin_step(self, with_data: int) -> None:
         """A step begins; ``with_data`` are the ranks that have data in it, as a bit mask."""
         if self._meeting is not None:
-            self._meet(self._meeting, f"came to step {self.steps + 1} of join.iterate")
+            self._meet(self._meeting, f"came to step {self.step.number + 1} of join.iterate")
         if self._guard.closed:
             self._guard.refuse()
-        if with_data != self.contributors:
-            self.contributors, self.first_with_data = with_data, lowest(with_data)
-            self.all_have_data = with_data == self._all_ranks
-            self.shadowing = not with_data >> self._rank & 1
-        self.progress.steps += 1
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self.progress.steps
+        step = self.step
+        if with_data != step.contributors:
+            step.contributors, step.first_with_data = with_data, lowest(with_data)
+            step.all_have_data = with_data == self._all_ranks
+            step.shadowing = not with_data >> self._rank & 1
+        step.number = self.progress.steps = step.number + 1
 
     def end_step(self) -> None:
         """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""
@@ -132,7 +126,7 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        last = None if self.all_have_data else self._in_last_burst or self.contributors
+        last = None if self.step.all_have_data else self._in_last_burst or self.step.contributors
         self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
@@ -141,7 +135,7 @@ class Lockstep(Mode):
         ``None`` where that begins, or there is nothing left.
         """
         self.leave_broken_loop, self.is_in_loop_body = leave, leave is None
-        self.shadowing = self.is_in_loop_body and not (self.contributors or 0) >> self._rank & 1
+        self.step.shadowing = self.is_in_loop_body and not (self.step.contributors or 0) >> self._rank & 1
 
     def agree_to_leave(self) -> None:
         """This rank has left the loop before its end: wait until all have, at the same place.
@@ -191,17 +185,19 @@ class Lockstep(Mode):
     def announce(self, index: int, *, confirm: bool) -> Work:
         member = self._channel.roster.members[index]
         if self._meeting is not None:
-            self._meet(self._meeting, f"announced {member.joinable.join_name} in step {self.steps} of join.iterate")
+            self._meet(
+                self._meeting, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
+            )
         if not member.interjects:
             self.progress.begun, self.progress.last = self.progress.begun + 1, member
-        self._in_last_burst = self.contributors
-        leads = self._headers.leader == self.first_with_data  # lower ranks come back in a second loop
+        self._in_last_burst = self.step.contributors
+        leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
         self._headers.assume(index, self._world_size, leader_alive=leads)
         return DONE
 
     @override
     def elect(self, candidate: bool) -> int:
-        return self.first_with_data
+        return self.step.first_with_data
 
     @override
     def drain(self) -> Outcome:

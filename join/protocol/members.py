@@ -87,7 +87,7 @@ class Roster:
         members: all that announce in them, in the order in which headers count them.
         index: of each member, by the ``id`` of its joinable.
         bursts: those that announce by nature, with their index.
-        may_owe: those that may be announced before they run.
+        may_be_pending: those that may be announced before they run.
         code: packs the headers.
         ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
         early: that one, if it may announce long before it runs: not where another burst may come in between, and not
@@ -105,7 +105,7 @@ class Roster:
         self.members = [member for scope in scopes for member in scope.announcing]
         self.index = {id(member.joinable): index for index, member in enumerate(self.members)}
         self.bursts = [(index, member.burst) for index, member in enumerate(self.members) if member.burst is not None]
-        self.may_owe = [burst for _, burst in self.bursts if type(burst).fulfil is not Burst.fulfil]
+        self.may_be_pending = [burst for _, burst in self.bursts if type(burst).fulfil is not Burst.fulfil]
         flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self.members]
         self.code = HeaderCode(flag_counts, world_size)
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)

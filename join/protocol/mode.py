@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from join.batch import StepBatch
+from join.batch import Step
 from join.collectives import Work
 from join.collectives.board import Progress
 from join.joinable import Burst
@@ -44,37 +44,18 @@ class Mode(ABC):
 
     foresees_bursts = False
     """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
-    minds_followers = True
-    """Whether what follows a burst must come once after each, since joined ranks run it just so."""
     all_ranks_run_bursts = False
-    """Whether each rank runs every burst itself, on a dummy where it has no data, so that nobody shadows."""
-    votes_on_weights = False
-    """Whether ranks have to vote on whether weights are in use, since nothing that is announced says so."""
-    contributors: int | None = None
-    """The ranks that contribute in this step, as a bit mask, where all ranks know them; ``None`` where headers count
-    those that contribute to a burst."""
+    """Whether each rank runs every burst itself, on dummies where it has no data: nobody shadows or announces."""
     is_in_loop_body = False
     """Whether this rank is in the body of a loop over ``Join.iterate``, and has not broken out of it."""
-    shadowing = False
-    """Whether this rank has no data in this step of a loop, and runs it on a dummy."""
-    batch = StepBatch.DATA
-    """What this rank has in this step."""
-    all_have_data = True
-    """Whether all ranks have data in this step."""
-    first_with_data = 0
-    """The lowest rank that has data in this step of a loop."""
-
     leave_broken_loop: Callable[[], None] | None = None
-    """Where this rank has broken out of a loop: leaves it with all others. Comes before anything is announced."""
+    """Leaves with all others the loop that this rank has broken out of, before anything is announced; else ``None``."""
 
     def __init__(self, channel: Channel) -> None:
+        self.step = Step()
+        """The step of a loop that is under way."""
         self._channel, self._headers, self._guard = channel, channel.headers, channel.guard
         self._rank, self._world_size = channel.collective.rank, channel.collective.world_size
-
-    @property
-    def steps(self) -> int:
-        """How many steps of a loop this rank has begun."""
-        return 0
 
     def check(self, roster: Roster) -> None:
         """A block is about to open, after which ``roster`` is that of the group: check that this mode allows it.

@@ -187,14 +187,14 @@ class Recorder:
 
         def begin(with_data: int) -> None:
             begin_step(with_data)
-            self._step = time.monotonic(), "dummy" if mode.shadowing else "data"
+            self._step = time.monotonic(), "dummy" if mode.step.shadowing else "data"
 
         def end() -> None:
             end_step()
             if self._step is not None:
                 began, what = self._step
                 self._step = None
-                self._add("step", began, time.monotonic(), what, mode.steps)
+                self._add("step", began, time.monotonic(), what, mode.step.number)
 
         def hold(largest: int) -> Any:
             held = roll_call(largest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -43,7 +43,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> A
     if tensor.is_leaf or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         return tensor.register_hook(hook)
     tensor._backward_hooks = OrderedDict({_NO_HANDLE: hook})
-    cast("Any", tensor.grad_fn)._register_hook_dict(tensor)
+    tensor.grad_fn._register_hook_dict(tensor)  # pyright: ignore[reportOptionalMemberAccess]
     return None
 
 

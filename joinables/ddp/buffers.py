@@ -71,13 +71,13 @@ class BufferSync(DDPBurst):
 
     def announced(self) -> None:
         """A header that covers the buffers was sent: broadcast them, or do so after the forward if a comm hook asks."""
-        self.state = BurstState.OWED
+        self.state = BurstState.PENDING
         if not self._after_forward:
             self.main_hook()
 
     def forward_ended(self) -> None:
         """The forward is over, so buffers that waited for it are due."""
-        if self.state is BurstState.OWED:
+        if self.state is BurstState.PENDING:
             self.main_hook()
 
     @override

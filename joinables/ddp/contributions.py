@@ -66,7 +66,7 @@ class Contributions:
         if not window.with_data:
             self.used.begin_window(brought=window.own)
         window.with_data |= with_data
-        window.with_dummies |= not self._channel.all_have_data
+        window.with_dummies |= not self._channel.step.all_have_data
 
     def forget_zeroed(self) -> None:
         """What was accumulated is gone if ``zero_grad`` was called since: then it must not count.
@@ -166,18 +166,18 @@ class Contributions:
     @property
     def contributes(self) -> float:
         """1 if this rank contributes to its own backward, and 0 if it had nothing but dummies."""
-        return float(self._channel.contributors is None or self.window.with_data >> self._collective.rank & 1)
+        return float(self._channel.step.contributors is None or self.window.with_data >> self._collective.rank & 1)
 
     def _contributors(self) -> float:
         """How many ranks contribute, where all know it."""
-        if self._channel.contributors is not None:
+        if self._channel.step.contributors is not None:
             return float(self.window.with_data.bit_count())
         return float(self._channel.flags(self._burst)[CONTRIBUTES])
 
     @property
     def _all_know_contributors(self) -> bool:
         channel = self._channel
-        if channel.contributors is not None:
+        if channel.step.contributors is not None:
             return not self.weights.brought
         in_time = channel.foresees_bursts or not self.with_buffers
         return in_time and not channel.someone_may_contribute_unseen()

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from join import JoinError
 from join.joinable import BlockChannel
 from joinables._torch import autograd, reducer, torch_join
-from joinables._torch.hooks import ModuleHook
 from joinables.ddp.buffers import BufferSync
 from joinables.dummy_forward import InnerForward
+from joinables.replacement import ModuleHook
 from joinables.tensors import tensors_with_grad
 
 IN_TORCH_JOIN = (
@@ -107,13 +107,13 @@ class Forwards:
             self._begins()
         if self._expects_backward_inside:
             self._written = self._gradient_writes()
-        if channel.shadowing:
+        if channel.step.shadowing:
             self._buffers_before = reducer.copied_buffers(self._ddp)
         if watches:
             self._inner.put()
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        if self._channel.shadowing:
+        if self._channel.step.shadowing:
             reducer.restore_buffers(self._ddp, self._buffers_before)
             self._buffers_before = {}
         if not torch.is_grad_enabled():

@@ -129,9 +129,9 @@ class GradientSync(DDPBurst):
         weighted, channel, buffers = self._join.weight is not None, self._channel, self._buffers
         if weighted:
             self._weights.watch()
-        if not self._ddp.require_backward_grad_sync or self.state is BurstState.OWED:
+        if not self._ddp.require_backward_grad_sync or self.state is BurstState.PENDING:
             return
-        self._mean.weighted = weighted and not channel.shadowing
+        self._mean.weighted = weighted and not channel.step.shadowing
         channel.end_broken_loop()
         if self._last_result.kept and not channel.all_ranks_run_bursts:
             self._last_result.look()
@@ -144,7 +144,7 @@ class GradientSync(DDPBurst):
         self._given.with_buffers = early and has_buffers
         if early:
             channel.announce(self)
-            self.state = BurstState.OWED
+            self.state = BurstState.PENDING
         elif buffers is not None:
             channel.announce(buffers)
         if buffers is not None:
@@ -174,14 +174,14 @@ class GradientSync(DDPBurst):
         weighted = self._join.weight is not None
         reduces = self._forwards.armed or synchronised
         if reduces and not weighted and not result.aside and self._plain_in == channel.loop and channel.is_in_loop_body:
-            if not (self._forwards.armed and self.state is BurstState.OWED):
+            if not (self._forwards.armed and self.state is BurstState.PENDING):
                 self._announce_backward(weighted)
             self._end_reduction()
             return
         if window.own or window.with_data or window.weight:
             self._given.forget_zeroed()
             window = self._given.window
-        if window.own and weighted != window.weighted and not channel.shadowing:
+        if window.own and weighted != window.weighted and not channel.step.shadowing:
             self._weights.refused = ValueError(
                 "join.weight was set or unset in a window of accumulation; set it at every step or at none [J111]"
             )
@@ -193,11 +193,11 @@ class GradientSync(DDPBurst):
         if weighted:
             self._plain_in = -1
             window.weight += self._weights.begin_backward()
-        if (with_data := channel.contributors) is not None:
+        if (with_data := channel.step.contributors) is not None:
             self._given.note_data(with_data)
         if reduces:
             self._begin_reduction(weighted)
-        elif not channel.shadowing:
+        elif not channel.step.shadowing:
             if result.kept and not window.own and (weighted or self._mean.over_all_ranks):
                 result.set_aside()
             window.own, window.weighted = True, weighted
@@ -205,21 +205,21 @@ class GradientSync(DDPBurst):
     def _announce_backward(self, weighted: bool) -> None:
         if not self._forwards.armed:  # a second backward, of which DDP itself would not reduce the gradients
             reducer.expect_backward(self._ddp, self._forwards.outputs)
-        if self.state is not BurstState.OWED:
+        if self.state is not BurstState.PENDING:
             if self._channel.foresees_bursts and self._buffers is not None:
                 raise ProtocolError(
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
                     " it; call what announces in between after the backward, and list it after the module [J112]"
                 )
-            self._given.with_buffers, self._mean.weighted = False, weighted and not self._channel.shadowing
+            self._given.with_buffers, self._mean.weighted = False, weighted and not self._channel.step.shadowing
             self._channel.announce(self)
-            self.state = BurstState.OWED
+            self.state = BurstState.PENDING
 
     def _begin_reduction(self, weighted: bool) -> None:
         weights, mean, channel = self._weights, self._mean, self._channel
-        if not (self._forwards.armed and self.state is BurstState.OWED):
+        if not (self._forwards.armed and self.state is BurstState.PENDING):
             self._announce_backward(weighted)
-        if channel.votes_on_weights:
+        if channel.all_ranks_run_bursts:
             if weights.agreed_in != channel.loop or weights.agreed != weighted:
                 self._given.agree_on_weights()
                 weights.refused = weights.refused or weights.change()
@@ -272,7 +272,7 @@ class GradientSync(DDPBurst):
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
         self.state = BurstState.RUNNING
-        if self._channel.votes_on_weights:
+        if self._channel.all_ranks_run_bursts:
             self._last_result.look()
             self._given.agree_on_weights()
         elif self._mean.weighted != self._weights.in_headers:
@@ -303,7 +303,7 @@ class GradientSync(DDPBurst):
         has_result, takes_part = False, takes_part and self._last_result.has_no_gradient
         self._given.window = replace(window)
         try:
-            if (with_data := self._channel.contributors) is not None:
+            if (with_data := self._channel.step.contributors) is not None:
                 self._given.note_data(with_data)
             self._given.drop()
             self._given.begin(0.0)

@@ -52,7 +52,7 @@ class UsedParameters:
                     self._handles[index] = parameter.register_hook(partial(self._see, index))
 
     def _see(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._join.channel.shadowing:
+        if self._handles and not self._join.channel.step.shadowing:
             self._used[index] = 1
 
     def begin_window(self, *, brought: bool) -> None:

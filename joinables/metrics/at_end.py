@@ -31,7 +31,7 @@ from join.joinable import Block
 from join.transfer import gather_trees
 from joinables.adapter import Silent
 from joinables.metrics.states import contributions, merged, put
-from joinables.stand_in import Instead
+from joinables.replacement import CallInstead
 
 
 class MetricAtEnd(Silent):
@@ -53,10 +53,10 @@ class MetricAtEnd(Silent):
         self._replaced = ExitStack()
         for part in self._parts.values():
             part._computed = None  # the last block's value is not this rank's
-            self._replace(part, "distributed_available_fn", Instead(part.distributed_available_fn, not_distributed))
+            self._replace(part, "distributed_available_fn", CallInstead(part.distributed_available_fn, not_distributed))
         for name in ("update", "forward"):
             method = getattr(self._target, name)
-            self._replace(self._target, name, Instead(method, partial(self._see, method)))
+            self._replace(self._target, name, CallInstead(method, partial(self._see, method)))
 
     @override
     def detach(self) -> None:

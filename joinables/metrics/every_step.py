@@ -37,7 +37,7 @@ from join.joinable import Block, BurstState
 from join.transfer import gather_trees
 from joinables.metrics.at_end import MetricAtEnd, metrics_of, not_distributed
 from joinables.metrics.states import contributions, merged, put
-from joinables.stand_in import Instead
+from joinables.replacement import CallInstead
 
 
 class MetricAtEveryStep(MetricAtEnd, Burst):
@@ -56,7 +56,7 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
         self._twin_parts = {name: twins[name] for name in self._parts}
         for each in twins.values():
             each.distributed_available_fn = not_distributed
-        self._replace(self._target, "forward", Instead(self._target.forward, self._forward))
+        self._replace(self._target, "forward", CallInstead(self._target.forward, self._forward))
 
     @override
     def detach(self) -> None:

@@ -18,8 +18,8 @@ from typing_extensions import override
 from join import JoinError, JoinHook
 from join.joinable import Block, BurstState
 from joinables._torch import autograd
-from joinables._torch.hooks import ModuleHook
 from joinables.mean import Mean, Window
+from joinables.replacement import ModuleHook
 from joinables.replay.forward import ReplayedForward
 from joinables.replay.module import REMEMBERED, Graph, Pass, ReplayedBurst, ReplayedModule
 from joinables.sharding import is_dtensor
@@ -228,7 +228,7 @@ class ReplayedBackward(ReplayedBurst):
                 " join.is_last_step tells all where to step a window that is not full [J153]"
             )
         mean, window = self._mean, self._window
-        if self._channel.votes_on_weights:
+        if self._channel.all_ranks_run_bursts:
             self._weights.agree(window)
             if self._weights.refused is not None:
                 raise self._weights.refused  # on all ranks, before the module's own collectives
@@ -242,7 +242,7 @@ class ReplayedBackward(ReplayedBurst):
                 f"join.weight was set or unset in a window of accumulation of {type(self._of.module).__name__}; set it"
                 " at every step or at none [J292]"
             )
-        if (with_data := self._channel.contributors) is not None:
+        if (with_data := self._channel.step.contributors) is not None:
             window.with_data |= with_data
             contributors = window.with_data.bit_count()
         backward.contributors = contributors
@@ -273,7 +273,7 @@ class ReplayedBackward(ReplayedBurst):
     def _end(self, backward: Backward) -> None:
         """What comes after the module's own collectives."""
         if not backward.complete:
-            if not (self._weights.silent or self._channel.shadowing):
+            if not (self._weights.silent or self._channel.step.shadowing):
                 self._window.own, self._window.weighted = True, self._mean.weighted
             return
         self._window, factor = Window(), 1.0

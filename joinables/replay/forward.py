@@ -24,8 +24,8 @@ from join.batch import StepBatch
 from join.joinable import Block, BurstState
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
-from joinables._torch.hooks import ModuleHook
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
+from joinables.replacement import ModuleHook
 from joinables.replay.dry_run import in_mode
 from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule
 from joinables.sharding import is_dtensor
@@ -126,14 +126,14 @@ class ReplayedForward(ReplayedBurst):
     def _instead_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """What to run the module on, if this rank has an empty dummy that it cannot take."""
         channel, self._stands_in = self._channel, None
-        if channel.batch is not StepBatch.DATA:
+        if channel.step.batch is not StepBatch.DATA:
             self._dummy_forward.called((args, kwargs))
-        if channel.all_have_data:
+        if channel.step.all_have_data:
             return None
         example = self._of.dry_run.arguments_of_example()
         if example is None and self._found_in != channel.loop:
             self._found_in, self._takes_empty = channel.loop, self._find_out(args, kwargs)
-        if (example is None and self._takes_empty) or channel.batch is not StepBatch.EMPTY:
+        if (example is None and self._takes_empty) or channel.step.batch is not StepBatch.EMPTY:
             return None
         if not is_empty_call((args, kwargs)):
             return None
@@ -142,7 +142,7 @@ class ReplayedForward(ReplayedBurst):
 
     def _find_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the module can take a call without rows, that of the lowest rank with data; the same on all ranks."""
-        source, inner = self._channel.first_with_data, self._reduction.inner
+        source, inner = self._channel.step.first_with_data, self._reduction.inner
         takes = self._of.dry_run.takes_empty(inner, self._collective, source, (args, kwargs))
         if not takes:
             self._reduction.reset()

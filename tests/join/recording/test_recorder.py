@@ -158,16 +158,16 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
 def test_states_are_the_same_while_somebody_watches() -> None:
     one, other = (Leading(None, name) for name in ("one", "other"))
     seen: list[tuple[BurstState, BurstState]] = []
-    one.state = BurstState.OWED
+    one.state = BurstState.PENDING
     watch(one, lambda before, after: seen.append((before, after)))
     watch(other, lambda before, after: None)
-    assert (one.state, other.state, Burst.state) == (BurstState.OWED, BurstState.IDLE, BurstState.IDLE)
+    assert (one.state, other.state, Burst.state) == (BurstState.PENDING, BurstState.IDLE, BurstState.IDLE)
     one.state = one.state = BurstState.RUNNING
     leave_alone(one)
     one.state = BurstState.IDLE
     leave_alone(other)
     leave_alone(other)
-    assert seen == [(BurstState.OWED, BurstState.RUNNING)]
+    assert seen == [(BurstState.PENDING, BurstState.RUNNING)]
     assert one.state is vars(one)["state"] is vars(Burst)["state"] is BurstState.IDLE
 
 

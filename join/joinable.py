@@ -99,7 +99,10 @@ class Joinable(ABC):
         """The joinable's ``ProcessGroup`` or :class:`join.collectives.Collective`; ``None`` is the default group."""
 
     def attach(self, join: Block) -> None:
-        """Called on entering a block, in the order of the list; the place to register hooks."""
+        """Called on entering a block, in the order of the list; the place to register hooks.
+
+        If this raises, ``detach`` is not called: undo what was done before.
+        """
 
     def detach(self) -> None:
         """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
@@ -331,7 +334,7 @@ class Burst(Joinable):
         """What in this burst computes with the samples of all ranks together, so that dummies must have none; or ""."""
         return ""
 
-    def declared_flags(self, weighted: bool) -> Sequence[bool]:
+    def declared_flags(self, weighted: bool) -> Sequence[int]:
         """The flags of all ranks that announce this burst, where numbers of steps are declared and no header comes.
 
         Args:
@@ -339,7 +342,7 @@ class Burst(Joinable):
         """
         return (False,) * self.flag_count
 
-    def flags(self, active: bool) -> Sequence[bool]:
+    def flags(self, active: bool) -> Sequence[int]:
         """What this rank tells in a header; ``Channel.flags`` has how many ranks set each.
 
         Args:

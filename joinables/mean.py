@@ -51,31 +51,35 @@ class Mean:
         """Whether the mean may be another one than that over all ranks."""
         return self.weighted or not self.over_all_ranks
 
-    def begin(self, parts: Callable[[], float] | None) -> None:
+    def begin(self, divisor: Callable[[], float] | None) -> None:
         """A reduction begins.
 
         Args:
-            parts: waits for the sum under way: of the ranks' weights if ``weighted``, else the number of ranks that
+            divisor: waits for the sum under way: of the ranks' weights if ``weighted``, else the number of ranks that
                 contribute; ``None`` where all ranks know that number.
         """
-        self._awaits, self._sum = parts, None
+        self._awaits, self._sum = divisor, None
 
-    def parts(self, contributors: Callable[[], float]) -> float:
-        """The sum of weights or contributors; ``contributors`` returns their number where :meth:`begin` sums none."""
+    def wait(self) -> None:
+        """Wait for the sum under way, if there is one: it must be over before the next one begins."""
         if self._awaits is not None:
             self._sum, self._awaits = self._awaits(), None
+
+    def divisor(self, contributors: Callable[[], float]) -> float:
+        """The sum of weights or contributors; ``contributors`` returns their number where :meth:`begin` sums none."""
+        self.wait()
         return contributors() if self._sum is None else self._sum
 
     def factor(self, world_size: int, contributors: Callable[[], float]) -> float:
-        """What to multiply the reduction's result by; 1 if nobody contributed. For ``contributors``: :meth:`parts`.
+        """What to multiply the reduction's result by; 1 if nobody contributed. For ``contributors``: :meth:`divisor`.
 
         Raises:
             ValueError: on all ranks, if their weights are all 0.
         """
-        parts = self.parts(contributors)
-        if self.weighted and parts == 0:
+        divisor = self.divisor(contributors)
+        if self.weighted and divisor == 0:
             raise ValueError(
                 "join.weight is 0 on all ranks at once, so their gradients have no mean; give one of them a weight"
                 " above 0 [J140]"
             )
-        return world_size / parts if parts else 1.0
+        return world_size / divisor if divisor else 1.0

@@ -192,16 +192,17 @@ class Collective(ABC):
         Raises:
             ValueError: if ``outputs`` are of another number, shape, dtype or device, before anything is sent.
         """
-        filled = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        if outputs is not None:
+            self._check_outputs(tensor, outputs, contiguous=False)
+            if all(output.is_contiguous() for output in outputs):
+                self.all_gather_into(tensor, outputs).wait()
+                return list(outputs)
+        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        self.all_gather_into(tensor, received).wait()
         if outputs is None:
-            self.all_gather_into(tensor, filled).wait()
-            return filled
-        self._check_outputs(tensor, outputs, contiguous=False)
-        scattered = not all(output.is_contiguous() for output in outputs)
-        self.all_gather_into(tensor, filled if scattered else outputs).wait()
-        if scattered:
-            for output, received in zip(outputs, filled, strict=True):
-                output.copy_(received)
+            return received
+        for output, each in zip(outputs, received, strict=True):
+            output.copy_(each)
         return list(outputs)
 
     @final

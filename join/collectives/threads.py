@@ -195,7 +195,7 @@ class ThreadCollective(StoreCollective):
                 why = f"{where}: rank {self._rank} called {what}, {others}; call the same on all [J043]"
                 meeting.fail(RuntimeError(why))
                 raise RuntimeError(why)
-            for rank, failure in world.ended.items():
+            for rank, failure in list(world.ended.items()):  # a companion shares no lock with it
                 if rank not in meeting.tensors:
                     meeting.fail(failure)
             meeting.tensors[self._rank] = tensor

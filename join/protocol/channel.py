@@ -72,7 +72,7 @@ class Channel:
         """The number of the loop over ``Join.iterate``; of the last one, outside."""
         self.roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
-        self.headers = Headers(collective, self.guard, self.roster, self.shadow_member)
+        self.headers = Headers(collective, self.guard, self.roster, lambda member: self.shadow_member(member))
         self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
         self._use(make_mode(self))

@@ -86,7 +86,7 @@ class HeaderCode:
         mask = (1 << self._size) - 1
         return Header([total >> self._size * field & mask for field in range(self.fields)], self.offsets)
 
-    def _assumed(self, index: int, active: int, flags: tuple[bool, ...], leader_alive: bool) -> Header:
+    def _assumed(self, index: int, active: int, flags: tuple[int, ...], leader_alive: bool) -> Header:
         """What a header would have said, where none is sent.
 
         Args:

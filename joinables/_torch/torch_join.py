@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -17,23 +18,40 @@ from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 is_in_torch_join: Callable[[Any], bool] = attrgetter("_join_config.enable")
 """Whether torch's own ``Join`` is around a module or optimizer. Stands in for its ``_join_config``."""
 
+_routes: dict[int, Callable[[], Any]] = {}  # by the id of the joinable
+_original: Callable[[Any], Any] = TorchJoin.notify_join_context  # while there are routes: what is replaced
+_lock = threading.Lock()
+
 
 @contextmanager
 def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Generator[None]:
     """Send a torch ``Joinable``'s ``Join.notify_join_context(self)`` to ``notify`` while the context is open.
 
-    Stands in for a hook in torch's ``Join``: its static method is replaced, calls for other objects pass through, and
-    both the method and the object's ``_join_config`` are put back.
+    Stands in for a hook in torch's ``Join``: its static method is replaced while any such context is open, calls for
+    other objects pass through, and both the method and the object's ``_join_config`` are put back.
     """
-    original, config = TorchJoin.notify_join_context, joinable._join_config
-
-    def notify_join_context(obj: Any) -> Any:
-        return notify() if obj is joinable else original(obj)
-
-    TorchJoin.notify_join_context = staticmethod(notify_join_context)
+    config = joinable._join_config
+    with _lock:
+        if not _routes:
+            _replace_method()  # which is put back with the last route, whichever that is
+        _routes[id(joinable)] = notify
     joinable._join_config = TorchJoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=first)
     try:
         yield
     finally:
-        TorchJoin.notify_join_context = staticmethod(original)
         joinable._join_config = config
+        with _lock:
+            del _routes[id(joinable)]
+            if not _routes:
+                TorchJoin.notify_join_context = staticmethod(_original)
+
+
+def _replace_method() -> None:
+    global _original
+    _original = TorchJoin.notify_join_context
+    TorchJoin.notify_join_context = staticmethod(_notify_join_context)
+
+
+def _notify_join_context(obj: Any) -> Any:
+    notify = _routes.get(id(obj))
+    return _original(obj) if notify is None else notify()

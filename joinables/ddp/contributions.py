@@ -191,7 +191,7 @@ class Contributions:
         mean = self.mean
         sums = mean.weighted or not (mean.over_all_ranks or self._all_know_contributors)
         mean.begin(self._channel.sum(mine) if sums else None)
-        if self._normalises and (total := mean.parts(self._contributors)):
+        if self._normalises and (total := mean.divisor(self._contributors)):
             self.weights.normalise(self._collective.world_size / total)
 
     @property

@@ -131,8 +131,9 @@ class GradientSync(DDPBurst):
             self._weights.watch()
         if not self._ddp.require_backward_grad_sync or self.state is BurstState.PENDING:
             return
+        if not channel.is_in_loop_body:
+            channel.end_broken_loop()
         self._mean.weighted = weighted and not channel.step.shadowing
-        channel.end_broken_loop()
         if self._last_result.kept and not channel.all_ranks_run_bursts:
             self._last_result.look()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when
@@ -167,6 +168,8 @@ class GradientSync(DDPBurst):
         if backward == self._backward or not self._handles:
             return
         self._backward, channel, result = backward, self._channel, self._last_result
+        if not channel.is_in_loop_body:
+            channel.end_broken_loop()
         self._backwards += 1
         if self._backwards == 1:
             self._given.take_over()
@@ -313,6 +316,7 @@ class GradientSync(DDPBurst):
                 self._given.end()
                 kept = [parameter.grad for parameter in self._parameters]
             else:
+                self._mean.wait()
                 self._given.end_without_result()
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):

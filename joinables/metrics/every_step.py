@@ -68,12 +68,12 @@ class MetricAtEveryStep(MetricAtEnd, Burst):
         mine = self._seen(*args, **kwargs) if has_samples else None
         self._join.channel.announce(self)
         self.state = BurstState.RUNNING
-        ranks = [rank for rank in gather_trees(self._collective, mine) if rank is not None]
+        ranks = gather_trees(self._collective, mine)
         self.state = BurstState.IDLE
         if has_samples:
             with _ungrouped(self._target):
                 self._target.update(*args, **kwargs)
-        if not ranks:
+        if all(each is None for each in ranks):
             return None
         found = merged(self._twin_parts, ranks, self.join_name)
         self._twin.reset()

@@ -26,21 +26,24 @@ def contributions(parts: Mapping[str, Any]) -> Contributions:
     return {name: _contribution(part) for name, part in parts.items()}
 
 
-def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions], where: str) -> Contributions:
+def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions | None], where: str) -> Contributions:
     """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``.
 
     Args:
         parts: the metrics, by name.
-        ranks: the contributions, rank by rank.
+        ranks: the contributions, rank by rank; ``None`` for a rank that gives none.
         where: the name of the object that has these metrics, for the error.
 
     Raises:
         ValueError: on all ranks that merge the same, if these hold different metrics.
     """
-    if len({tuple(rank) for rank in ranks}) > 1:
-        names = "; ".join(f"rank {rank}: {', '.join(each)}" for rank, each in enumerate(ranks))
+    given = {rank: each for rank, each in enumerate(ranks) if each is not None}
+    if len(set(map(tuple, given.values()))) > 1:
+        names = "; ".join(f"rank {rank}: {', '.join(each)}" for rank, each in given.items())
         raise ValueError(f"ranks hold different metrics in {where}. {names}; list the same ones on all ranks [J146]")
-    return {name: _merged(part, [each for rank in ranks if (each := rank[name])]) for name, part in parts.items()}
+    return {
+        name: _merged(part, [found for each in given.values() if (found := each[name])]) for name, part in parts.items()
+    }
 
 
 def put(part: Any, update_count: int, state: Mapping[str, Any]) -> None:

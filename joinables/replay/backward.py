@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from typing_extensions import override
@@ -28,6 +27,28 @@ from joinables.weights import Weights, weighs_on_some
 
 # Between blocks: what a rank has not yet reduced.
 _windows: weakref.WeakKeyDictionary[torch.nn.Module, Window] = weakref.WeakKeyDictionary()
+
+
+class BackwardFlags(NamedTuple):
+    """What a backward's header tells, and how many ranks said so.
+
+    Attributes:
+        cleared: whether all gradients are ``None``.
+        zeroed: whether those that are not are zero, so that nothing is kept.
+        contributes: whether the rank has something in the reduction.
+        weighted: whether weights are summed.
+        reduces: whether gradients are reduced.
+        completely: whether their sum over all ranks is complete then.
+        through_others: whether it goes through other forwards than the last one.
+    """
+
+    cleared: int = False
+    zeroed: int = False
+    contributes: int = False
+    weighted: int = False
+    reduces: int = False
+    completely: int = False
+    through_others: int = False
 
 
 @dataclass(slots=True)
@@ -52,9 +73,7 @@ class ReplayedBackward(ReplayedBurst):
 
     what = "backward"
     join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
-    # [gradients are None, gradients are zero, this rank contributes, weights are summed, gradients are reduced, and
-    # over all ranks, through other forwards than the last]
-    flag_count = 7
+    flag_count = len(BackwardFlags._fields)
 
     def __init__(self, module: ReplayedModule, forward: ReplayedForward) -> None:
         super().__init__(module)
@@ -116,17 +135,19 @@ class ReplayedBackward(ReplayedBurst):
     # -- flags --------------------------------------------------------------------------------------------------------
 
     @override
-    def flags(self, active: bool) -> Sequence[bool]:
+    def flags(self, active: bool) -> BackwardFlags:
         if not active:
-            return (False, False, self._window.own, False, False, False, False)
+            return BackwardFlags(contributes=self._window.own)
         assert self._backward is not None
         through_others = self._backward.through != [self._forward.passes[-1]]
-        return (*self._reduction.emptiness(), True, self._mean.weighted, *self._reduction.reduces, through_others)
+        return BackwardFlags(
+            *self._reduction.emptiness(), True, self._mean.weighted, *self._reduction.reduces, through_others
+        )
 
     @override
-    def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        reduces = self._reduction.reduces if self._channel.all_ranks_run_bursts else (True, True)
-        return (True, False, True, weighted, *reduces, False)
+    def declared_flags(self, weighted: bool) -> BackwardFlags:
+        reduces, completely = self._reduction.reduces if self._channel.all_ranks_run_bursts else (True, True)
+        return BackwardFlags(cleared=True, contributes=True, weighted=weighted, reduces=reduces, completely=completely)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -219,9 +240,8 @@ class ReplayedBackward(ReplayedBurst):
 
     def _begin(self, backward: Backward) -> None:
         """What comes before the module's own collectives."""
-        flags, announced = self._channel.flags(self), self._channel.announced(self)
-        _, _, contributors, weighted, reduces, completely, several = flags
-        if 0 < reduces < announced or 0 < completely < announced:
+        flags, announced = BackwardFlags(*self._channel.flags(self)), self._channel.announced(self)
+        if 0 < flags.reduces < announced or 0 < flags.completely < announced:
             raise ValueError(
                 f"{type(self._of.module).__name__} is to reduce gradients in this backward on some ranks and not on"
                 " others: set_requires_gradient_sync and its like must be set alike on all; over join.iterate,"
@@ -233,42 +253,44 @@ class ReplayedBackward(ReplayedBurst):
             if self._weights.refused is not None:
                 raise self._weights.refused  # on all ranks, before the module's own collectives
             mean.weighted = self._weights.agreed
-        elif 0 < weighted < announced:
-            raise weighs_on_some(weighted, announced - weighted)
+        elif 0 < flags.weighted < announced:
+            raise weighs_on_some(flags.weighted, announced - flags.weighted)
         else:
-            mean.weighted = weighted > 0
-        if window.own and window.weighted != mean.weighted:
-            raise ValueError(
-                f"join.weight was set or unset in a window of accumulation of {type(self._of.module).__name__}; set it"
-                " at every step or at none [J292]"
-            )
-        if (with_data := self._channel.step.contributors) is not None:
-            window.with_data |= with_data
-            contributors = window.with_data.bit_count()
-        backward.contributors = contributors
+            mean.weighted = flags.weighted > 0
         if mean.weighted and not self._reduction.weighs:
             raise ValueError(
                 f"join.weight cannot weigh the gradients of {type(self._of.module).__name__}, in whose forward and"
                 " backward ranks compute together; leave it None and multiply the loss by what it should weigh [J154]"
             )
-        is_uneven = contributors not in (0, self._collective.world_size)
+        self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
+        if window.own and window.weighted != mean.weighted:
+            raise ValueError(
+                f"join.weight was set or unset in a window of accumulation of {type(self._of.module).__name__}; set it"
+                " at every step or at none [J292]"
+            )
+        backward.contributors = flags.contributes
+        if (with_data := self._channel.step.contributors) is not None:
+            window.with_data |= with_data
+            backward.contributors = window.with_data.bit_count()
+        is_uneven = backward.contributors not in (0, self._collective.world_size)
         if backward.complete and self._reduction.scales and (mean.weighted or (mean.scales and is_uneven)):
             self._reduction.set_aside(accumulated=window.own)
-        self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
         if backward.complete:
             mean.begin(self._channel.sum(window.weight) if mean.weighted else None)
-        if several:
+        if flags.through_others:
             self._agree_on_forwards(backward)
 
     def _agree_on_forwards(self, backward: Backward) -> None:
         """Let ranks without data know through which forwards the backward goes."""
         newest_first = list(reversed(self._forward.passes))
         mine = sum(1 << newest_first.index(each) for each in backward.through)
-        word = torch.tensor(mine)
-        self._collective.all_reduce(word, "max").wait()
-        if mine and int(word) != mine:
+        # The largest mask and the smallest, of the ranks that run the backward themselves.
+        words = torch.tensor([mine, -mine if mine else -(1 << REMEMBERED)])
+        self._collective.all_reduce(words, "max").wait()
+        most, least = int(words[0]), -int(words[1])
+        if most != least:
             raise JoinError(self._other_forwards())
-        backward.through = [each for place, each in enumerate(newest_first) if int(word) >> place & 1]
+        backward.through = [each for place, each in enumerate(newest_first) if most >> place & 1]
 
     def _end(self, backward: Backward) -> None:
         """What comes after the module's own collectives."""
@@ -286,12 +308,11 @@ class ReplayedBackward(ReplayedBurst):
 
     @override
     def main_hook(self) -> None:
-        cleared, zeroed, _, _, reduces, complete, several = self._channel.flags(self)
-        announced = self._channel.announced(self)
-        to_none, to_zero = cleared == announced, zeroed == announced
+        flags, announced = BackwardFlags(*self._channel.flags(self)), self._channel.announced(self)
+        to_none, to_zero = flags.cleared == announced, flags.zeroed == announced
         self._reduction.clear(to_none=to_none, to_zero=to_zero, unreduced=self._window.own)
         last = list(self._forward.passes)[-1:]
-        backward = Backward(complete > 0, [] if several else last)
+        backward = Backward(flags.completely > 0, [] if flags.through_others else last)
         self._begin(backward)
         outputs = [tensor for each in backward.through for tensor in each.outputs]
         if not outputs:
@@ -303,7 +324,7 @@ class ReplayedBackward(ReplayedBurst):
         self._weights.silent = True
         try:
             self._weights.watch(always=True)
-            with self._reduction.reducing(reduces > 0, complete > 0), torch.enable_grad():
+            with self._reduction.reducing(flags.reduces > 0, flags.completely > 0), torch.enable_grad():
                 torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in outputs], retain_graph=True)
             for each in backward.through:
                 each.done = True

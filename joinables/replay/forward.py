@@ -14,8 +14,7 @@ themselves. There, in the first forward of a loop in which some ranks have a dum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from typing_extensions import override
@@ -32,13 +31,30 @@ from joinables.sharding import is_dtensor
 from joinables.tensors import tensors_with_grad
 
 
+class ForwardFlags(NamedTuple):
+    """What a forward's header tells, and how many ranks said so.
+
+    Attributes:
+        grad: whether it builds a graph.
+        training: whether the module is in training mode.
+        prepares: whether it prepares a reduction.
+        is_other: whether the module is called in another way than the ranks have agreed on.
+        with_buffers: whether buffers are broadcast before it.
+    """
+
+    grad: int = False
+    training: int = False
+    prepares: int = False
+    is_other: int = False
+    with_buffers: int = False
+
+
 class ReplayedForward(ReplayedBurst):
     """A module's forward."""
 
     what = "forward"
     tracks_leader = True
-    # [with grad, in training mode, prepares a reduction, in another way than agreed, buffers are broadcast]
-    flag_count = 5
+    flag_count = len(ForwardFlags._fields)
 
     def __init__(self, module: ReplayedModule) -> None:
         super().__init__(module)
@@ -84,18 +100,24 @@ class ReplayedForward(ReplayedBurst):
         broadcast_tensors(self._collective, buffers, source)
 
     @override
-    def flags(self, active: bool) -> Sequence[bool]:
-        if not active:
-            return (False,) * self.flag_count
-        grad, training, due = torch.is_grad_enabled(), self._of.module.training, self._reduction.buffers_are_due()
-        return (grad, training, self._reduction.prepares, self._is_other, due)
+    def flags(self, active: bool) -> ForwardFlags:
+        return self._flags() if active else ForwardFlags()
 
     @override
-    def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        training, due = self._of.module.training, self._reduction.buffers_are_due()
+    def declared_flags(self, weighted: bool) -> ForwardFlags:
         if self._channel.all_ranks_run_bursts:
-            return (torch.is_grad_enabled(), training, self._reduction.prepares, False, due)
-        return (True, training, True, self._of.dry_run.call is None, due)
+            return self._flags()
+        return self._flags()._replace(grad=True, prepares=True, is_other=self._of.dry_run.call is None)
+
+    def _flags(self) -> ForwardFlags:
+        """What this rank can say of the forward that it begins."""
+        return ForwardFlags(
+            grad=torch.is_grad_enabled(),
+            training=self._of.module.training,
+            prepares=self._reduction.prepares,
+            is_other=self._is_other,
+            with_buffers=self._reduction.broadcasts_buffers,
+        )
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -105,8 +127,7 @@ class ReplayedForward(ReplayedBurst):
             return None
         self._channel.module_called()
         self._channel.end_broken_loop()
-        if not self._channel.all_ranks_run_bursts:
-            self._is_other = of.dry_run.is_other(args, kwargs)
+        self._is_other = not self._channel.all_ranks_run_bursts and of.dry_run.is_other(args, kwargs)
         if self._is_other and self._channel.foresees_bursts and of.dry_run.call is not None:
             raise ValueError(
                 f"with steps=, {type(module).__name__} must be called in the same way each time: a rank without data"
@@ -160,9 +181,10 @@ class ReplayedForward(ReplayedBurst):
         for each in self.passes:
             if each.done or each.graph is not None:  # of a real forward
                 each.outputs.clear()  # before new activations come
-        _, _, _, is_other, due = self._channel.flags(self)
+        self._reduction.suppress_buffer_sync()
+        flags = ForwardFlags(*self._channel.flags(self))
         leader = self._channel.leader  # has what all start from, also if it has just run out
-        if is_other:
+        if flags.is_other:
             dry_run = self._of.dry_run
             try:
                 dry_run.agree(self._collective, self._channel.lead(), mine)
@@ -171,7 +193,7 @@ class ReplayedForward(ReplayedBurst):
                 dry_run.call = None
                 self._reduction.reset()
                 raise
-        if due:
+        if flags.with_buffers:
             self._reduction.sync_buffers(leader)
 
     # -- the joined side ----------------------------------------------------------------------------------------------
@@ -179,15 +201,13 @@ class ReplayedForward(ReplayedBurst):
     @override
     def main_hook(self) -> None:
         self._begin(None)
-        grad, training, prepares, _, _ = self._channel.flags(self)
-        module = self._of.module
+        flags, module = ForwardFlags(*self._channel.flags(self)), self._of.module
         with (
-            torch.set_grad_enabled(grad > 0),
-            in_mode(module, training=training > 0),
-            self._reduction.reducing(prepares > 0, prepares > 0),
+            torch.set_grad_enabled(flags.grad > 0),
+            in_mode(module, training=flags.training > 0),
+            self._reduction.reducing(flags.prepares > 0, flags.prepares > 0),
         ):
-            self._reduction.buffers_are_due()
             outputs = self._of.dry_run.run(module, self._collective.rank)
-        if grad:
+        if flags.grad:
             self._reduction.forwarded()
             self.passes.append(Pass(tensors_with_grad(outputs)))

@@ -146,9 +146,13 @@ class Reduction:
 
     # -- buffers, and what went wrong ---------------------------------------------------------------------------------
 
-    def buffers_are_due(self) -> bool:
-        """Whether the forward that comes broadcasts buffers, which it then leaves to :meth:`sync_buffers`."""
+    @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether the forward that comes broadcasts buffers."""
         return False
+
+    def suppress_buffer_sync(self) -> None:
+        """Keep the forward that comes from broadcasting buffers by itself; :meth:`sync_buffers` does that."""
 
     def sync_buffers(self, source: int) -> None:
         """Take over buffers from rank ``source``."""
@@ -233,12 +237,15 @@ class DDPReduction(Reduction):
         self._armed = False
         super().scale(factor)
 
+    @property
     @override
-    def buffers_are_due(self) -> bool:
-        due = reducer.broadcasts_buffers(self._ddp) and not reducer.syncs_buffers_after_forward(self._ddp)
-        if due:
+    def broadcasts_buffers(self) -> bool:
+        return reducer.broadcasts_buffers(self._ddp) and not reducer.syncs_buffers_after_forward(self._ddp)
+
+    @override
+    def suppress_buffer_sync(self) -> None:
+        if self.broadcasts_buffers:
             reducer.suppress_buffer_sync(self._ddp)
-        return due
 
     @override
     def sync_buffers(self, source: int) -> None:

@@ -190,6 +190,7 @@ def one_cannot(rank: int, how: str) -> None:
         "other processor": mock.patch.object(memory.platform, "machine", mock.Mock(return_value="aarch64")),
         "another machine": mock.patch.object(memory, "_machine", mock.Mock(return_value="another")),
         "no room": mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=OSError("no space"))),
+        "no address space": mock.patch.object(memory.mmap, "mmap", mock.Mock(side_effect=OSError)),
     }
     before = memory_files()
     if broken:
@@ -228,7 +229,7 @@ def test_the_memory_has_no_name(pool: Pool) -> None:
     pool.run(has_no_name, ranks=2)
 
 
-@pytest.mark.parametrize("how", ["switched off", "other processor", "another machine", "no room"])
+@pytest.mark.parametrize("how", ["switched off", "other processor", "another machine", "no room", "no address space"])
 def test_all_ranks_use_the_group_where_one_cannot_be_reached(pool: Pool, how: str) -> None:
     pool.run(one_cannot, how, ranks=RANKS)
 

@@ -19,6 +19,7 @@ from tests.pool import Pool
 from tests.versions import needs_muon
 
 COUNTS = [0, 4, 2]
+TORCH_NOTIFIES = TorchJoin.notify_join_context
 
 
 class Unpicklable:
@@ -216,8 +217,9 @@ def decay_less(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 class Summer(TorchJoinable):
     """Somebody's torch Joinable, as their documentation has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         super().__init__()
+        self.group = group or dist.group.WORLD
         self.total, self.keywords, self.last, self.works = 0, {}, None, []
 
     def __call__(self) -> None:
@@ -226,7 +228,7 @@ class Summer(TorchJoinable):
 
     def reduce(self, mine: int) -> int:
         ones = torch.tensor([mine])
-        dist.all_reduce(ones)
+        dist.all_reduce(ones, group=self.group)
         return int(ones.item())
 
     def join_hook(self, **kwargs: Any) -> TorchJoinHook:
@@ -239,7 +241,7 @@ class Summer(TorchJoinable):
 
     @property
     def join_process_group(self) -> Any:
-        return dist.group.WORLD
+        return self.group
 
 
 class SummerHook(TorchJoinHook):
@@ -253,7 +255,7 @@ class SummerHook(TorchJoinHook):
         self.summer.last = is_last_joiner  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def third_party(rank: int, first: bool) -> tuple[Any, ...]:
+def with_torch_joinables(rank: int, first: bool) -> tuple[Any, ...]:
     summers = [Summer(), Summer()]
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
@@ -277,7 +279,25 @@ def third_party(rank: int, first: bool) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_torch_joinables_of_others(pool: Pool, first: bool) -> None:
-    for rank, (totals, announced, last) in enumerate(pool.run(third_party, first, ranks=3)):
+    for rank, (totals, announced, last) in enumerate(pool.run(with_torch_joinables, first, ranks=3)):
         assert totals == [6, 6]
         assert announced == [[first] * COUNTS[rank], [False] * COUNTS[rank]]
         assert last is (rank == 1)
+
+
+def in_blocks_that_overlap(rank: int) -> None:
+    """The block that was opened first is closed first: the other's joinable still notifies its ``Join``."""
+    groups = [dist.new_group(), dist.new_group()]
+    first, second = Summer(groups[0]), Summer(groups[1])
+    joins = [Join([first]).open(), Join([second]).open()]
+    first()
+    joins[0].close()
+    assert TorchJoin.notify_join_context is not TORCH_NOTIFIES
+    second()
+    joins[1].close()
+    assert [each.works[0] is not None for each in (first, second)] == [True, True]
+    assert TorchJoin.notify_join_context is TORCH_NOTIFIES
+
+
+def test_torch_joinables_in_blocks_that_overlap(pool: Pool) -> None:
+    pool.run(in_blocks_that_overlap, ranks=2)

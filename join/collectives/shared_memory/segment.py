@@ -182,14 +182,12 @@ def connect(collective: Collective) -> Segment | None:
     address: _Address | None = collective.broadcast_object(made, 0)
     # A second file that is closed again would let go of the lock; so rank 0 keeps the one that it has made.
     file = None if address is None else address.file if rank == 0 else _opened(address)
+    segment: Segment | None = None
     if file is not None:
         _can_lock(file, rank, keep=True)
-    if collective.reduce_boolean_decision(file is not None):
-        assert file is not None
-        return Segment(file, rank, world_size)
-    if file is not None:
-        os.close(file)
-    return None
+        with suppress(OSError):
+            segment = Segment(file, rank, world_size)
+    return segment if collective.reduce_boolean_decision(segment is not None) else None
 
 
 def obstacle() -> str:

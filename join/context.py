@@ -113,7 +113,7 @@ class Join:
         self._weight_outside: float | None = None  # what it is again after the block
 
     def _begin_anew(self) -> None:
-        """Drop all that was of a block before: what stands for the objects remembers the one that it was in."""
+        """Make new joinables for the objects, and a new report: the old ones remember the last block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group)
         self._loops = Loops()
@@ -191,7 +191,7 @@ class Join:
 
     @property
     def loss_divided_by(self) -> int:
-        """As given to the constructor."""
+        """By how much each loss is divided before its backward, as given to the constructor."""
         return self._divisor
 
     @property

@@ -4,8 +4,9 @@ A *burst* is a sequence of collectives that a joinable issues in one go: a backw
 broadcasts of a sharded optimizer step. A joined rank *shadows* a burst: it issues the same collectives with nothing to
 say. ``JoinHook.main_hook`` is the shadow of one burst, ``JoinHook.post_hook`` runs once, when all ranks have joined.
 
-Most joinables are plain :class:`Joinable`: the first of the list announces, the others follow it. A joinable whose
-bursts do not come in step with another's derives from :class:`Burst` and announces each of its own.
+A plain :class:`Joinable` announces its bursts if it comes first in the list, and else follows those before it. One
+whose bursts do not come in step with another's derives from :class:`Burst` and announces each of them: a DDP module's
+backward does.
 
 The interface is that of PyTorch (PR 61555, ``torch.distributed.algorithms.join``), with two differences on purpose:
 ``Joinable.__init__`` needs no cooperation from the other base classes, and the configuration is set on entering the
@@ -316,14 +317,14 @@ class Burst(Joinable):
 
     comes_between: ClassVar[bool] = False
     """Whether the burst may come between the forward and the backward of a module, which then announces no backward in
-    its forward: it would be owed, and run empty, before this one."""
+    its forward: that would be pending, and be run with nothing to say, before this one."""
 
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
     state = BurstState.IDLE
-    """Where its last burst is, as far as it says. One that is always ``IDLE`` is taken to be over when its rank raises,
-    so it must raise before its collectives or behind them."""
+    """Where its last burst is. A burst that never sets this counts as over if its rank raises, so it may raise only
+    before its first collective or after its last one."""
 
     is_covered: ClassVar[bool] = False
     """Whether another burst's announcement does for this one, too, wherever numbers of steps are declared (DDP's
@@ -356,4 +357,4 @@ class Burst(Joinable):
         return False
 
     def fulfil(self) -> None:
-        """Run the burst that is owed with nothing to say, leaving the object as it is; its state is ``IDLE`` then."""
+        """Run the pending burst with nothing to say, leaving the object as it is; its state is ``IDLE`` then."""

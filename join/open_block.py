@@ -1,9 +1,9 @@
 """One block on this rank, from entering it to leaving it: :class:`OpenBlock`.
 
-On all ranks alike stand around the user's code::
+What all ranks do on entering and on leaving, in this order::
 
     enter    one all-reduce: do all ranks list the same? (``join.arguments``)
-             the first block of a group: what carries headers (shared memory: a broadcast and an all-reduce)
+             the first block of a group: what carries headers (shared memory: an object broadcast and an all-reduce)
              with ``steps=n``: an all-gather of the numbers
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active, and an election of the last joiner, if uneven
@@ -53,7 +53,7 @@ def tell_not_entered(collective: Collective, error: BaseException) -> None:
     """Tell the other ranks, which wait for this one to enter, that it has failed; inside another block, that does."""
     if id(collective) not in channels:
         peers = Peers(collective, collective.next_block(), Progress)
-        peers.leave(error)
+        peers.post(error)
         peers.end()
 
 
@@ -102,7 +102,7 @@ class OpenBlock:
         except JoinError:
             raise
         except BaseException as error:  # of which this rank alone knows, while the others wait for it
-            self.channel.guard.peers.leave(error)
+            self.channel.guard.peers.post(error)
             raise
         if self._scope.timeout is not None:  # no burst begins before all ranks have come to it
             self._limit_before = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
@@ -190,7 +190,7 @@ class OpenBlock:
             cause = guard.explain(failure)
             if cause is not None:
                 raise cause from failure
-            guard.peers.leave(failure)  # others may wait for this rank
+            guard.peers.post(failure)  # others may wait for this rank
             raise
 
     def _fail(self, error: BaseException) -> None:

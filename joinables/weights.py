@@ -98,7 +98,7 @@ class Weights:
         if self.agreed_in == channel.loop:
             return
         self.agreed_in = channel.loop
-        brings = [window.own and rank == collective.rank for rank in range(collective.world_size)]
+        brings = [window.unreduced and rank == collective.rank for rank in range(collective.world_size)]
         votes = torch.tensor([in_use, not (in_use or channel.step.shadowing), *brings], dtype=torch.int64)
         collective.all_reduce(votes).wait()
         using, not_using, *bringing = cast("list[int]", votes.tolist())

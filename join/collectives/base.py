@@ -4,7 +4,7 @@ A collective connects the ranks of one group. Operations are matched by their or
 meets the n-th of every other. What returns a :class:`Work` has only been started, what returns a value is done. Next to
 them is a small key-value store, for texts that need no meeting.
 
-A backend implements the abstract methods; what is made of them is final.
+A backend implements the abstract methods, and may override what is not final.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ResultOp: TypeAlias = Literal["mean", "sum", "min", "max"]
 class Collective(ABC):
     """The ranks of one group, and what they can do together. Tensors may live on any device the group can carry.
 
-    Once it is set up, a collective has a rank and operations; each raises RuntimeError when it is not.
+    Once it is set up, a collective has a rank and operations; each raises RuntimeError when it is not, but for one of a
+    single process.
     """
 
     @property
@@ -142,7 +143,7 @@ class Collective(ABC):
 
     @abstractmethod
     def board(self) -> Board:
-        """What ranks leave for each other to find; after all ranks have called :meth:`line`."""
+        """Where ranks post notes for each other: in the store, or in memory that :meth:`line` found to be shared."""
 
     def issued(self) -> int:
         """How many operations of the group were started on this rank, by whomever; 0 where nobody counts them."""

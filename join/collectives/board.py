@@ -29,14 +29,14 @@ class Note(NamedTuple):
         cause: the rank that failed first, as far as this one knows: itself, if it did not fail because of another.
         kind: the class of the exception of that rank.
         text: what there is to tell the others: the rank that failed first, and its exception.
-        parts: whether this rank still comes to the next header, so that the others can be told there.
+        sends_header: whether this rank still comes to the next header, so that the others can be told there.
     """
 
     rank: int
     cause: int
     kind: str
     text: str
-    parts: bool = False
+    sends_header: bool = False
 
 
 class Progress(NamedTuple):
@@ -85,7 +85,7 @@ class Board(ABC):
         self.block = block
 
     @final
-    def leave(self, note: Note) -> None:
+    def post(self, note: Note) -> None:
         """Leave a note, in the place of this rank's last one, and ring the bell."""
         note = note._replace(kind=_fit("kind", note.kind), text=_fit("text", note.text))
         self._put("note", json.dumps(note, ensure_ascii=False))

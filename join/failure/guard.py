@@ -1,7 +1,7 @@
 """Waiting for other ranks, and leaving with the right error: :class:`Guard`.
 
 A rank that waits looks meanwhile whether another one has failed (``join.failure.peers``), and for no longer than
-``timeout`` allows. A rank that fails leaves a note, and if it can, comes to the next header with the others.
+``timeout`` allows. A rank that fails posts a note, and if it can, comes to the next header with the others.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Guard:
             if self.timeout is not None and self._away >= self.timeout / 2:  # the others may have given up this rank
                 self.peers.look_again()
         except (PeerError, JoinTimeoutError) as error:
-            self.close_with(error)
+            self.close_and_raise(error)
         except JoinError:
             raise  # known to this rank alone
         except RuntimeError as error:
@@ -106,11 +106,11 @@ class Guard:
                 self._look()
             now = time.monotonic()
             if now - started >= limit:
-                raise self.time_out()
+                raise self.timeout_error()
             if self.leaving and now >= self._gives_up_at:
                 raise TimeoutError  # the others do not come to the next header
 
-    def time_out(self, *, in_collective: bool = False) -> JoinTimeoutError:
+    def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
         """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
         rank, mine, told = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
         others = [other for other in range(self._collective.world_size) if other != rank]
@@ -132,34 +132,34 @@ class Guard:
                 f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same [J062]"
             )
         error = JoinTimeoutError(f"{text}. {_PENDING}")
-        self.peers.leave(error)
+        self.peers.post(error)
         return error
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def refuse(self) -> NoReturn:
+    def raise_closed(self) -> NoReturn:
         """Raise a :class:`JoinError`, since nothing can be announced any more."""
         raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on [J063]")
 
-    def close_with(self, error: JoinError) -> NoReturn:
+    def close_and_raise(self, error: JoinError) -> NoReturn:
         """Raise ``error``, after which nothing can be announced any more."""
         self.closed = described(error)
         self.group_is_usable &= error.group_is_usable
         raise error
 
-    def terminate_early(self, *, exhausted: bool) -> NoReturn:
+    def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
         """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""
         mine = f"Rank {self._collective.rank} exhausted all inputs."
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-        self.close_with(EarlyTerminationError(mine if exhausted else others))
+        self.close_and_raise(EarlyTerminationError(mine if exhausted else others))
 
-    def fail(self, error: BaseException, part: Callable[[], bool] | None) -> JoinError | None:
+    def fail(self, error: BaseException, final_header: Callable[[], bool] | None) -> JoinError | None:
         """Leave the block with ``error``, and see to it that the others learn why.
 
         Args:
             error: what this rank raises.
-            part: comes to the next header with the others, and says whether they have come; ``None`` where this rank is
-                in the middle of something, so that no header can tell them.
+            final_header: comes to the next header with the others, and says whether they have come; ``None`` where this
+                rank is in the middle of something, so that no header can tell them.
 
         Returns:
             What to raise instead, if ``error`` comes of another rank's failure.
@@ -169,12 +169,12 @@ class Guard:
             return cause
         self.closed = f"this rank raised {type(error).__name__}"
         self.leaving = True
-        self.peers.leave(error, parts=part is not None)
-        self._gives_up_at = time.monotonic() + timeouts().part
-        if part is None or not part():
+        self.peers.post(error, sends_header=final_header is not None)
+        self._gives_up_at = time.monotonic() + timeouts().final_header
+        if final_header is None or not final_header():
             self.group_is_usable = False
-            if part is not None:
-                self.peers.leave(error)
+            if final_header is not None:
+                self.peers.post(error)
         if isinstance(error, JoinError):
             error.group_is_usable = self.group_is_usable
         return None
@@ -183,7 +183,7 @@ class Guard:
         """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
         cause = self.peers.cause_of(error)
         if cause is None and self.timeout is not None and is_broken(error, stores=False):
-            cause = self.time_out(in_collective=True)  # the others are there, but do not come to its end
+            cause = self.timeout_error(in_collective=True)  # the others are there, but do not come to its end
         if cause is not None:
             self.closed = self.closed or described(cause)
             self.group_is_usable = False

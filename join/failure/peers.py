@@ -4,13 +4,13 @@ One rule for all failures (``join.errors`` says what users see)::
 
     rank that fails                                  every other rank
     ---------------                                  ----------------
-    leaves a note: its rank, class and text          its loop, or a collective
+    posts a note: its rank, class and text           its loop, or a collective
     between two bursts: a header that says so        reads that header: PeerError
     else: sends nothing more                         at its next header, looks at the notes: PeerError
     raises its own exception                         .
     its process ends                                 its collective breaks; looks at the notes: PeerError
 
-A rank that fails because another has failed leaves a note of that other's failure, so that all find the first cause.
+A rank that fails because another has failed posts a note of that other's failure, so that all find the first cause.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Peers:
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def leave(self, error: BaseException, *, parts: bool = False) -> None:
-        """Leave a note: this rank fails with ``error``; ``parts`` as in :class:`Note`."""
+    def post(self, error: BaseException, *, sends_header: bool = False) -> None:
+        """Post a note: this rank fails with ``error``; ``sends_header`` as in :class:`Note`."""
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
-        self._leave(Note(self._rank, self._rank, type(error).__name__, text, parts))
+        self._post(Note(self._rank, self._rank, type(error).__name__, text, sends_header))
 
-    def _leave(self, note: Note) -> None:
-        self._watch.leave(note, timeouts().note)
+    def _post(self, note: Note) -> None:
+        self._watch.post(note, timeouts().note)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Peers:
         Raises:
             PeerError, JoinTimeoutError: that say why the rank failed.
         """
-        notes = [note for note in self._watch.news.notes if not note.parts]
+        notes = [note for note in self._watch.news.notes if not note.sends_header]
         if notes:
             raise self._consequence(notes)
 
@@ -86,13 +86,13 @@ class Peers:
         self._watch.refresh(timeouts().note)
         self.look()
 
-    def failures(self, count: int) -> PeerError:
+    def peer_error(self, count: int) -> PeerError:
         """The error for so many ranks that have said in a header that they fail."""
         deadline = time.monotonic() + timeouts().note
         notes: list[Note] = []
         while len(notes) < count and time.monotonic() < deadline and self._watch.refresh(timeouts().note, ring=True):
             notes = self._watch.news.notes
-        is_usable = all(note.parts for note in notes)  # else it has not waited for this header
+        is_usable = all(note.sends_header for note in notes)  # else it has not waited for this header
         text = "; ".join(note.text for note in notes) or "another rank failed"
         error = PeerError(text)
         error.rank = notes[0].cause if notes else None
@@ -186,5 +186,5 @@ class Peers:
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:
-            self._leave(Note(self._rank, cause, kind, text))
+            self._post(Note(self._rank, cause, kind, text))
         return error

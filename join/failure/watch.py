@@ -72,7 +72,7 @@ class Watch(threading.Thread):
             self._changed.wait_for(lambda: self._looked >= wanted or self.failed, seconds)
             return self._looked >= wanted
 
-    def leave(self, note: Note, seconds: float) -> None:
+    def post(self, note: Note, seconds: float) -> None:
         """Leave a note, and wait until the others can have it even if this process ends; best effort."""
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -104,7 +104,7 @@ class Watch(threading.Thread):
                 wanted, rings = self._wanted, self._is_rung
             try:
                 if note is not None:
-                    self._board.leave(note)
+                    self._board.post(note)
                 elif rings and not tells:
                     self._board.ring()
                 tells = tells or self._board.is_rung()

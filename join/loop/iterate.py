@@ -172,7 +172,7 @@ class Iteration:
             if not counts.at and self._length is None:
                 self._tell_next_window()
             if self._throw and counts.at >= min(counts.batches):
-                self._guard.terminate_early(exhausted=counts.mine <= counts.at)
+                self._guard.raise_early_termination(exhausted=counts.mine <= counts.at)
             self._step += 1
             self._has_data = counts.at < counts.mine
             self._lockstep.begin_step(counts.begin_step())  # from here on, what goes wrong goes wrong in this step
@@ -234,7 +234,7 @@ class Iteration:
         try:
             check_same(self._channel.collective, "join.iterate", mine, self._guard.wait)
         except ProtocolError as error:
-            self._guard.close_with(error)  # on all ranks
+            self._guard.close_and_raise(error)  # on all ranks
         if self._length is None:
             self._tell_next_window()
             counts.begin_next("came to step 1 of join.iterate")
@@ -263,7 +263,7 @@ class Iteration:
                 " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body [J066]"
             ) from error
         if problem is not None:
-            self._guard.close_with(problem)
+            self._guard.close_and_raise(problem)
         if not counts.mine:
             self._template = template
 

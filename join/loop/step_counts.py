@@ -121,7 +121,7 @@ class StepCounts:
             error: why it does not go on, if so; the others raise where they read this call.
         """
         if error is not None:
-            self._guard.peers.leave(error, parts=True)
+            self._guard.peers.post(error, sends_header=True)
             answer = self.answers.failed
         call, begun = self._roll_call, self._lockstep.progress.begun
         call.call(self.answers.packed(answer, begun - self._begun))
@@ -148,7 +148,7 @@ class StepCounts:
         replies = self.replies
         if max(replies) == self.answers.failed:
             others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
-            self._guard.close_with(self._guard.peers.failures(len(others)))
+            self._guard.close_and_raise(self._guard.peers.peer_error(len(others)))
         return replies
 
     def is_last(self, doing: str) -> bool:
@@ -168,5 +168,5 @@ class StepCounts:
         if packed[self._rank] | mask < most:  # another rank has begun more bursts
             last = self._lockstep.step.number - self.at
             steps = range(last - self._steps_before + 1, last + 1)
-            self._lockstep.progress.left_out("something", steps, packed.index(most))
+            self._lockstep.progress.raise_left_out("something", steps, packed.index(most))
         return [each & mask for each in packed]

@@ -40,7 +40,7 @@ class Announced(Mode):
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
         work, roster = self._headers.send([], index), self._channel.roster
-        may_differ = confirm and len(roster.members) > 1 and roster.members[index] is not roster.ahead
+        may_differ = confirm and len(roster.announcing) > 1 and roster.announcing[index] is not roster.ahead
         if roster.awaits_all or may_differ:
             self._headers.confirm()
         return work
@@ -61,25 +61,25 @@ class Announced(Mode):
             if header.active == 0:
                 headers.is_applied = True
                 if header.failed:
-                    headers.end_failed(header)
+                    headers.raise_failed(header)
                 even = header.fresh == self._world_size
                 if not even:
                     headers.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh)
             if throws:
-                headers.stop(header, exhausted=True)
+                headers.raise_stopping(header, exhausted=True)
             fresh = False
             channel.shadow(header)
             channel.prepare()
 
     @override
-    def parting(self) -> Callable[[], bool] | None:
-        return self._part if self._is_between_bursts() else None
+    def final_header(self) -> Callable[[], bool] | None:
+        return self._send_final_header if self._is_between_bursts() else None
 
     def _is_between_bursts(self) -> bool:
         return not any(burst.state is BurstState.RUNNING for _, burst in self._channel.roster.bursts)
 
-    def _part(self) -> bool:
+    def _send_final_header(self) -> bool:
         channel, headers, has_told = self._channel, self._headers, False
         try:
             if any(burst.state is BurstState.PENDING for burst in channel.roster.may_be_pending):

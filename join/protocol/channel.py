@@ -9,7 +9,7 @@ about to announce something else, to leave, or to fail runs it first with nothin
 
 *Failing.* A rank that raises between two bursts of the announced mode flushes what is pending and says in one more
 header that it fails; all others raise when they have read it, and the group works afterwards. One that raises inside a
-burst of its own, whose collectives are half done, or in another mode, sends nothing more. All leave a note first
+burst of its own, whose collectives are half done, or in another mode, sends nothing more. All post a note first
 (``join.failure.peers``)::
 
     rank that fails between bursts                   every other rank
@@ -79,8 +79,8 @@ class Channel:
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadows: Joinable | None = None  # whose main_hook runs
         self._place = Progress()  # where this rank was at the end of the last loop
-        # The ranks that had data last in the last loop, if some ran out before others; and how many headers there were
-        # at its end: those that come later are of steps after it.
+        # The ranks that had data in the last step of the last loop, as a bit mask, if some ran out before others; and
+        # the count of headers at its end. While that is still the count, only these ranks have current buffers.
         self._last_with_data: tuple[int | None, int] = (None, 0)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ class Channel:
         if self._shadows is not None:
             self._refuse_in_main_hook(joinable, self._shadows)
         index = self.roster.index[id(joinable)]
-        member, mode = self.roster.members[index], self.mode
+        member, mode = self.roster.announcing[index], self.mode
         self.prepare(joinable)
         if not member.interjects:
-            if self._outstanding and (left_out := self._followers_left_out(joinable)):
+            if self._outstanding and (left_out := self._left_out_error(joinable)):
                 self.break_off(left_out)
             self._outstanding = list(member.followers)
         if mode.step.shadowing:
@@ -161,7 +161,7 @@ class Channel:
             self._refuse_in_main_hook(joinable, self._shadows)
         self.end_broken_loop()
         if self.guard.closed:
-            self.guard.refuse()
+            self.guard.raise_closed()
         self.flush(complete=False)
         for member in self._outstanding:
             if member.joinable is joinable:
@@ -182,7 +182,7 @@ class Channel:
             " and not what calls notify_join_context [J080]"
         )
 
-    def _followers_left_out(self, announced: Joinable | None) -> JoinError | None:
+    def _left_out_error(self, announced: Joinable | None) -> JoinError | None:
         """The error for what has not followed before ``announced`` came, or the block's end."""
         if self.mode.all_ranks_run_bursts:
             return None
@@ -197,7 +197,7 @@ class Channel:
     def prepare(self, but: Joinable | None = None) -> None:
         """What comes before anything else is announced: what is pending is flushed, the last header is applied."""
         if self.guard.closed:
-            self.guard.refuse()
+            self.guard.raise_closed()
         for burst in self.roster.may_be_pending:
             if burst.state is BurstState.PENDING and burst is not but:
                 self.flush(but)
@@ -225,7 +225,7 @@ class Channel:
     def drain(self) -> Outcome:
         """This rank has run out of inputs: take part in what the others do until all have; errors as of the mode."""
         self.prepare()
-        if self._outstanding and (left_out := self._followers_left_out(None)):
+        if self._outstanding and (left_out := self._left_out_error(None)):
             raise left_out
         with_data, headers = self._last_with_data
         is_at_its_end = headers == self.headers.tally.headers
@@ -239,10 +239,10 @@ class Channel:
     def shadow(self, header: Header) -> None:
         """Run with nothing to say what ``header`` announces."""
         if header.diverged:
-            self.headers.end_diverged(header)
+            self.headers.raise_diverged(header)
         for index in header.announcements:
-            self.roster.members[index].shadowed += 1
-            self.shadow_member(self.roster.members[index])
+            self.roster.announcing[index].shadowed += 1
+            self.shadow_member(self.roster.announcing[index])
 
     def shadow_member(self, member: Member) -> None:
         """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
@@ -300,7 +300,7 @@ class Channel:
 
     def fail(self, error: BaseException) -> JoinError | None:
         """Leave the block with ``error``, of which the others learn; what to raise instead: see :meth:`Guard.fail`."""
-        return self.guard.fail(error, self.mode.parting())
+        return self.guard.fail(error, self.mode.final_header())
 
     def protest(self, why: str) -> None:
         """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst, unless it leaves."""
@@ -311,7 +311,7 @@ class Channel:
         """Raise ``error`` for a mistake that this rank alone may have made, after telling the others."""
         self.fail(error)
         error.group_is_usable = self.guard.group_is_usable
-        self.guard.close_with(error)
+        self.guard.close_and_raise(error)
 
     # -- what joinables ask for ---------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Channel:
         return total
 
     def lead(self) -> int:
-        """As :meth:`Headers.lead`."""
+        """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         return self.headers.lead(self.mode.elect)
 
     @property

@@ -44,7 +44,7 @@ class Declared(Mode):
         super().__init__(channel)
         self._weighted, self._mine = weighted, steps
         self._steps = self._sorted = [steps]  # by rank, and in their order, once agreed
-        self._events = 0  # bursts run so far, by this rank and then by others, but for those that interject
+        self._events = 0  # how many bursts were announced or shadowed so far, without those that interject
         self._step_of_header = 0
         self._covers = False  # whether a burst's announcement covers another, which comes first: it is announced there
         self._cycle: list[int] = []  # the members of which each step runs one burst, in this order
@@ -56,13 +56,13 @@ class Declared(Mode):
                 "a block with steps= is open on this group; there can be no other in it; leave steps out, or begin the"
                 " other after it [J083]"
             )
-        ahead = [member.joinable.join_name for member in roster.members if member.burst and member.burst.runs_ahead]
+        ahead = [member.joinable.join_name for member in roster.announcing if member.burst and member.burst.runs_ahead]
         if len(ahead) > 1:
             raise ValueError(f"steps= cannot tell in which order {' and '.join(ahead)} come; leave it out [J084]")
         self._covers = any(burst.is_covered for _, burst in roster.bursts)
         self._cycle = [
             index
-            for index, member in enumerate(roster.members)
+            for index, member in enumerate(roster.announcing)
             if not (member.interjects or (member.burst is not None and member.burst.is_covered))
         ]
 
@@ -86,13 +86,13 @@ class Declared(Mode):
 
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
-        if not self._channel.roster.members[index].interjects:
+        if not self._channel.roster.announcing[index].interjects:
             self._check_turn(index)
         self._run(index, mine=True)
         return DONE
 
     def _check_turn(self, index: int) -> None:
-        members, (step, place) = self._channel.roster.members, divmod(self._events, len(self._cycle))
+        members, (step, place) = self._channel.roster.announcing, divmod(self._events, len(self._cycle))
         if index != self._cycle[place]:
             raise ProtocolError(
                 f"rank {self._rank} ran {members[index].joinable.join_name} in step {step + 1} where"
@@ -100,7 +100,7 @@ class Declared(Mode):
                 " of the list once, in its order [J085]"
             )
         if self._channel.roster.throws and step >= self._sorted[0]:
-            self._guard.terminate_early(exhausted=False)
+            self._guard.raise_early_termination(exhausted=False)
         if step >= self._mine:
             raise ProtocolError(
                 f"rank {self._rank} declared steps={self._mine} and began step {step + 1}; declare as many as it makes"
@@ -109,7 +109,7 @@ class Declared(Mode):
 
     def _run(self, index: int, *, mine: bool) -> Header:
         """A burst of member ``index`` comes, on this rank or on others; what its header would have said."""
-        if not self._channel.roster.members[index].interjects:
+        if not self._channel.roster.announcing[index].interjects:
             self._step_of_header = self._events // len(self._cycle)
             self._events += 1
         step = self._step_of_header
@@ -133,7 +133,7 @@ class Declared(Mode):
             )
         even = self._sorted[0] == longest
         if self._channel.roster.throws and not even:
-            self._guard.terminate_early(exhausted=True)
+            self._guard.raise_early_termination(exhausted=True)
         while True:
             if self._channel.holds_followers():
                 index = next(index for index, burst in self._channel.roster.bursts if burst.interjects)

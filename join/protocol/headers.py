@@ -61,7 +61,7 @@ class Headers:
         self._rank = collective.rank
         self._work: Sum | None = None
         self._last: Header | None = None  # the last header, once it was read
-        self._leads = True  # the leader is that of the last header
+        self._leads = True  # whether the leader of the last header is known
 
     def agree(self) -> None:
         """All ranks have entered a block: find out what carries headers."""
@@ -96,7 +96,7 @@ class Headers:
                 for place, flag in enumerate(burst.flags(each == index), roster.code.offsets[each] + 1):
                     if flag:
                         fields.append(place)
-        self.announced_by_me = None if index is None else roster.members[index]
+        self.announced_by_me = None if index is None else roster.announcing[index]
         self._last, self.is_applied, self._leads = None, False, False
         if self._guard.timeout is not None:
             self._guard.come()
@@ -117,7 +117,7 @@ class Headers:
             mine: whether this rank is.
             weighted: as of :meth:`Burst.declared_flags`.
         """
-        member = self.roster.members[index]
+        member = self.roster.announcing[index]
         self.announced_by_me = member if mine else None
         flags = () if member.burst is None else member.burst.declared_flags(weighted)
         header = self.roster.code.assumed(index, active, tuple(flags), leader_alive)
@@ -134,7 +134,7 @@ class Headers:
             self._guard.wait(self._work)
             self._last = self.roster.code.unpack(self._work.total())
             for index in self._last.announcements:
-                self.roster.members[index].header = self._last
+                self.roster.announcing[index].header = self._last
         return self._last
 
     def all_announced(self) -> bool:
@@ -149,7 +149,7 @@ class Headers:
         """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
         self.read()
         index = self.roster.index[id(burst)]
-        return self.roster.members[index].header.flags(index)
+        return self.roster.announcing[index].header.flags(index)
 
     def confirm(self) -> Header:
         """Wait for the last header and make sure that all active ranks announced the same.
@@ -160,9 +160,9 @@ class Headers:
         """
         header = self.read()
         if header.stopping:
-            self.stop(header, exhausted=False)
+            self.raise_stopping(header, exhausted=False)
         if header.diverged:
-            self.end_diverged(header)
+            self.raise_diverged(header)
         return header
 
     # -- acting on a header -------------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ class Headers:
         """Act on the last header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
         header = self.read()
         if header.diverged:
-            self.end_diverged(header)
+            self.raise_diverged(header)
         self.is_applied = True
         if header.failed:
-            self.end_failed(header)
+            self.raise_failed(header)
         if not (self._leads or header.leader_alive):
             self.lead(elect)
 
@@ -189,27 +189,27 @@ class Headers:
                 self.leader = elect(self.announced_by_me is not None)
         return self.leader
 
-    def end_failed(self, header: Header) -> NoReturn:
+    def raise_failed(self, header: Header) -> NoReturn:
         """Ranks have said in ``header`` that they fail: raise the :class:`PeerError` that says why."""
-        self._guard.close_with(self._guard.peers.failures(header.failed))
+        self._guard.close_and_raise(self._guard.peers.peer_error(header.failed))
 
-    def stop(self, header: Header, *, exhausted: bool) -> NoReturn:
+    def raise_stopping(self, header: Header, *, exhausted: bool) -> NoReturn:
         """A rank is exhausted under ``throw_on_early_termination``: all raise that, unless there is worse to tell."""
         if header.failed:
-            self.end_failed(header)
-        self._guard.terminate_early(exhausted=exhausted)
+            self.raise_failed(header)
+        self._guard.raise_early_termination(exhausted=exhausted)
 
-    def end_diverged(self, header: Header) -> NoReturn:
+    def raise_diverged(self, header: Header) -> NoReturn:
         """Active ranks announced different bursts: raise, after helping the one that could not wait."""
         roster, mine = self.roster, self.announced_by_me
-        ahead = roster.ahead if len(roster.members) > 1 else roster.members[0]
+        ahead = roster.ahead if len(roster.announcing) > 1 else roster.announcing[0]
         others_ran_ahead = ahead is not None and ahead is not mine and not roster.awaits_all
-        if ahead is not None and others_ran_ahead and roster.members.index(ahead) in header.announcements:
+        if ahead is not None and others_ran_ahead and roster.announcing.index(ahead) in header.announcements:
             self._shadow(ahead)
-        names = [f"{n} x {roster.members[index].joinable.join_name}" for index, n in header.announcements.items()]
+        names = [f"{n} x {roster.announcing[index].joinable.join_name}" for index, n in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         names += [f"{looping} x join.iterate"] if looping else []
-        self._guard.close_with(
+        self._guard.close_and_raise(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
                 f" {self._rank} announced {'none' if mine is None else mine.joinable.join_name}. All ranks"

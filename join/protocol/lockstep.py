@@ -47,7 +47,7 @@ def begin_loop(channel: Channel) -> Lockstep:
         PeerError: if a rank has failed.
     """
     if channel.closed:
-        channel.guard.refuse()
+        channel.guard.raise_closed()
     channel.end_broken_loop()
     if isinstance(channel.mode, Lockstep):
         raise JoinError(ONE_AT_A_TIME)
@@ -55,7 +55,7 @@ def begin_loop(channel: Channel) -> Lockstep:
     headers, world_size = channel.headers, channel.collective.world_size
     header = headers.exchange([], active=True)
     if header.failed:
-        headers.end_failed(header)
+        headers.raise_failed(header)
     if header.announcements:
         headers.confirm()
     if header.active < world_size:
@@ -110,7 +110,7 @@ class Lockstep(Mode):
         if self._meeting is not None:
             self._meet(self._meeting, f"came to step {self.step.number + 1} of join.iterate")
         if self._guard.closed:
-            self._guard.refuse()
+            self._guard.raise_closed()
         step = self.step
         if with_data != step.contributors:
             step.contributors, step.first_with_data = with_data, lowest(with_data)
@@ -148,7 +148,7 @@ class Lockstep(Mode):
         try:
             self._wait_until_all_have_left()
         except (PeerError, JoinTimeoutError) as error:
-            self._guard.close_with(error)  # the others know of it, or this rank has told them
+            self._guard.close_and_raise(error)  # the others know of it, or this rank has told them
 
     def _wait_until_all_have_left(self) -> None:
         peers, timeout = self._guard.peers, self._guard.timeout
@@ -162,7 +162,7 @@ class Lockstep(Mode):
             self.look()
             peers.look_for_silent(told)
             if timeout is not None and time.monotonic() - started > timeout:
-                raise self._guard.time_out()
+                raise self._guard.timeout_error()
             time.sleep(pause)
             pause = min(2 * pause, timeouts().look)
 
@@ -183,7 +183,7 @@ class Lockstep(Mode):
 
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
-        member = self._channel.roster.members[index]
+        member = self._channel.roster.announcing[index]
         if self._meeting is not None:
             self._meet(
                 self._meeting, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"

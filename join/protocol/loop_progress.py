@@ -92,7 +92,7 @@ class LoopProgress:
                 )
             if is_behind and is_elsewhere:
                 what = other.burst if other.bursts == before + 1 else "something"
-                self.left_out(what, range(other.step, other.step + 1), rank)
+                self.raise_left_out(what, range(other.step, other.step + 1), rank)
         now, mine = time.monotonic(), self.told().issued
         others = {rank: other._replace(beat=0, heard=0) for rank, other in told.items()}
         if others != self._others:
@@ -100,13 +100,13 @@ class LoopProgress:
         is_still = now - self._still_since > timeouts().still
         for rank, other in here.items():
             if is_still and other.step <= self._ended and 0 < mine < other.issued:
-                self.left_out("a collective of the body's own", range(other.step, other.step + 1), rank)
+                self.raise_left_out("a collective of the body's own", range(other.step, other.step + 1), rank)
 
     def _begun_by_the_end_of(self, step: int) -> int:
         """How many bursts this rank had begun when ``step`` ended; if that is forgotten, at the oldest end known."""
         return self._at_ends[max(step - self._ended - 1, -len(self._at_ends))]
 
-    def left_out(self, what: str, steps: range, rank: int) -> NoReturn:
+    def raise_left_out(self, what: str, steps: range, rank: int) -> NoReturn:
         """Raise a :class:`ProtocolError`: this rank has left out of these steps what another rank has run."""
         where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
         raise ProtocolError(

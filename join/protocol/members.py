@@ -84,15 +84,14 @@ class Roster:
     Attributes:
         scopes: these blocks.
         listed: all that are listed in them, also what does not announce.
-        members: all that announce in them, in the order in which headers count them.
+        announcing: all that announce in them, in the order in which headers count them.
         index: of each member, by the ``id`` of its joinable.
         bursts: those that announce by nature, with their index.
         may_be_pending: those that may be announced before they run.
         code: packs the headers.
         ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
-        early: that one, if it may announce long before it runs: not where another burst may come in between, and not
-            under ``timeout``, where an announcement means that the burst starts now, or a rank that sleeps between the
-            two would not be missed.
+        early: that one, if it may be announced in the forward, before its backward runs: not where another burst may
+            come in between, and not under ``timeout``, where a header means that the burst starts now.
         tracks_leader: whether any burst needs to know the lowest active rank.
         throws: whether all ranks raise as soon as one has run out, as the innermost block says.
         timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
@@ -102,16 +101,17 @@ class Roster:
     def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
         self.scopes = scopes
         self.listed = [member for scope in scopes for member in scope.members]
-        self.members = [member for scope in scopes for member in scope.announcing]
-        self.index = {id(member.joinable): index for index, member in enumerate(self.members)}
-        self.bursts = [(index, member.burst) for index, member in enumerate(self.members) if member.burst is not None]
+        self.announcing = [member for scope in scopes for member in scope.announcing]
+        self.index = {id(member.joinable): index for index, member in enumerate(self.announcing)}
+        bursts = [member.burst for member in self.announcing]
+        self.bursts = [(index, burst) for index, burst in enumerate(bursts) if burst is not None]
         self.may_be_pending = [burst for _, burst in self.bursts if type(burst).fulfil is not Burst.fulfil]
-        flag_counts = [0 if member.burst is None else member.burst.flag_count for member in self.members]
+        flag_counts = [0 if burst is None else burst.flag_count for burst in bursts]
         self.code = HeaderCode(flag_counts, world_size)
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
         self.awaits_all = self.throws or self.timeout is not None
         self.tracks_leader = any(burst.tracks_leader for _, burst in self.bursts)
-        running_ahead = [self.members[index] for index, burst in self.bursts if burst.runs_ahead]
+        running_ahead = [self.announcing[index] for index, burst in self.bursts if burst.runs_ahead]
         self.ahead = running_ahead[0] if len(running_ahead) == 1 else None
         may_be_early = self.timeout is None and not any(burst.comes_between for _, burst in self.bursts)
         self.early = self.ahead.burst if self.ahead is not None and may_be_early else None

@@ -99,7 +99,7 @@ class Mode(ABC):
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
 
-    def parting(self) -> Callable[[], bool] | None:
+    def final_header(self) -> Callable[[], bool] | None:
         """How this rank, which fails, tells the others in the next header, if it can; see ``Guard.fail``."""
         return None
 

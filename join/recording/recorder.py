@@ -159,7 +159,7 @@ class Recorder:
     def _send(self, send: Callable[..., Work], fields: list[int], index: int | None = None, **how: Any) -> Work:
         now = time.monotonic()
         work = self._sent = send(fields, index, **how)
-        what = None if index is None else self._of(self._channel.roster.members[index].joinable)[0]
+        what = None if index is None else self._of(self._channel.roster.announcing[index].joinable)[0]
         self._add("sent", now, now, what, self._headers.tally.headers)
         return work
 

@@ -51,7 +51,7 @@ class Contributions:
     def detach(self) -> None:
         """The block is left."""
         _left_over.pop(self._ddp, None)
-        if self.window.own and not self.last_result.aside:  # which is put back into the gradients
+        if self.window.unreduced and not self.last_result.aside:  # which is put back into the gradients
             _left_over[self._ddp] = replace(self.window, with_data=0, with_dummies=False), self._writes
         self.weights.detach()
         self.used.detach()
@@ -64,7 +64,7 @@ class Contributions:
         """A backward begins in a loop over ``Join.iterate``: note which ranks have data in it (a bit mask)."""
         window = self.window
         if not window.with_data:
-            self.used.begin_window(brought=window.own)
+            self.used.begin_window(brought=window.unreduced)
         window.with_data |= with_data
         window.with_dummies |= not self._channel.step.all_have_data
 
@@ -85,7 +85,7 @@ class Contributions:
         """
         window, writes = _left_over.pop(self._ddp, (self.window, []))
         was_zeroed = writes != self._writes and self.last_result.is_zero
-        if window.own and not (was_zeroed or self.last_result.has_no_gradient):
+        if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
             self.window = window
 
     @property
@@ -120,7 +120,7 @@ class Contributions:
             raise ValueError(
                 "with steps=, gradients still hold the last result; call zero_grad() between backwards [J105]"
             )
-        if times != 1 and not (window.own or result.aside):
+        if times != 1 and not (window.unreduced or result.aside):
             result.set_aside()
         result.add(times)
 
@@ -157,7 +157,7 @@ class Contributions:
     def agree_on_weights(self) -> None:
         """In a loop over ``Join.iterate``: sum weights in this reduction, if ranks with data do."""
         if not self.window.with_data:
-            self.used.begin_window(brought=self.window.own)
+            self.used.begin_window(brought=self.window.unreduced)
         self.weights.agree(self.window)
         self.mean.weighted = self.weights.agreed
 

@@ -45,7 +45,7 @@ class GradientSync(DDPBurst):
         self._parameters = reducer.reduced_parameters(ddp)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._forwards = Forwards(ddp, self._parameters, buffers)
-        self._given = given = Contributions(ddp, self._parameters)
+        self._contributions = given = Contributions(ddp, self._parameters)
         self._mean, self._weights, self._last_result = given.mean, given.weights, given.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
         self._backwards = 0  # how many were made in this block
@@ -76,7 +76,7 @@ class GradientSync(DDPBurst):
         self._static_graph.check()
         super().attach(join)
         self._join = join
-        self._given.attach(join, self)
+        self._contributions.attach(join, self)
         self._backwards, self._plain_in = 0, -1
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
 
@@ -84,7 +84,7 @@ class GradientSync(DDPBurst):
     def detach(self) -> None:
         super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._forwards.detach()
-        self._given.detach()
+        self._contributions.detach()
         del self._join
 
     @property
@@ -99,7 +99,7 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_begin_forward`` depends on it.
         """
         broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
-        own, kept = self._given.window.own, self._last_result.kept
+        own, kept = self._contributions.window.unreduced, self._last_result.kept
         kept = adopt_gradients(self._collective, self._parameters, source, accumulated=own, also=kept)
         if not own:
             self._last_result.kept = kept
@@ -109,10 +109,10 @@ class GradientSync(DDPBurst):
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         if active:
-            return (self._given.with_buffers, True, self._mean.weighted)
-        if self._given.window.own:
-            self._given.forget_zeroed()
-        return (False, self._given.window.own, False)
+            return (self._contributions.with_buffers, True, self._mean.weighted)
+        if self._contributions.window.unreduced:
+            self._contributions.forget_zeroed()
+        return (False, self._contributions.window.unreduced, False)
 
     @override
     def declared_flags(self, weighted: bool) -> Sequence[bool]:
@@ -142,7 +142,7 @@ class GradientSync(DDPBurst):
         has_buffers = buffers is not None
         saves = not self._last_result.kept if self._mean.over_all_ranks else has_buffers
         early = channel.announces_in_forward(self, saves_header=saves, has_buffers=has_buffers)
-        self._given.with_buffers = early and has_buffers
+        self._contributions.with_buffers = early and has_buffers
         if early:
             channel.announce(self)
             self.state = BurstState.PENDING
@@ -155,7 +155,7 @@ class GradientSync(DDPBurst):
         if self._last_result.has_no_gradient and not self._forwards.armed:
             reducer.forget_use(self._ddp)
         if self._channel.all_ranks_run_bursts:
-            self._given.used.watch()
+            self._contributions.used.watch()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +164,7 @@ class GradientSync(DDPBurst):
 
     def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
         """A gradient enters the module: the first one of a backward begins it."""
+        contributions = self._contributions
         backward = autograd.backward_under_way()
         if backward == self._backward or not self._handles:
             return
@@ -172,8 +173,8 @@ class GradientSync(DDPBurst):
             channel.end_broken_loop()
         self._backwards += 1
         if self._backwards == 1:
-            self._given.take_over()
-        window = self._given.window
+            contributions.take_over()
+        window = contributions.window
         weighted = self._join.weight is not None
         reduces = self._forwards.armed or synchronised
         if reduces and not weighted and not result.aside and self._plain_in == channel.loop and channel.is_in_loop_body:
@@ -181,10 +182,10 @@ class GradientSync(DDPBurst):
                 self._announce_backward(weighted)
             self._end_reduction()
             return
-        if window.own or window.with_data or window.weight:
-            self._given.forget_zeroed()
-            window = self._given.window
-        if window.own and weighted != window.weighted and not channel.step.shadowing:
+        if window.unreduced or window.with_data or window.weight:
+            contributions.forget_zeroed()
+            window = contributions.window
+        if window.unreduced and weighted != window.weighted and not channel.step.shadowing:
             self._weights.refused = ValueError(
                 "join.weight was set or unset in a window of accumulation; set it at every step or at none [J111]"
             )
@@ -197,13 +198,13 @@ class GradientSync(DDPBurst):
             self._plain_in = -1
             window.weight += self._weights.begin_backward()
         if (with_data := channel.step.contributors) is not None:
-            self._given.note_data(with_data)
+            contributions.note_data(with_data)
         if reduces:
             self._begin_reduction(weighted)
         elif not channel.step.shadowing:
-            if result.kept and not window.own and (weighted or self._mean.over_all_ranks):
+            if result.kept and not window.unreduced and (weighted or self._mean.over_all_ranks):
                 result.set_aside()
-            window.own, window.weighted = True, weighted
+            window.unreduced, window.weighted = True, weighted
 
     def _announce_backward(self, weighted: bool) -> None:
         if not self._forwards.armed:  # a second backward, of which DDP itself would not reduce the gradients
@@ -214,34 +215,35 @@ class GradientSync(DDPBurst):
                     "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
                     " it; call what announces in between after the backward, and list it after the module [J112]"
                 )
-            self._given.with_buffers, self._mean.weighted = False, weighted and not self._channel.step.shadowing
+            self._contributions.with_buffers, self._mean.weighted = False, weighted and not self._channel.step.shadowing
             self._channel.announce(self)
             self.state = BurstState.PENDING
 
     def _begin_reduction(self, weighted: bool) -> None:
+        contributions = self._contributions
         weights, mean, channel = self._weights, self._mean, self._channel
         if not (self._forwards.armed and self.state is BurstState.PENDING):
             self._announce_backward(weighted)
         if channel.all_ranks_run_bursts:
             if weights.agreed_in != channel.loop or weights.agreed != weighted:
-                self._given.agree_on_weights()
+                contributions.agree_on_weights()
                 weights.refused = weights.refused or weights.change()
             mean.weighted = weights.agreed
         elif not weighted == mean.weighted == weights.in_headers:
-            self._given.check_weights()
+            contributions.check_weights()
         if self._last_result.kept:
-            self._given.add_last_result()
+            contributions.add_last_result()
         self.state = BurstState.RUNNING
         scales = mean.scales
         if scales:
             # What is refused must not leave others with a sum of 0, which is another mistake.
-            self._given.begin(
-                1.0 if weights.refused else self._given.window.weight if mean.weighted else self._given.contributes
+            contributions.begin(
+                1.0 if weights.refused else contributions.window.weight if mean.weighted else contributions.contributes
             )
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        waits = scales or self._given.used.counts or self._rebuild.pending
-        if waits or self._given.window.weight or self._last_result.aside or weights.refused:
+        waits = scales or contributions.used.counts or self._rebuild.pending
+        if waits or contributions.window.weight or self._last_result.aside or weights.refused:
             autograd.after_reduction(self._finish_reduction)
         elif channel.all_ranks_run_bursts:  # nothing is done with the result, so it need not be there
             # The next one is as plain, if it is not weighted: that is all that may change in a loop.
@@ -253,11 +255,11 @@ class GradientSync(DDPBurst):
     def _end_reduction(self) -> None:
         self.state = BurstState.IDLE
         self._forwards.armed, self._last_result.kept = False, True
-        self._given.window = Window()
+        self._contributions.window = Window()
 
     def _finish_reduction(self) -> None:
         try:
-            self._given.end()
+            self._contributions.end()
         finally:
             self._end_reduction()
         if self._rebuild.pending:
@@ -277,10 +279,10 @@ class GradientSync(DDPBurst):
         self.state = BurstState.RUNNING
         if self._channel.all_ranks_run_bursts:
             self._last_result.look()
-            self._given.agree_on_weights()
+            self._contributions.agree_on_weights()
         elif self._mean.weighted != self._weights.in_headers:
-            self._given.weigh_as_all()
-        has_data = not self._join.shadowing or self._given.window.own
+            self._contributions.weigh_as_all()
+        has_data = not self._join.shadowing or self._contributions.window.unreduced
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._forwards.armed = False
         self.state = BurstState.IDLE
@@ -300,54 +302,58 @@ class GradientSync(DDPBurst):
         Args:
             takes_part: whether to take what they gave, if there are no gradients here.
         """
-        kept, window = [parameter.grad for parameter in self._parameters], self._given.window
+        contributions = self._contributions
+        kept, window = [parameter.grad for parameter in self._parameters], contributions.window
         if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
             kept = [None if gradient is None else gradient.clone() for gradient in kept]
         has_result, takes_part = False, takes_part and self._last_result.has_no_gradient
-        self._given.window = replace(window)
+        contributions.window = replace(window)
         try:
             if (with_data := self._channel.step.contributors) is not None:
-                self._given.note_data(with_data)
-            self._given.drop()
-            self._given.begin(0.0)
+                contributions.note_data(with_data)
+            contributions.drop()
+            contributions.begin(0.0)
             reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
-            has_result = self._given.has_result()
+            has_result = contributions.has_result()
             if takes_part and has_result:
-                self._given.end()
+                contributions.end()
                 kept = [parameter.grad for parameter in self._parameters]
             else:
                 self._mean.wait()
-                self._given.end_without_result()
+                contributions.end_without_result()
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
                 parameter.grad = gradient
         # Without a result all have skipped it: what was accumulated before is still to be reduced.
-        self._given.window = Window() if has_result else window
+        contributions.window = Window() if has_result else window
         return has_result
 
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
-        self._given.with_buffers = self._channel.flags(self)[WITH_BUFFERS] > 0
-        self._given.weigh_as_all()
-        if self._given.with_buffers and self._buffers is not None:
+        self._contributions.with_buffers = self._channel.flags(self)[WITH_BUFFERS] > 0
+        self._contributions.weigh_as_all()
+        if self._contributions.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         self._shadow_reduction()
         self._rebuild.expect()
 
     def _shadow_reduction(self) -> None:
         """Run a backward with nothing but what was accumulated here."""
-        if self._given.window.own:
-            self._given.forget_zeroed()
-        if not self._given.window.own:
-            self._given.drop()
+        contributions = self._contributions
+        if contributions.window.unreduced:
+            contributions.forget_zeroed()
+        if not contributions.window.unreduced:
+            contributions.drop()
         elif self._last_result.kept:
-            self._given.add_last_result()
-        self._given.begin(self._given.window.weight if self._mean.weighted else float(self._given.window.own))
+            contributions.add_last_result()
+        contributions.begin(
+            contributions.window.weight if self._mean.weighted else float(contributions.window.unreduced)
+        )
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
-        self._given.window = Window()
-        self._given.end()
+        contributions.window = Window()
+        contributions.end()
 
     @property
     @override

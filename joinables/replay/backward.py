@@ -111,7 +111,7 @@ class ReplayedBackward(ReplayedBurst):
         if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
             self._reduction.reset()
         # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
-        elif self._window.own and not self._reduction.accumulates_in_grad:
+        elif self._window.unreduced and not self._reduction.accumulates_in_grad:
             _windows[self._of.module] = self._window
         super().detach()
         del self._join
@@ -127,17 +127,17 @@ class ReplayedBackward(ReplayedBurst):
         """Gradients, too, are as on the last joiner: a loop may clear them after its last step."""
         replicated = [parameter for parameter in self._reduction.parameters if not is_dtensor(parameter)]
         cleared, zeroed = adopt_gradients(
-            self._collective, replicated, source, accumulated=self._window.own, also=self._reduction.emptiness()
+            self._collective, replicated, source, accumulated=self._window.unreduced, also=self._reduction.emptiness()
         )
         if self._collective.rank != source:
-            self._reduction.clear(to_none=cleared, to_zero=zeroed, unreduced=self._window.own)
+            self._reduction.clear(to_none=cleared, to_zero=zeroed, unreduced=self._window.unreduced)
 
     # -- flags --------------------------------------------------------------------------------------------------------
 
     @override
     def flags(self, active: bool) -> BackwardFlags:
         if not active:
-            return BackwardFlags(contributes=self._window.own)
+            return BackwardFlags(contributes=self._window.unreduced)
         assert self._backward is not None
         through_others = self._backward.through != [self._forward.passes[-1]]
         return BackwardFlags(
@@ -263,7 +263,7 @@ class ReplayedBackward(ReplayedBurst):
                 " backward ranks compute together; leave it None and multiply the loss by what it should weigh [J154]"
             )
         self.state = BurstState.RUNNING  # what was refused until here is refused on all ranks
-        if window.own and window.weighted != mean.weighted:
+        if window.unreduced and window.weighted != mean.weighted:
             raise ValueError(
                 f"join.weight was set or unset in a window of accumulation of {type(self._of.module).__name__}; set it"
                 " at every step or at none [J292]"
@@ -274,7 +274,7 @@ class ReplayedBackward(ReplayedBurst):
             backward.contributors = window.with_data.bit_count()
         is_uneven = backward.contributors not in (0, self._collective.world_size)
         if backward.complete and self._reduction.scales and (mean.weighted or (mean.scales and is_uneven)):
-            self._reduction.set_aside(accumulated=window.own)
+            self._reduction.set_aside(accumulated=window.unreduced)
         if backward.complete:
             mean.begin(self._channel.sum(window.weight) if mean.weighted else None)
         if flags.through_others:
@@ -296,7 +296,7 @@ class ReplayedBackward(ReplayedBurst):
         """What comes after the module's own collectives."""
         if not backward.complete:
             if not (self._weights.silent or self._channel.step.shadowing):
-                self._window.own, self._window.weighted = True, self._mean.weighted
+                self._window.unreduced, self._window.weighted = True, self._mean.weighted
             return
         self._window, factor = Window(), 1.0
         if self._reduction.scales and self._mean.scales:
@@ -310,7 +310,7 @@ class ReplayedBackward(ReplayedBurst):
     def main_hook(self) -> None:
         flags, announced = BackwardFlags(*self._channel.flags(self)), self._channel.announced(self)
         to_none, to_zero = flags.cleared == announced, flags.zeroed == announced
-        self._reduction.clear(to_none=to_none, to_zero=to_zero, unreduced=self._window.own)
+        self._reduction.clear(to_none=to_none, to_zero=to_zero, unreduced=self._window.unreduced)
         last = list(self._forward.passes)[-1:]
         backward = Backward(flags.completely > 0, [] if flags.through_others else last)
         self._begin(backward)

@@ -44,11 +44,11 @@ def conforms(collective: Collective) -> None:
                 assert told[other].doing.startswith("ümläut ? \n") and len(told[other].doing) <= 450
             collective.barrier()
         text = f"rank {rank} failed: " + "日本\x00" * 5000
-        board.leave(Note(rank, 0, "ValueError", "first", parts=True))
-        board.leave(Note(rank, 1, "ValueError", text))
+        board.post(Note(rank, 0, "ValueError", "first", sends_header=True))
+        board.post(Note(rank, 1, "ValueError", text))
         collective.barrier()
         for note in board.notes():
-            assert (note.cause, note.kind, note.parts) == (1, "ValueError", False)
+            assert (note.cause, note.kind, note.sends_header) == (1, "ValueError", False)
             assert note.text.startswith(f"rank {note.rank} failed: 日本?日") and len(note.text) <= 3500
         assert {note.rank for note in board.notes()} >= others
         collective.barrier()
@@ -106,7 +106,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     with using(note=0.3, cause=0.3):
         started = time.monotonic()
         peers = Peers(Unreachable(), 1, Progress)
-        peers.leave(ValueError("mine"))
+        peers.post(ValueError("mine"))
         peers.look_again()
         assert peers.ask(limit=0.3) == {}
         error = peers.cause_of(dist.DistBackendError("broken"))

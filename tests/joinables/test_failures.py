@@ -486,7 +486,7 @@ def test_a_rank_that_fails_to_enter(ending: Ending) -> None:
 def failing_alone(rank: int) -> str:
     ddp = DistributedDataParallel(build("mlp"))
     try:
-        with using(part=0.3), Join([ddp]):
+        with using(final_header=0.3), Join([ddp]):
             for step in range(4):
                 ddp(batch(rank, 0, step)[0]).sum().backward()
                 if step == 1 and rank == 0:

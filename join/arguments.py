@@ -158,7 +158,7 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
 
 
 def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
-    """Its hook for a block.
+    """Return a joinable's hook for a block.
 
     Raises:
         TypeError: if ``join_hook`` returned none.

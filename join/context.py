@@ -26,6 +26,7 @@ from join.arguments import (
     common_collective,
     entered_with,
     expand,
+    hook_of,
     listed,
 )
 from join.collectives import Collective, Work, collective_of
@@ -34,8 +35,9 @@ from join.inside import block_of, put_inside, put_outside
 from join.loop.iterate import Iteration, check_arguments
 from join.loop.loops import LoopAlone, Loops
 from join.on_group import NothingListed
-from join.open_block import OpenBlock, channels, scope_of, tell_not_entered
+from join.open_block import OpenBlock, channels, tell_not_entered
 from join.protocol.channel import Channel
+from join.protocol.members import Member, Scope
 from join.recording import checked_path
 from join.report import JoinReport
 
@@ -354,7 +356,8 @@ class Join:
             return self
         steps = self._steps if isinstance(self._steps, int) else None
         try:
-            scope = scope_of(self._joinables, self._kwargs, self._throw, self._timeout)
+            members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
+            scope = Scope(members, self._throw, self._timeout)
             self._block = block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
         except BaseException as error:
             tell_not_entered(self._collective, error)

@@ -21,14 +21,14 @@ def block_of(obj: Any) -> Any:
 
 
 def put_inside(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool) -> None:
-    """The block is entered: these joinables are in it."""
+    """Record that these joinables are in the block of ``join``."""
     for position, joinable in enumerate(joinables):
         _blocks[id(joinable)] = _blocks[id(joinable.join_target)] = join
         _set_config(joinable, JoinConfig(enable, throw, position == 0))
 
 
 def put_outside(joinables: Sequence[Joinable]) -> None:
-    """The block is left, or could not be entered."""
+    """Record that these joinables are in no block any more."""
     for joinable in joinables:
         _blocks.pop(id(joinable), None)
         _blocks.pop(id(joinable.join_target), None)

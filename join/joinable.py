@@ -279,11 +279,11 @@ class BlockChannel(Protocol):
         ...
 
     def module_called(self) -> None:
-        """A module is called, and has sent nothing yet."""
+        """Check that a module may be called here; call this before the module sends anything."""
         ...
 
     def module_runs_on(self, arguments: Any) -> None:
-        """A module runs on these arguments."""
+        """Check that these arguments of a module belong to the step under way."""
         ...
 
     def end_broken_loop(self) -> None:

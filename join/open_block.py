@@ -16,7 +16,7 @@ What all ranks do on entering and on leaving, in this order::
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -26,27 +26,22 @@ from typing import Any, cast
 
 import torch
 
-from join.arguments import check_same, hook_of
+from join.arguments import check_same
 from join.collectives import Collective, Work
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
-from join.joinable import Block, Joinable
+from join.joinable import Block
 from join.loop.loops import Loops
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
 from join.protocol.declared import Declared
-from join.protocol.members import Member, Scope
+from join.protocol.members import Scope
 from join.protocol.mode import Outcome
 from join.report import JoinReport, RankReport
 
 channels: dict[int, Channel] = {}
 """One channel for each group on which blocks are open, by the ``id`` of its collective."""
-
-
-def scope_of(joinables: Sequence[Joinable], keywords: Mapping[str, Any], throw: bool, timeout: float | None) -> Scope:
-    """The members and settings of a block, with a hook for each joinable; arguments as of ``Join``."""
-    return Scope([Member(joinable, hook_of(joinable, keywords)) for joinable in joinables], throw, timeout)
 
 
 def tell_not_entered(collective: Collective, error: BaseException) -> None:
@@ -91,7 +86,7 @@ class OpenBlock:
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def begin(self, entered_with: Sequence[str]) -> None:
-        """All ranks have entered, and agree on what they list.
+        """Wait until all ranks have entered, and check that they list the same.
 
         Raises:
             ProtocolError: on all ranks, if they have not entered with the same.
@@ -118,7 +113,7 @@ class OpenBlock:
             raise
 
     def start(self) -> None:
-        """The user's code begins."""
+        """Start the clocks; called right before the user's code runs."""
         self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
         for member in self._scope.members:
@@ -135,7 +130,7 @@ class OpenBlock:
         self.undo.callback(Recorder(self.channel, path, self._started).end)
 
     def notify(self, caller: Any) -> Work | None:
-        """This rank is about to run a burst of ``caller``; the message that says so, if that one announces.
+        """Tell all ranks that this one is about to run a burst of ``caller``, if that announces; return the header.
 
         Args:
             caller: a joinable of the block, or what one stands for.
@@ -151,7 +146,7 @@ class OpenBlock:
                 f"notify_join_context is not for a {type(caller).__name__}, which announces by itself; leave it out"
                 " [J078]"
             )
-        if any(each is member for each in self._scope.announcing):
+        if member in self._scope.announcing:
             return self.channel.announce(joinable)
         self.channel.follow(joinable)
         return None
@@ -159,7 +154,7 @@ class OpenBlock:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None, loops: Loops) -> JoinReport | None:
-        """The user's code has come to its end: take part in what others still do.
+        """Take part in what others still do; called when the user's code has come to its end.
 
         Args:
             error: what the code has raised, if anything; it goes up after this.
@@ -200,7 +195,7 @@ class OpenBlock:
             raise cause from error
 
     def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> JoinReport:
-        """All ranks have run out: synchronise state, and gather the report."""
+        """Synchronise state, and gather the report; called when all ranks have run out."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
         if outcome.even:
             outcome = self._compare_steps()

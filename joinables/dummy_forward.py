@@ -33,7 +33,7 @@ class DummyForward:
         self._step = self._number = 0
 
     def called(self, arguments: Arguments) -> None:
-        """The module is called, on a batch that may be this rank's last, or on a dummy."""
+        """Note a call of the module, on a batch that may be this rank's last, or on a dummy."""
         channel = self._channel
         is_last = channel.step.batch is StepBatch.LAST
         if channel.step.number != self._step:
@@ -125,7 +125,7 @@ class InnerForward(Replacement):
         self._refuses_empty = False  # the module cannot take an empty batch
 
     def put(self) -> None:
-        """A forward comes, at the beginning of a loop over ``Join.iterate`` or where this rank's data ends."""
+        """Stand in for the next forward: at the beginning of a loop over ``Join.iterate``, or where data ends."""
         self.remove()  # the forward that it was for has raised
         attributes = vars(self._module)
         self._attribute = attributes.get("forward")  # the user's own, if there is one

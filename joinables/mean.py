@@ -52,7 +52,7 @@ class Mean:
         return self.weighted or not self.over_all_ranks
 
     def begin(self, divisor: Callable[[], float] | None) -> None:
-        """A reduction begins.
+        """Begin a reduction.
 
         Args:
             divisor: waits for the sum under way: of the ranks' weights if ``weighted``, else the number of ranks that

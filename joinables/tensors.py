@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
+from join.batch import tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.transfer import broadcast_tree
 
 
 def tensors_with_grad(tree: Any) -> list[torch.Tensor]:
-    """All tensors that require grad in nested containers and dataclasses."""
+    """All tensors that require grad in nested containers, mappings and dataclasses."""
     if isinstance(tree, torch.Tensor):  # by far the most often; flattening costs ten times as much
         return [tree] if tree.requires_grad else []
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found += [leaf] if leaf.requires_grad else []
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in fields(leaf):
-                found += tensors_with_grad(getattr(leaf, field.name))
-    return found
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
 
 
 def hides_tensors(tree: Any) -> bool:

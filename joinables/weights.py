@@ -55,12 +55,12 @@ class Weights:
         Needs ``watch(always=True)``."""
 
     def attach(self, join: Block) -> None:
-        """A block is entered."""
+        """Begin with no weights refused; called when a block is entered."""
         self._join, self._channel, self.refused = join, join.channel, None
         self._unit = join.loss_divided_by
 
     def detach(self) -> None:
-        """The block is left."""
+        """Remove the hooks; called when the block is left."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
@@ -123,21 +123,21 @@ class Weights:
     # -- how they are applied -----------------------------------------------------------------------------------------
 
     def watch(self, *, always: bool = False) -> None:
-        """A forward comes: see to it that its gradients are weighed, if weights are in use, or ``always``."""
+        """See to it that gradients of the next forward are weighed, if weights are in use, or ``always``."""
         if (always or self._join.weight is not None) and len(self._handles) < len(self._parameters):
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad and index not in self._handles:  # some are frozen for some backwards
                     self._handles[index] = parameter.register_hook(partial(self._weigh, parameter))
 
     def begin_backward(self) -> float:
-        """Where weights are in use, a backward begins: returns how much it weighs."""
+        """Return how much a backward weighs that begins, where weights are in use."""
         self._unit = self._join.loss_divided_by
         self.watch()  # unless the forward did
         return self._join.weight or 0.0
 
     @torch.no_grad()
     def normalise(self, unit: float) -> None:
-        """A reduction begins: let weights count in units of their mean, in what was accumulated and what comes."""
+        """Let weights count in units of their mean: in what was accumulated, and in the backward that begins."""
         self._unit = unit * self._join.loss_divided_by
         for parameter in self._parameters:
             if parameter.grad is not None:

@@ -81,7 +81,7 @@ class Board(ABC):
 
     @final
     def begin(self, block: int) -> None:
-        """The block of this number begins, above 0 and the same on all ranks; what was left earlier does not count."""
+        """Begin the block of this number (above 0, the same on all ranks): what was posted earlier does not count."""
         self.block = block
 
     @final

@@ -51,11 +51,11 @@ class Guard:
         self._gives_up_at = 0.0  # when a rank that fails waits for the others no longer
 
     def begin(self) -> None:
-        """The first block is open: the ranks can be told apart from those of an earlier one."""
+        """Begin to look after the ranks; called when the first block of the group opens."""
         self.peers = Peers(self._collective, self._collective.next_block(), self._progress)
 
     def end(self) -> None:
-        """The last block is closed."""
+        """Stop looking after the ranks; called when the last block of the group is closed."""
         self.peers.end()
         if not self.group_is_usable:
             self._collective.hold()
@@ -63,7 +63,7 @@ class Guard:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def come(self) -> None:
-        """This rank comes to a place where others may have waited for it, as they do under ``timeout``."""
+        """Note the time; called where others may have waited for this rank, as they do under ``timeout``."""
         now = time.monotonic()
         self._away, self._came = now - self._came, now
 

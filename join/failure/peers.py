@@ -56,7 +56,7 @@ class Peers:
             self._begin(board)
 
     def end(self) -> None:
-        """The block is over."""
+        """Stop the thread that watches; called when the block is over."""
         self._watch.end()
 
     # -- telling ------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Peers:
             raise self._consequence(notes)
 
     def look_again(self) -> None:
-        """The same, of what is there by now."""
+        """Like :meth:`look`, after reading the board anew."""
         self._watch.refresh(timeouts().note)
         self.look()
 

@@ -57,6 +57,11 @@ class Watch(threading.Thread):
         self._note: Note | None = None  # what is to be left
         self._is_rung = self._ends = False
 
+    @override
+    def start(self) -> None:
+        super().start()
+        atexit.register(self.end)  # of a block that is never left: a thread in a store may abort the interpreter
+
     def refresh(self, seconds: float, *, ring: bool = False) -> bool:
         """Look at the board; whether that was possible within so many seconds.
 
@@ -87,7 +92,8 @@ class Watch(threading.Thread):
             time.sleep(0.02)
 
     def end(self) -> None:
-        """The block is over."""
+        """End the thread; called when the block is over."""
+        atexit.unregister(self.end)
         with self._changed:
             self._ends = True
             self._changed.notify_all()

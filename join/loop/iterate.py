@@ -288,7 +288,7 @@ class Iteration:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """No rank has a batch, or under ``until="first"`` one has none: the last roll call."""
+        """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
         if self._length is not None and not self._wrong and self._until == "all" and self.ahead.read(1):
             self._wrong = self._miscounts("goes on after as many batches")
         self._failed = ProtocolError(self._wrong) if self._wrong else None
@@ -299,7 +299,7 @@ class Iteration:
         self._over()
 
     def leave(self, *, gives_way: bool = False) -> None:
-        """The loop was left before its end: all ranks must have left it at this step.
+        """Leave the loop before its end, as all ranks must at this step.
 
         Args:
             gives_way: whether that is because another loop begins, so that going on with this one is an error.
@@ -332,7 +332,7 @@ class Iteration:
             self._over()
 
     def fail(self, error: BaseException) -> None:
-        """The block is left with ``error`` in the middle of the loop."""
+        """End the loop on this rank alone, which leaves the block with ``error``."""
         if isinstance(error, Exception) and self._lockstep.step.batch is StepBatch.EMPTY:
             hint_at_empty_batch(error)
         self._lockstep.break_out(None)

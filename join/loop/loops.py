@@ -45,7 +45,7 @@ class Loops:
         self._before = (0, 0)  # the steps of those before it
 
     def begin(self, loop: Iteration | LoopAlone) -> Iterator[Any]:
-        """Another loop begins; its batches."""
+        """Begin another loop, and return its batches."""
         self._before, self.last = self.steps, loop
         return loop.handed_out()
 

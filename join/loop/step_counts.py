@@ -87,14 +87,14 @@ class StepCounts:
         self._divide(lengths)
 
     def begin_next(self, doing: str) -> None:
-        """The next window begins; nobody has a batch in it if no roll call was started. ``doing``: see :meth:`read`."""
+        """Begin the next window: an empty one, if no roll call was started. For ``doing`` see :meth:`read`."""
         batches = [0] * len(self.batches) if self.under_way is None else self.read(doing)
         self._steps_before, self.at, self._stretch = self.steps, 0, 0
         if batches != self.batches:
             self._divide(batches)
 
     def _divide(self, batches: list[int]) -> None:
-        """Each rank has so many batches in the window that begins."""
+        """Cut the window that begins into stretches, by how many batches each rank has."""
         self.batches, self.mine, self.steps = batches, batches[self._rank], self._steps_of(batches)
         self._stretches = [
             (end, sum(1 << rank for rank, count in enumerate(batches) if count >= end)) for end in sorted(set(batches))
@@ -105,7 +105,7 @@ class StepCounts:
         return min(batches) if self._until_first else max(batches)
 
     def begin_step(self) -> int:
-        """A step begins; the ranks that have a batch in it, as a bit mask."""
+        """Count a step, and return the ranks that have a batch in it, as a bit mask."""
         self.at += 1
         while self._stretches[self._stretch][0] < self.at:
             self._stretch += 1

@@ -86,7 +86,7 @@ class Channel:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def open(self, scope: Scope) -> None:
-        """A block is entered: what is under way comes to an end, then its members can announce."""
+        """Let the members of a block that is entered announce, after what is under way has come to an end."""
         is_first = not self.roster.scopes
         roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
         self.mode.check(roster)
@@ -96,14 +96,14 @@ class Channel:
         self._arrange(roster)
 
     def agree(self) -> None:
-        """All ranks have entered: exchange what else is to be known on entering."""
+        """Exchange what ranks must know of each other; called when all have entered."""
         self.headers.agree()
         self._sums = self.collective.sums()
         self.guard.peers.use(self.collective.board())
         self.mode.agree()
 
     def close(self, scope: Scope) -> bool:
-        """A block is left; whether it was the last one."""
+        """Take out the members of a block that is left; return whether it was the last one of the group."""
         left = tuple(each for each in self.roster.scopes if each is not scope)
         self._arrange(Roster(left, self.collective.world_size))
         if not left:
@@ -183,7 +183,7 @@ class Channel:
         )
 
     def _left_out_error(self, announced: Joinable | None) -> JoinError | None:
-        """The error for what has not followed before ``announced`` came, or the block's end."""
+        """The error for members that did not notify before ``announced`` did, or before the block ended."""
         if self.mode.all_ranks_run_bursts:
             return None
         before = "the block ended" if announced is None else f"{announced.join_name} announced"
@@ -223,7 +223,7 @@ class Channel:
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     def drain(self) -> Outcome:
-        """This rank has run out of inputs: take part in what the others do until all have; errors as of the mode."""
+        """Take part in what the others do until all have run out of inputs; raises what :meth:`Mode.drain` does."""
         self.prepare()
         if self._outstanding and (left_out := self._left_out_error(None)):
             raise left_out
@@ -269,14 +269,14 @@ class Channel:
     # -- loops over Join.iterate --------------------------------------------------------------------------------------
 
     def enter_loop(self, mode: Mode) -> None:
-        """A loop begins, with its own mode."""
+        """Change to the mode of a loop that begins."""
         self.loop += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
         self._use(mode)
 
     def leave_loop(self, mode: Mode, *, begun: int, last_with_data: int | None) -> None:
-        """The loop is over on all ranks.
+        """Change back to the mode of the block; called when the loop is over on all ranks.
 
         Args:
             mode: of the block around it.
@@ -348,12 +348,12 @@ class Channel:
         return self.mode.step.batch is not StepBatch.DATA or self.late_use is not None
 
     def module_called(self) -> None:
-        """A module is called, and has sent nothing yet; see :meth:`LateUse.called`."""
+        """Check that a module may be called here; see :meth:`LateUse.called`."""
         if self.late_use is not None:
             self.late_use.called()
 
     def module_runs_on(self, arguments: Any) -> None:
-        """A module runs on these arguments; see :meth:`LateUse.used`."""
+        """Check that a module's arguments belong to the step under way; see :meth:`LateUse.used`."""
         if self.late_use is not None:
             self.late_use.used(arguments)
             if self.late_use.is_ruled_out:

@@ -108,7 +108,7 @@ class Declared(Mode):
             )
 
     def _run(self, index: int, *, mine: bool) -> Header:
-        """A burst of member ``index`` comes, on this rank or on others; what its header would have said."""
+        """Count a burst of member ``index``, on this rank or on others; return what its header would have said."""
         if not self._channel.roster.announcing[index].interjects:
             self._step_of_header = self._events // len(self._cycle)
             self._events += 1

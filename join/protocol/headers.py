@@ -64,7 +64,7 @@ class Headers:
         self._leads = True  # whether the leader of the last header is known
 
     def agree(self) -> None:
-        """All ranks have entered a block: find out what carries headers."""
+        """Find out what carries headers; called when all ranks have entered a block."""
         self._line = self._collective.line()
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Headers:
         self._guard.close_and_raise(self._guard.peers.peer_error(header.failed))
 
     def raise_stopping(self, header: Header, *, exhausted: bool) -> NoReturn:
-        """A rank is exhausted under ``throw_on_early_termination``: all raise that, unless there is worse to tell."""
+        """Raise what ``throw_on_early_termination`` asks for where a rank is exhausted, or what a rank fails with."""
         if header.failed:
             self.raise_failed(header)
         self._guard.raise_early_termination(exhausted=exhausted)

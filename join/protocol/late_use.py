@@ -54,7 +54,7 @@ class LateUse:
         """Whether nobody reads ahead: a module was called in each of the first steps, say."""
 
     def handed_out(self, batch: Any, kind: StepBatch, begun: int) -> None:
-        """A step begins, with this batch of this kind; ``begun`` bursts have begun in the steps before.
+        """Note the batch of a step that begins; ``begun`` bursts have begun in the steps before.
 
         Raises:
             ProtocolError: if the one that ends has used others.
@@ -65,7 +65,7 @@ class LateUse:
         self._unused.pop(self._step - _REMEMBERED, None)
 
     def loop_ended(self, begun: int) -> None:
-        """The loop is over; ``begun`` as for :meth:`handed_out`.
+        """Note that the loop is over; ``begun`` as for :meth:`handed_out`.
 
         Raises:
             ProtocolError: as :meth:`handed_out`.
@@ -77,7 +77,7 @@ class LateUse:
             self._unused.clear()  # what has not been used in the loop at all may be used after it
 
     def called(self) -> None:
-        """A module is called, and has sent nothing yet.
+        """Check the thread in which a module is called, before that sends anything.
 
         Raises:
             ProtocolError: if the batches are taken in another thread.
@@ -86,7 +86,7 @@ class LateUse:
             self._refuse("was called in another thread than the one that takes the batches,")
 
     def used(self, arguments: Any) -> None:
-        """A module runs on these arguments.
+        """Check the arguments that a module runs on.
 
         Raises:
             ProtocolError: if they are of another step than the one that the loop is at.
@@ -106,7 +106,7 @@ class LateUse:
         self._look_for_late({tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()})
 
     def _uses_from_the_start(self) -> bool:
-        """A module is called in a step of the loop; whether in all steps so far."""
+        """Note that a module is called in this step; return whether one was called in all steps so far."""
         if self._used == self._step - 1 < _LOOKED_AT:
             self._used, self._was_called = self._step, True
             self._unused.pop(self._step)
@@ -114,7 +114,7 @@ class LateUse:
         return self._used == self._step
 
     def _look_for_late(self, memory: set[int]) -> None:
-        """A module is called on what lies there."""
+        """Find the steps whose batches lie in this memory, on which a module is called."""
         found: list[int] = []
         for step, batch in self._unused.items():
             held = [tensor for ref in batch if (tensor := ref()) is not None and tensor.numel()]
@@ -128,7 +128,7 @@ class LateUse:
             self._refuse(f"was called on the batches of steps {self._late[0]} and {self._late[1]}")
 
     def _end_step(self, begun: int) -> None:
-        """A step ends, if one has begun."""
+        """Check what was used in the step that ends, if one has begun."""
         if begun > self._begun:
             self._begun = begun
             self._uses_from_the_start()

@@ -106,7 +106,7 @@ class Lockstep(Mode):
         self._guard.wait(meeting.sum(0, 1), doing)
 
     def begin_step(self, with_data: int) -> None:
-        """A step begins; ``with_data`` are the ranks that have data in it, as a bit mask."""
+        """Begin a step in which the ranks of the bit mask ``with_data`` have data."""
         if self._meeting is not None:
             self._meet(self._meeting, f"came to step {self.step.number + 1} of join.iterate")
         if self._guard.closed:
@@ -119,7 +119,7 @@ class Lockstep(Mode):
         step.number = self.progress.steps = step.number + 1
 
     def end_step(self) -> None:
-        """A step ends: before anything else, a backward that this rank skipped, since the others wait in it."""
+        """End a step: first run a backward that this rank has skipped, since the others wait in it."""
         self._channel.prepare()
         self.progress.end_step()
 
@@ -130,7 +130,7 @@ class Lockstep(Mode):
         self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
-        """This rank left the loop by ``break``: ``leave`` agrees on that with the others before anything is announced.
+        """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.
 
         ``None`` where that begins, or there is nothing left.
         """
@@ -138,7 +138,7 @@ class Lockstep(Mode):
         self.step.shadowing = self.is_in_loop_body and not (self.step.contributors or 0) >> self._rank & 1
 
     def agree_to_leave(self) -> None:
-        """This rank has left the loop before its end: wait until all have, at the same place.
+        """Wait until all ranks have left the loop, before its end, at the same place.
 
         Raises:
             ProtocolError: if this rank has left alone.

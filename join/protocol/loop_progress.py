@@ -60,7 +60,7 @@ class LoopProgress:
         )
 
     def end_step(self) -> None:
-        """The step that was begun last, if any, is over."""
+        """Count the step that was begun last, if any, as ended."""
         if self._ended < self.steps:
             self._ended = self.steps
             self._at_ends.append(self.begun)
@@ -75,7 +75,7 @@ class LoopProgress:
         return other.left and (other.loop, other.step, other.bursts) == (self._loop, self.steps, self.begun)
 
     def look_for_left_out(self, told: dict[int, Progress]) -> None:
-        """This rank waits behind a step, and others have ``told`` how far they are: one may be in what it has left out.
+        """Find out whether another rank, as they have ``told``, is in something that this rank has left out.
 
         Raises:
             ProtocolError: if so; this rank alone knows.

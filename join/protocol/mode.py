@@ -58,7 +58,7 @@ class Mode(ABC):
         self._rank, self._world_size = channel.collective.rank, channel.collective.world_size
 
     def check(self, roster: Roster) -> None:
-        """A block is about to open, after which ``roster`` is that of the group: check that this mode allows it.
+        """Check that this mode allows a block to open, after which ``roster`` is that of the group.
 
         Raises:
             JoinError: if no other block can be open in this mode.
@@ -66,7 +66,7 @@ class Mode(ABC):
         """
 
     def agree(self) -> None:
-        """All ranks have entered a block: exchange what else is to be known then."""
+        """Exchange what ranks must know of each other in this mode; called when all have entered a block."""
 
     @abstractmethod
     def announce(self, index: int, *, confirm: bool) -> Work:
@@ -92,7 +92,7 @@ class Mode(ABC):
 
     @abstractmethod
     def drain(self) -> Outcome:
-        """This rank has run out of inputs: shadow the others until all have.
+        """Shadow the others until all ranks have run out of inputs, as this one has.
 
         Raises:
             EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
@@ -104,7 +104,7 @@ class Mode(ABC):
         return None
 
     def look(self) -> None:
-        """This rank waits: raise if that is because it does not run what others run."""
+        """Raise if this rank, which waits, has left out what others run."""
 
     def place(self) -> Progress | None:
         """Where this rank is in a loop, for the others to read; called in another thread."""

@@ -70,13 +70,13 @@ class BufferSync(DDPBurst):
         self.main_hook()
 
     def announced(self) -> None:
-        """A header that covers the buffers was sent: broadcast them, or do so after the forward if a comm hook asks."""
+        """Broadcast the buffers, whose header was sent; after the forward, if a comm hook asks for that."""
         self.state = BurstState.PENDING
         if not self._after_forward:
             self.main_hook()
 
     def forward_ended(self) -> None:
-        """The forward is over, so buffers that waited for it are due."""
+        """Broadcast buffers that had to wait for the end of the forward."""
         if self.state is BurstState.PENDING:
             self.main_hook()
 
@@ -113,10 +113,10 @@ class BucketRebuild(DDPBurst):
         self.pending = reducer.will_rebuild_buckets(self._ddp)
 
     def expect(self) -> None:
-        """A backward has been shadowed."""
+        """Expect a rebuild, if there is to be one; called when a backward was shadowed."""
         self.due = self.pending
 
     def run(self) -> None:
-        """An active rank's backward is over: announce and do the rebuild."""
+        """Announce and do the rebuild; called after a backward on an active rank."""
         self._channel.announce(self)
         self.main_hook()

@@ -40,7 +40,7 @@ class Contributions:
         """Whether the header covers the buffers too: sent in the forward, it cannot tell who will run a backward."""
 
     def attach(self, join: Block, burst: Burst) -> None:
-        """A block is entered, where the reduction is announced as ``burst``."""
+        """Prepare for a block that is entered, in which the reduction is announced as ``burst``."""
         self._channel, self._collective, self._burst = join.channel, join.collective, burst
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
         self.weights.attach(join)
@@ -49,7 +49,7 @@ class Contributions:
         self.window = Window()
 
     def detach(self) -> None:
-        """The block is left."""
+        """Let go of the block that is left, and keep what is accumulated for the next one."""
         _left_over.pop(self._ddp, None)
         if self.window.unreduced and not self.last_result.aside:  # which is put back into the gradients
             _left_over[self._ddp] = replace(self.window, with_data=0, with_dummies=False), self._writes
@@ -61,7 +61,7 @@ class Contributions:
     # -- what was accumulated, and by whom ----------------------------------------------------------------------------
 
     def note_data(self, with_data: int) -> None:
-        """A backward begins in a loop over ``Join.iterate``: note which ranks have data in it (a bit mask)."""
+        """Note which ranks have data (a bit mask) in a backward that begins, in a loop over ``Join.iterate``."""
         window = self.window
         if not window.with_data:
             self.used.begin_window(brought=window.unreduced)
@@ -69,7 +69,7 @@ class Contributions:
         window.with_dummies |= not self._channel.step.all_have_data
 
     def forget_zeroed(self) -> None:
-        """What was accumulated is gone if ``zero_grad`` was called since: then it must not count.
+        """Drop the window if ``zero_grad`` was called since: what is gone must not count.
 
         Gradients that are 0 tell nothing: those of a batch may be.
         """
@@ -78,7 +78,7 @@ class Contributions:
             self.last_result.aside.clear()
 
     def take_over(self) -> None:
-        """This rank's first backward in the block begins: go on with the window that the last block has left open.
+        """Go on with the window that the last block has left open; called when the first backward begins.
 
         Unless ``zero_grad`` was called since: it sets gradients to ``None``, or writes 0 to them. A rank that only
         shadows does not come here: the loop would have called ``zero_grad``, or not, and it cannot know.
@@ -100,7 +100,7 @@ class Contributions:
         reducer.forget_use(self._ddp)
 
     def add_last_result(self) -> None:
-        """A reduction begins, and gradients still hold the last one's result: see to it that the mean has it once.
+        """See to it that the mean has the last reduction's result once, where gradients still hold it.
 
         Raises:
             ValueError: where numbers of steps are declared, if the number of contributors cannot be known.
@@ -183,7 +183,7 @@ class Contributions:
         return in_time and not channel.someone_may_contribute_unseen()
 
     def begin(self, mine: float) -> None:
-        """A reduction begins: sum the contributors, or their weights, if they are wanted and not all ranks know them.
+        """Start to sum the contributors, or their weights, if they are wanted and not all ranks know them.
 
         Args:
             mine: the sum of this rank's weights, or 1 if it contributes.
@@ -200,7 +200,7 @@ class Contributions:
         return self.mean.weighted and self._has_comm_hook
 
     def end(self) -> None:
-        """A reduction is over: turn the sum over ranks, divided by the world size, into the mean that was asked for.
+        """Turn the result of a reduction, the sum divided by the world size, into the mean that was asked for.
 
         Raises:
             ValueError: on all ranks, if their weights are all 0.
@@ -215,7 +215,7 @@ class Contributions:
                 self.end_without_result()
 
     def end_without_result(self) -> None:
-        """A reduction is over, of which this rank takes nothing."""
+        """End a reduction of which this rank takes nothing: drop the gradients of parameters that only dummies used."""
         counts = self.used.counts and self._channel.all_ranks_run_bursts
         if counts and (self.window.with_dummies or self.weights.brought):
             self.used.end_reduction()

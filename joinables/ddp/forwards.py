@@ -45,7 +45,7 @@ class Forwards:
     def attach(
         self, channel: BlockChannel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
     ) -> list[Any]:
-        """A block is entered.
+        """Register the hooks; called when a block is entered.
 
         Args:
             channel: that of the block.
@@ -70,7 +70,7 @@ class Forwards:
         return handles
 
     def detach(self) -> None:
-        """The block is left, and the handles are removed."""
+        """Put the module back as it was; called when the block is left, and the handles are removed."""
         self._inner.remove()
         if self._hidden is not None:
             self._hidden.remove()

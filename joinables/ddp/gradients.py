@@ -123,7 +123,7 @@ class GradientSync(DDPBurst):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        """A forward with grad begins: announce the backward, if that is to be done here, and synchronise buffers."""
+        """Announce the backward, if that is due now, and synchronise buffers; called before a forward with grad."""
         if self._ddp.find_unused_parameters:
             self._watch_use()
         weighted, channel, buffers = self._join.weight is not None, self._channel, self._buffers
@@ -163,7 +163,7 @@ class GradientSync(DDPBurst):
     # what is mostly not to be done is asked for before it is called.
 
     def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
-        """A gradient enters the module: the first one of a backward begins it."""
+        """Begin a backward with the first gradient of it that enters the module."""
         contributions = self._contributions
         backward = autograd.backward_under_way()
         if backward == self._backward or not self._handles:
@@ -269,7 +269,7 @@ class GradientSync(DDPBurst):
 
     @override
     def fulfil(self) -> None:
-        """The backward was skipped: take part in the reduction without touching the gradients.
+        """Take part in the reduction of a backward that was skipped, without touching the gradients.
 
         Only on a dummy, what others gave is kept: the optimizer may be sharded, and step for all.
 

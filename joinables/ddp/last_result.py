@@ -23,16 +23,16 @@ class LastResult:
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
         self.kept = True
-        """Whether the gradients may hold it."""
+        """Whether the gradients may hold the last result."""
         self.aside: dict[int, torch.Tensor] = {}
         """What was taken out of the gradients, by position among the parameters."""
 
     def attach(self) -> None:
-        """A block is entered."""
+        """Recall what the last block has left; called when a block is entered."""
         self.kept = _kept.get(self._ddp, True)
 
     def detach(self) -> None:
-        """The block is left, maybe before what was accumulated is reduced."""
+        """Put back what is set aside; called when the block is left, maybe before a reduction."""
         self.add(1.0)
         self.aside.clear()
         _kept[self._ddp] = self.kept
@@ -44,7 +44,7 @@ class LastResult:
 
     @property
     def is_zero(self) -> bool:
-        """Whether all of it is 0; reads it all."""
+        """Whether all of the last result is 0; reads it all."""
         if self.aside:
             return not any(bool(result.any()) for result in self.aside.values())
         return not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
@@ -58,7 +58,7 @@ class LastResult:
 
     @torch.no_grad()
     def set_aside(self) -> None:
-        """Take it out of the gradients, before others are accumulated there."""
+        """Take the last result out of the gradients, before others are accumulated there."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self.aside[index] = parameter.grad.clone()
@@ -74,7 +74,7 @@ class LastResult:
 
     @torch.no_grad()
     def end_reduction(self, used: Sequence[int]) -> None:
-        """A reduction is over: restore what was set aside of the gradients that it did not touch.
+        """Restore what was set aside of the gradients that a reduction did not touch.
 
         Args:
             used: for each parameter, whether any rank used it; the reduction leaves other gradients alone.

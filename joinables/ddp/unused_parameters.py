@@ -33,19 +33,19 @@ class UsedParameters:
         self._absent: list[bool] = []
 
     def attach(self, join: Block) -> None:
-        """A block is entered."""
+        """Find out whether there is anything to count; called when a block is entered."""
         self._join = join
         self.counts = self._ddp.find_unused_parameters and not self._ddp.static_graph
 
     def detach(self) -> None:
-        """The block is left."""
+        """Remove the hooks; called when the block is left."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
         del self._join
 
     def watch(self) -> None:
-        """A forward comes, in a loop over ``Join.iterate``."""
+        """Hook into parameters before a forward, in a loop over ``Join.iterate``."""
         if self.counts and len(self._handles) < len(self._parameters):
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad and index not in self._handles:  # some are frozen for some backwards
@@ -56,7 +56,7 @@ class UsedParameters:
             self._used[index] = 1
 
     def begin_window(self, *, brought: bool) -> None:
-        """The first backward since the last reduction, or since ``zero_grad``, begins in such a loop.
+        """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``.
 
         Args:
             brought: whether gradients are there that were accumulated before the loop: those were used.
@@ -66,7 +66,7 @@ class UsedParameters:
             self._used = torch.tensor([brought and not absent for absent in self._absent], dtype=torch.int64)
 
     def end_reduction(self) -> None:
-        """A reduction is over in which there were dummies: drop the gradients of what only they used."""
+        """Drop the gradients of parameters that only dummies used; called after a reduction."""
         self._join.collective.all_reduce(self._used, "max").wait()
         used = cast("list[int]", self._used.tolist())
         for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):

@@ -158,7 +158,7 @@ class ReplayedBackward(ReplayedBurst):
         self._backward = None  # one that raised did not come to its end
 
     def _after_part(self, module: Any, args: Any, output: Any) -> None:
-        """A part of the module has an output, which the module may return as its own."""
+        """Watch the output of a part of the module, which the module may return as its own."""
         if self._graph is not None and not autograd.in_backward():
             self._watch(output, self._graph)
 
@@ -186,7 +186,7 @@ class ReplayedBackward(ReplayedBurst):
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def _gradient_enters(self, graph: Graph, gradient: torch.Tensor) -> None:
-        """A gradient enters a forward's outputs: the first one of a backward begins it."""
+        """Begin a backward with the first gradient of it that enters a forward's outputs."""
         backward = self._backward
         if backward is not None and graph is backward.entered:
             return

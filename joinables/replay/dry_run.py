@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from join import JoinError
+from join.batch import tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.collectives.broken import is_broken
@@ -50,7 +51,7 @@ class Call(NamedTuple):
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call:
         """The call with these arguments, in this context."""
-        require_grad = tuple(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+        require_grad = tuple(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         autocasts = torch.is_autocast_enabled(device.type)
         return Call(args, kwargs, require_grad, torch.get_autocast_dtype(device.type) if autocasts else None)
 
@@ -123,7 +124,7 @@ class DryRun:
                 raise  # another rank is gone
             return None, str(error)  # of pickling, on all ranks
         if call is not None:  # what was sent requires no grad
-            for tensor, requires_grad in zip(_tensors((call.args, call.kwargs)), call.require_grad, strict=True):
+            for tensor, requires_grad in zip(tensors_in((call.args, call.kwargs)), call.require_grad, strict=True):
                 tensor.requires_grad_(requires_grad)
         return call, why_not
 
@@ -198,10 +199,6 @@ def in_mode(module: torch.nn.Module, *, training: bool) -> Generator[None]:
     with keeping_modes(module):
         module.train(training)
         yield
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _kind_of(leaf: Any) -> Any:

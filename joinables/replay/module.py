@@ -64,7 +64,7 @@ class Pass:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its graph is, on an active rank."""
+        """Whether its autograd graph is alive, on an active rank."""
         return self.graph is not None and self.graph() is not None
 
 

@@ -42,10 +42,10 @@ class Reduction:
         self._written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
 
     def attach(self) -> None:
-        """A block is entered."""
+        """Prepare the module for a block; called when it is entered."""
 
     def detach(self) -> None:
-        """The block is left: undo what was changed."""
+        """Undo what was changed; called when the block is left."""
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -69,7 +69,7 @@ class Reduction:
         return [tensor for tensor in tensors if not is_dtensor(tensor)]
 
     def forwarded(self) -> None:
-        """A forward is over: take note of the parameters that autograd sees."""
+        """Note the parameters that autograd sees; called after a forward."""
         if not self.seen:
             self.seen.extend(self.parameters)
 
@@ -98,7 +98,7 @@ class Reduction:
         return nullcontext()
 
     def set_aside(self, *, accumulated: bool) -> None:
-        """A reduction is about to begin whose result will be scaled: keep what is in ``grad`` out of it.
+        """Keep what is in ``grad`` out of a reduction that is about to begin, whose result will be scaled.
 
         Args:
             accumulated: whether gradients were accumulated since the last one.
@@ -158,7 +158,7 @@ class Reduction:
         """Take over buffers from rank ``source``."""
 
     def reset(self) -> None:
-        """An exception has left the module in the middle of something."""
+        """Bring the module to rest, after an exception in the middle of something."""
 
 
 class DDPReduction(Reduction):

@@ -200,7 +200,7 @@ def obstacle() -> str:
 
 
 def obstacle_found(world_size: int) -> str:
-    """The same, after memory was made and opened as ranks of this machine would; it is let go of."""
+    """Why ranks on this machine cannot share memory: like :func:`obstacle`, but makes and opens some, and frees it."""
     if why := obstacle():
         return why
     try:

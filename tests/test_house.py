@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import atexit
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeGuard
 
 import pytest
+import torch
+import torch.distributed.algorithms
+import torchmetrics
 
 import join
 
@@ -17,7 +23,6 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 PRIVATE_ROOMS = (
     ROOT / "joinables" / "_torch",
     ROOT / "join" / "collectives" / "_torch_private.py",
-    ROOT / "joinables" / "integrations" / "lightning" / "names.py",
 )
 
 LINES_OF_A_FILE = 400
@@ -36,25 +41,43 @@ MODULES = set(PATHS)
 def running(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a module that run: not what is for type checkers only."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            child = ast.Module(child.orelse, [])
         yield child
         yield from running(child)
 
 
-def imported(path: Path) -> set[str]:
+def imported(tree: ast.AST, module: str, *, is_package: bool) -> set[str]:
     """The modules of ours that a module imports."""
     found: set[str] = set()
-    for node in running(TREES[path]):
+    for node in running(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & MODULES or {node.module}
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")
+            above = above[: len(above) - node.level + is_package] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            inner = {f"{source}.{alias.name}" for alias in node.names}
+            found |= inner & MODULES or {source}
     return found & MODULES
 
 
-GRAPH = {name_of(path): imported(path) for path in FILES}
+GRAPH = {name_of(path): imported(TREES[path], name_of(path), is_package=path.name == "__init__.py") for path in FILES}
+
+
+def test_every_way_to_import_counts() -> None:
+    code = """
+from .errors import JoinError
+from . import arguments
+import join.batch
+if TYPE_CHECKING:
+    import join.context
+else:
+    import join.report
+"""
+    found = imported(ast.parse(code), "join.inside", is_package=False)
+    assert found == {"join.errors", "join.arguments", "join.batch", "join.report"}
+    assert imported(ast.parse("from .errors import JoinError"), "join", is_package=True) == {"join.errors"}
 
 
 def circle_through(graph: dict[str, set[str]], start: str) -> list[str]:
@@ -101,17 +124,33 @@ def test_sizes(path: Path) -> None:
 
 
 def attributes_set(node: ast.ClassDef, path: Path) -> set[str]:
-    """The attributes that a class and its base classes of ours set on its objects."""
-    found = {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-        if isinstance(each.value, ast.Name) and each.value.id == "self"
-    }
+    """The attributes that a class and its base classes of ours set on its objects; fields, of a dataclass."""
+    found: set[str] = set()
+    if any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+        found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and is_name(each.target)}
+    for method in node.body:
+        if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)) and method.args.args:
+            found |= set(set_on(method.args.args[0].arg, method))
     for base in node.bases:
-        for definition, where in classes_called(ast.unparse(base).partition("[")[0], path):
+        for definition, where in classes_called(ast.unparse(base).partition("[")[0].rpartition(".")[2], path):
             found |= attributes_set(definition, where)
     return found
+
+
+def is_name(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def set_on(name: str, method: ast.AST) -> Iterator[str]:
+    """The attributes that are set on what is called ``name`` in a method."""
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_name(node.value):
+            if node.value.id == name:
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+            where, what = node.args[:2]
+            if is_name(where) and where.id == name and isinstance(what, ast.Constant):
+                yield str(what.value)
 
 
 def classes_called(name: str, path: Path) -> Iterator[tuple[ast.ClassDef, Path]]:
@@ -134,48 +173,124 @@ def test_attributes_of_base_classes_count() -> None:
     assert not list(classes_called("TypeVar", path))
 
 
+def test_attributes_count_however_they_are_set() -> None:
+    code = """
+@dataclass
+class Case:
+    field: int = 0
+
+    def __init__(this) -> None:
+        this.one = other.two = 1
+        setattr(this, "three", 3)
+"""
+    [case] = ast.parse(code).body
+    assert isinstance(case, ast.ClassDef)
+    assert attributes_set(case, FILES[0]) == {"field", "one", "three"}
+
+
 def names_of_ours() -> set[str]:
-    """The names that the packages define or set."""
+    """The names that the packages define, set or delete."""
     found: set[str] = set()
     for tree in TREES.values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
                 found.add(node.attr)
     return found
-
-
-OURS = names_of_ours()
-OF_OTHERS = {
-    "_exit",
-    "_run_exitfuncs",
-    "_defaults",
-    "_reductions",
-    "_is_synced",
-    "_wrap_compute",
-    "_was",
-    "_add_dataloader",  # Accelerate's
-    "_dataloaders",
-    "_remove_dataloader",
-    "_get_num_items_in_batch",  # Transformers'
-}  # not torch's
 
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+OURS = names_of_ours()
+OF_TORCH = {
+    name
+    for each in (
+        torch.nn.Module(),
+        torch.ones(1),
+        torch.nn.parallel.DistributedDataParallel,
+        torch.optim.Optimizer,
+        torch.optim.lr_scheduler.LRScheduler,
+        torch.distributed,
+        torch.distributed.ProcessGroup,
+        torch.distributed.Reducer,
+        torch.distributed.algorithms.Join,
+        torch.amp.GradScaler("cpu"),
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(1))),
+        torch.utils.data.BatchSampler,
+        torch._C,
+    )
+    for name in dir(each)
+    if is_private(name)
+}
+OF_PYTHON = {name for each in (os, atexit, NamedTuple("Tuple", [])) for name in dir(each)}
+OF_FRAMEWORKS = {
+    "joinables/metrics": set(dir(torchmetrics.SumMetric())),
+    # Accelerate's and Transformers', which are not installed here.
+    "joinables/integrations": {"_add_dataloader", "_dataloaders", "_get_num_items_in_batch", "_remove_dataloader"},
+}
+"""The private names that a folder uses of what is neither torch's nor ours."""
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[str, str, ast.AST]]:
+    """Each private attribute that is used, by a dot or by its name as a string, and what it is one of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield ast.unparse(node.value), node.attr, node
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            where, what = node.args[:2]
+            if isinstance(what, ast.Constant) and is_private(str(what.value)):
+                yield ast.unparse(where), str(what.value), node
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            of, name = ast.unparse(node.value), str(node.slice.value)
+            if of.startswith("vars(") and is_private(name):
+                yield of[5:-1], name, node
+
+
+def wrong_names(tree: ast.AST, known: set[str]) -> list[str]:
+    """The private names of torch in a module, and others that are neither ours nor ``known``."""
+    found = [
+        f"line {getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
+        for where, name, node in private_names(tree)
+        if name not in known and (name not in OURS or (name in OF_TORCH and where not in ("self", "cls", "super()")))
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for first, *parts in (module.split(".") for module in modules):
+            if first == "torch" and any(map(is_private, parts)):
+                found.append(f"import of {'.'.join([first, *parts])}")
+    return found
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_private_names_of_torch_live_in_one_room(path: Path) -> None:
     if any(path.is_relative_to(room) for room in PRIVATE_ROOMS):
         return
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            assert node.attr in OURS | OF_OTHERS, f"line {node.lineno}: {ast.unparse(node)}"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            assert not any(map(is_private, parts)), f"line {node.lineno}: {ast.unparse(node)}"
+    folder = path.relative_to(ROOT).as_posix()
+    known = OF_PYTHON.union(*(names for place, names in OF_FRAMEWORKS.items() if folder.startswith(place)))
+    assert wrong_names(TREES[path], known) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo as dynamo",
+        "from torch import _C",
+        "from torch._utils import ExceptionWrapper",
+        "module._buffers.clear()",
+        'getattr(module, "_backward_hooks")',
+        'vars(module)["_parameters"]',
+        "torch._C.f()",
+        "ddp._module_parameters",
+    ],
+)
+def test_private_names_of_torch_are_found(code: str) -> None:
+    assert wrong_names(ast.parse(code), OF_PYTHON)
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.stem)

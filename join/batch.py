@@ -80,7 +80,7 @@ def samples_in(batch: Any) -> int:
 
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:
-    """What is in something that pytree takes for a leaf."""
+    """Keys or names, and values, of a container that pytree takes for a leaf; none for anything else."""
     if isinstance(leaf, (list, tuple)):
         return list(enumerate(cast("Sequence[Any]", leaf)))
     if isinstance(leaf, Mapping):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import operator
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +96,62 @@ def test_public_names() -> None:
     for package in (join, joinables, join.collectives, joinables.trainer):
         for name in package.__all__:
             assert name == "ReduceOp" or getattr(package, name).__doc__, name
+
+
+def parameters_of(function: Callable[..., Any]) -> str:
+    """What a function takes, without types."""
+    shown: list[str] = []
+    for each in inspect.signature(function).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        shown.append(f"{stars}{each.name}{'' if each.default is each.empty else f'={each.default!r}'}")
+    return ", ".join(shown)
+
+
+SIGNATURES = {
+    "Join": "joinables, enable=True, throw_on_early_termination=False, *, steps=None, timeout=None,"
+    " process_group=Ellipsis, loss_divided_by=1, **kwargs",
+    "Join.close": "self, error=None",
+    "Join.is_open_on": "group",
+    "Join.iterate": "self, loader, until='all', *, dummy='empty', lookahead=1",
+    "Join.loader_state": "self",
+    "Join.notify_join_context": "joinable",
+    "Join.open": "self",
+    "Join.trace": "self, path",
+    "Joinable.attach": "self, join",
+    "Joinable.detach": "self",
+    "Joinable.join_hook": "self, **kwargs",
+    "Joinable.synchronise": "self, source",
+    "Joinable.synchronise_own": "self, source",
+    "JoinHook.main_hook": "self",
+    "JoinHook.post_hook": "self, is_last_joiner",
+    "Burst.declared_flags": "self, weighted",
+    "Burst.flags": "self, active",
+    "Burst.fulfil": "self",
+    "JoinConfig": "enable, throw_on_early_termination, is_first_joinable",
+    "JoinConfig.construct_disabled_join_config": "",
+    "register_joinable": "cls, adapter",
+}
+
+
+def test_public_signatures() -> None:
+    found = {name: parameters_of(operator.attrgetter(name)(join)) for name in SIGNATURES}
+    assert found == SIGNATURES
+    for kind in (join.Join, join.Joinable, join.JoinHook, join.Burst):
+        methods = {name for name, each in vars(kind).items() if inspect.isroutine(each) and not name.startswith("_")}
+        assert {name for name in methods if f"{kind.__name__}.{name}" not in SIGNATURES} == set()
+    properties = {name for name, each in vars(join.Join).items() if isinstance(each, property) and name[0] != "_"}
+    assert properties == {
+        "channel",
+        "collective",
+        "is_last_step",
+        "loss_divided_by",
+        "pending",
+        "report",
+        "shadowing",
+        "weight",
+    }
 
 
 @pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "trace", "weight"])

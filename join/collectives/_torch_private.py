@@ -81,7 +81,7 @@ def _pause() -> None:
 
 
 def never_destroy_at_exit(group: dist.ProcessGroup) -> None:
-    """Do that when the interpreter exits, if the group is still there: until then it is its owner's to destroy."""
+    """Call :func:`never_destroy` when the interpreter exits, if the group is still there."""
     found = weakref.ref(group)
 
     def hold() -> None:

@@ -41,7 +41,7 @@ class _Meeting:
         self.failure: RuntimeError | None = None
 
     def fail(self, failure: RuntimeError) -> None:
-        """It will not come to its end."""
+        """End the operation with ``failure``, since a rank will not come to it."""
         self.failure = self.failure or failure
         self.done.set()
 

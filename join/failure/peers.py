@@ -162,7 +162,7 @@ class Peers:
         return self._gone(silent) if silent else None
 
     def _consequence(self, notes: list[Note]) -> JoinError:
-        """This rank fails because of what these notes say."""
+        """The error of this rank, which fails because of what these notes say."""
         first = [note for note in notes if note.rank == note.cause] or notes
         text = "; ".join(dict.fromkeys(note.text for note in first))
         gave_up = all(note.kind == JoinTimeoutError.__name__ for note in first)
@@ -170,7 +170,7 @@ class Peers:
         return self._blaming(error, first[0].cause, first[0].kind, text)
 
     def _gone(self, ranks: list[int]) -> JoinError:
-        """This rank fails because the processes of others are gone; none are given where the store is, too."""
+        """The error for ranks whose processes are gone; for none, where the store is gone, too."""
         who = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
         if not ranks:
             who = "another rank is gone, and with it the store in which ranks leave word"

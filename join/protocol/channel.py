@@ -42,7 +42,7 @@ from join.protocol.mode import Mode, Outcome
 
 
 def _asks(part: str) -> Any:
-    """What a part of the channel says, read by name, without a call of a function in Python."""
+    """A property that reads an attribute of a part of the channel, without a call of a function in Python."""
     return property(attrgetter(part))
 
 
@@ -195,7 +195,7 @@ class Channel:
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """What comes before anything else is announced: what is pending is flushed, the last header is applied."""
+        """Flush what is pending, and apply the last header; called before anything else is announced."""
         if self.guard.closed:
             self.guard.raise_closed()
         for burst in self.roster.may_be_pending:

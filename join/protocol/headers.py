@@ -34,7 +34,7 @@ class Tally:
     idle: float = 0.0
 
     def since(self, earlier: Tally) -> Tally:
-        """What came on top of an earlier state."""
+        """The difference to an earlier tally."""
         return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
 
 

@@ -215,7 +215,7 @@ class Recorder:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The block is left: stand in for nothing any more, and write the file. A file that cannot be is a warning."""
+        """Give the methods back, and write the file, when the block is left; if that is impossible, warn."""
         for owner, name in self._stood_in:
             delattr(owner, name)
         for _, member in self._members.values():
@@ -231,7 +231,7 @@ class Recorder:
             _logger.warning("the trace could not be written to %s: %s", self._path, error)
 
     def _told(self, now: float) -> dict[str, Any]:
-        """What the file has."""
+        """The contents of the file, as plain data."""
         members, collective = [member for _, member in self._members.values()], self._channel.collective
 
         def since(at: float) -> float:

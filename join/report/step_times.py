@@ -31,10 +31,10 @@ class StepTimes:
         return sum(self.counts)
 
     def start(self, now: float) -> None:
-        """The first step begins to take time; ``now`` is in seconds, of a monotonic clock."""
+        """Let the first step begin at ``now``, in seconds of a monotonic clock."""
         self._last = now
 
     def step(self, now: float) -> None:
-        """A step is made."""
+        """Count a step that ends at ``now``."""
         took, self._last = now - self._last, now
         self.counts[bisect(EDGES, took, 1, BINS) - 1] += 1

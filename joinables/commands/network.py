@@ -23,7 +23,7 @@ _SLOW = 2.0  # seconds
 
 
 def look_at_network(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """What gloo will listen on, and where ranks meet."""
+    """Look at what gloo will listen on, and where ranks meet."""
     there = interfaces()
     found = [Finding("interfaces: " + ", ".join(f"{name} {address}" for name, address in there.items()))]
     chosen = environment.get(INTERFACE, "")

@@ -71,7 +71,7 @@ def look_at_training(limit: float = LIMIT) -> list[Finding]:
 
 
 def judged(told: dict[int, Told], limit: float) -> list[Finding]:
-    """What the answers of the ranks show."""
+    """Make findings of what the ranks have told; one that has told nothing was too slow, or died."""
     wrong = [f"rank {rank}: {each.error}" for rank, each in sorted(told.items()) if each.error]
     if wrong:
         advice = (
@@ -122,7 +122,7 @@ def _parameters(network: torch.nn.Module) -> torch.Tensor:
 
 
 def _work(rank: int, port: int, limit: float, answers: Any) -> None:
-    """What a rank does."""
+    """Train as one rank, and put what it has found into ``answers``."""
     try:
         answers.put((rank, _train(rank, port, limit)))
     except Exception as error:

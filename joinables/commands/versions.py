@@ -55,7 +55,7 @@ def minor_of(version: str) -> tuple[int, ...]:
 
 
 def look_at_backends() -> list[Finding]:
-    """What carries collectives."""
+    """Look at the backends that carry collectives."""
     if not dist.is_available():
         return [Finding("torch.distributed is not in this torch", "to do", "install a torch that was built with it")]
     found = [

@@ -239,7 +239,7 @@ class ReplayedBackward(ReplayedBurst):
     # -- both sides ---------------------------------------------------------------------------------------------------
 
     def _begin(self, backward: Backward) -> None:
-        """What comes before the module's own collectives."""
+        """Agree on what is to be summed; called right before the module's own collectives."""
         flags, announced = BackwardFlags(*self._channel.flags(self)), self._channel.announced(self)
         if 0 < flags.reduces < announced or 0 < flags.completely < announced:
             raise ValueError(
@@ -293,7 +293,7 @@ class ReplayedBackward(ReplayedBurst):
         backward.through = [each for place, each in enumerate(newest_first) if most >> place & 1]
 
     def _end(self, backward: Backward) -> None:
-        """What comes after the module's own collectives."""
+        """Make the mean of the result; called right after the module's own collectives."""
         if not backward.complete:
             if not (self._weights.silent or self._channel.step.shadowing):
                 self._window.unreduced, self._window.weighted = True, self._mean.weighted

@@ -177,7 +177,7 @@ class ReplayedForward(ReplayedBurst):
         return None if stands_in is None else emptied_output(output, stands_in)
 
     def _begin(self, mine: Arguments | None) -> None:
-        """What comes before the module's own collectives."""
+        """Agree on the call, and broadcast buffers; called right before the module's own collectives."""
         for each in self.passes:
             if each.done or each.graph is not None:  # of a real forward
                 each.outputs.clear()  # before new activations come

@@ -41,7 +41,7 @@ def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
 
 
 def gather_objects(join: Join, data: list[Any], *, none: bool | None = None) -> list[Any]:
-    """The same for a list of any objects that can be pickled: those of all ranks with data."""
+    """Gather a list of any objects that can be pickled: those of all ranks with data."""
     none = join.shadowing if none is None else none
     ranks: list[list[Any]] = join.collective.all_gather_object([] if none else list(data))
     return [each for rank in ranks for each in rank]

@@ -89,7 +89,7 @@ class Blocks:
         return self._join is not None and self._join.is_last_step
 
     def end(self) -> None:
-        """The loop is over, and so is its last step."""
+        """Close the block, and forget the step under way; called when the loop is over."""
         self.close()
         self.is_dummy, self.weight = False, 1.0
 

@@ -126,12 +126,12 @@ class Source:
             self._at_end = self._states()
 
     def used(self) -> None:
-        """The next batch was handed out."""
+        """Note that the next batch was handed out."""
         _, states = self._ahead.popleft()
         self._use(states)
 
     def end(self) -> None:
-        """All ranks' batches were handed out: loaders are in the state that they end with, where many begin anew."""
+        """Note that all batches of all ranks were handed out: loaders are in the state in which many begin anew."""
         if self._at_end is not None and not self._ahead:
             self._use(self._at_end)
 

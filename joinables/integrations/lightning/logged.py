@@ -52,7 +52,7 @@ class LoggedValues(ResultCollection):
 
 
 def _nothing(value: torch.Tensor, meta: Any) -> torch.Tensor:
-    """What changes no reduction."""
+    """A value that changes no mean, sum, minimum or maximum."""
     if meta.is_max_reduction or meta.is_min_reduction:
         value = value if value.is_floating_point() else value.float()
         return torch.full_like(value, float("-inf" if meta.is_max_reduction else "inf"))

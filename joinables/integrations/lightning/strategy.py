@@ -183,7 +183,7 @@ class JoinStrategy(DDPStrategy):
     # -- failure ------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """The run ends with ``error``: tell the other ranks."""
+        """Close the block of a run that ends with ``error``, which tells the other ranks."""
         try:
             self._blocks.close(error)
         except Exception as failure:  # another rank's, of which this one's comes

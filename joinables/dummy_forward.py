@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from typing_extensions import override
 
-from join import JoinError
+from join import JoinError, ProtocolError
 from join.batch import StepBatch, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
@@ -50,6 +50,19 @@ class DummyForward:
         if not self._calls:
             return map_tensors(_with_rows, arguments)
         return map_tensors(torch.clone, self._calls[min(self._number, len(self._calls)) - 1])
+
+
+def check_backward_on_dummy(channel: BlockChannel, module: object) -> None:
+    """Check that a backward of a forward on a dummy comes in the loop whose dummy it is, where it does not count.
+
+    Raises:
+        ProtocolError: on this rank, if it comes later.
+    """
+    if not channel.is_in_loop_body:
+        raise ProtocolError(
+            f"a backward of {type(module).__name__} came after the loop over join.iterate in which its forward ran on a"
+            " dummy, where it would count as data; run backward in the body of the loop [J294]"
+        )
 
 
 def is_empty_call(arguments: Any) -> bool:

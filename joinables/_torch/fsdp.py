@@ -24,8 +24,9 @@ require(
     {
         "torch.distributed.fsdp:FSDPModule": ("_get_fsdp_state",),
         f"{_FULLY_SHARD}._fsdp_common:HSDPMeshInfo": ("replicate_process_group",),
-        f"{_FULLY_SHARD}._fsdp_param:FSDPParam": ("_unsharded_param", "sharded_param"),
+        f"{_FULLY_SHARD}._fsdp_param:FSDPParam": ("_unsharded_param", "sharded_param", "unsharded_accumulated_grad"),
         f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup": (
+            "_partial_reduce_output",
             "all_reduce_grads",
             "fsdp_params",
             "mesh_info",
@@ -62,6 +63,20 @@ def unsharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that autograd sees, as far as a forward has made them. They stay the same from then on."""
     found = [getattr(each, "_unsharded_param", None) for group in _groups(module) for each in group.fsdp_params]
     return [each for each in found if each is not None]
+
+
+def holds_accumulated(module: torch.nn.Module) -> bool:
+    """Whether gradients are there that were accumulated and not reduced over all ranks, since the settings say so.
+
+    Stands in for asking FSDP, which keeps them beside ``grad`` of the sharded parameters.
+    """
+    for group in _groups(module):
+        if group._partial_reduce_output is not None:
+            return True
+        for each in group.fsdp_params:
+            if each.unsharded_accumulated_grad is not None:
+                return True
+    return any(parameter.grad is not None for parameter in unsharded_parameters(module))
 
 
 def reduces(module: torch.nn.Module) -> tuple[bool, bool]:

@@ -19,8 +19,10 @@ from joinables.weights import Weights
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
 """The flags in the header of a reduction: it covers the buffers too, this rank contributes, weights are summed."""
 
-# Between blocks: what a rank has accumulated and not reduced, and how often its gradients were written to until then.
-_left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[int]]] = weakref.WeakKeyDictionary()
+# Between blocks: what a rank has accumulated and not reduced; and, for each gradient, its id and how often it was
+# written to by then.
+_left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[tuple[int, int]]]]
+_left_over = weakref.WeakKeyDictionary()
 
 
 class Contributions:
@@ -50,7 +52,6 @@ class Contributions:
 
     def detach(self) -> None:
         """Let go of the block that is left, and keep what is accumulated for the next one."""
-        _left_over.pop(self._ddp, None)
         if self.window.unreduced and not self.last_result.aside:  # which is put back into the gradients
             _left_over[self._ddp] = replace(self.window, with_data=0, with_dummies=False), self._writes
         self.weights.detach()
@@ -83,18 +84,24 @@ class Contributions:
         Unless ``zero_grad`` was called since: it sets gradients to ``None``, or writes 0 to them. A rank that only
         shadows does not come here: the loop would have called ``zero_grad``, or not, and it cannot know.
         """
-        window, writes = _left_over.pop(self._ddp, (self.window, []))
+        window, writes = _left_over.pop(self._ddp, (self.window, list[tuple[int, int]]()))
         was_zeroed = writes != self._writes and self.last_result.is_zero
         if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
             self.window = window
 
     @property
-    def _writes(self) -> list[int]:
+    def _writes(self) -> list[tuple[int, int]]:
         gradients = (parameter.grad for parameter in self._parameters)
-        return [autograd.writes(each) for each in gradients if each is not None]
+        return [(id(each), autograd.writes(each)) for each in gradients if each is not None]
+
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether the gradients are this rank's own, still to be reduced: of this block, or of the last one."""
+        return self.window.unreduced or (self._ddp in _left_over and not self.last_result.has_no_gradient)
 
     def drop(self) -> None:
         """Contribute nothing to the reduction that comes: drop the gradients."""
+        _left_over.pop(self._ddp, None)
         for parameter in self._parameters:
             parameter.grad = None
         reducer.forget_use(self._ddp)

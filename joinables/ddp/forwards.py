@@ -14,7 +14,7 @@ from join import JoinError
 from join.joinable import BlockChannel
 from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BufferSync
-from joinables.dummy_forward import InnerForward
+from joinables.dummy_forward import InnerForward, check_backward_on_dummy
 from joinables.replacement import ModuleHook
 from joinables.tensors import tensors_with_grad
 
@@ -128,13 +128,19 @@ class Forwards:
         self.armed |= synchronises
         if synchronises and self._ddp.find_unused_parameters:
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
-        hook = partial(self._enters, synchronises)
+        enters = self._enters_on_dummy if self._channel.step.shadowing else self._enters
+        hook = partial(enters, synchronises)
         for tensor in outputs:
             handle = autograd.on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._handles.append(handle)
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
             self._watch_gradients(hook)
+
+    def _enters_on_dummy(self, synchronises: bool, gradient: torch.Tensor) -> None:
+        if "_channel" in vars(self):  # else the block is left, and this an ordinary DDP module
+            check_backward_on_dummy(self._channel, cast("object", self._ddp.module))
+            self._enters(synchronises, gradient)
 
     def _watch_gradients(self, enters: Callable[[torch.Tensor], None]) -> None:
         if self._hidden is not None:

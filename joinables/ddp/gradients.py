@@ -99,7 +99,7 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_begin_forward`` depends on it.
         """
         broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
-        own, kept = self._contributions.window.unreduced, self._last_result.kept
+        own, kept = self._contributions.holds_unreduced, self._last_result.kept
         kept = adopt_gradients(self._collective, self._parameters, source, accumulated=own, also=kept)
         if not own:
             self._last_result.kept = kept
@@ -277,6 +277,7 @@ class GradientSync(DDPBurst):
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
         self.state = BurstState.RUNNING
+        self._contributions.take_over()
         if self._channel.all_ranks_run_bursts:
             self._last_result.look()
             self._contributions.agree_on_weights()

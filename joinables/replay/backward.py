@@ -17,6 +17,7 @@ from typing_extensions import override
 from join import JoinError, JoinHook
 from join.joinable import Block, BurstState
 from joinables._torch import autograd
+from joinables.dummy_forward import check_backward_on_dummy
 from joinables.mean import Mean, Window
 from joinables.replacement import ModuleHook
 from joinables.replay.forward import ReplayedForward
@@ -94,7 +95,8 @@ class ReplayedBackward(ReplayedBurst):
         super().attach(join)
         self._join = join
         self._weights.attach(join)
-        self._window = _windows.pop(self._of.module, None) or Window()
+        window = _windows.pop(self._of.module, None)
+        self._window = window if window is not None and self._reduction.holds_accumulated else Window()
         self._backwards = 0
         self._reduction.note_writes()
         module, entrances = self._of.module, self._reduction.entrances
@@ -108,10 +110,10 @@ class ReplayedBackward(ReplayedBurst):
     @override
     def detach(self) -> None:
         self._weights.detach()
+        self._reduction.put_back()
         if self._channel.closed:  # on all ranks, which have stopped at the same place, if in the middle of a step
             self._reduction.reset()
-        # What is in ``grad`` is the loop's to clear or keep; what FSDP has accumulated goes into the next reduction.
-        elif self._window.unreduced and not self._reduction.accumulates_in_grad:
+        elif self._window.unreduced:  # what it has accumulated goes into the next reduction
             _windows[self._of.module] = self._window
         super().detach()
         del self._join
@@ -175,7 +177,7 @@ class ReplayedBackward(ReplayedBurst):
         self._graph = None
         self._reduction.forwarded()
         self._weights.watch()
-        self._forward.passes.append(Pass(outputs, weakref.ref(graph)))
+        self._forward.passes.append(Pass(outputs, weakref.ref(graph), on_dummy=self._channel.step.shadowing))
         self._watch(output, graph)
 
     def _watch(self, output: Any, graph: Graph) -> None:
@@ -205,6 +207,8 @@ class ReplayedBackward(ReplayedBurst):
                 raise JoinError(self._other_forwards())
         elif change := self._weights.change():
             raise change  # nothing was announced yet
+        if entered.on_dummy:
+            check_backward_on_dummy(self._channel, self._of.module)
         entered.done = True
         entered.outputs.clear()  # large ones should not outlive the backward
         if backward is not None:
@@ -273,7 +277,9 @@ class ReplayedBackward(ReplayedBurst):
             window.with_data |= with_data
             backward.contributors = window.with_data.bit_count()
         is_uneven = backward.contributors not in (0, self._collective.world_size)
-        if backward.complete and self._reduction.scales and (mean.weighted or (mean.scales and is_uneven)):
+        will_scale = mean.weighted or (mean.scales and is_uneven)
+        begins_to_accumulate = mean.scales and self._reduction.accumulates_in_grad  # on top of the last result
+        if self._reduction.scales and (will_scale if backward.complete else begins_to_accumulate):
             self._reduction.set_aside(accumulated=window.unreduced)
         if backward.complete:
             mean.begin(self._channel.sum(window.weight) if mean.weighted else None)

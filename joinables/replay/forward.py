@@ -26,7 +26,7 @@ from joinables._torch import autograd
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_empty_call
 from joinables.replacement import ModuleHook
 from joinables.replay.dry_run import in_mode
-from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule
+from joinables.replay.module import REMEMBERED, Pass, ReplayedBurst, ReplayedModule, agreed_runs
 from joinables.sharding import is_dtensor
 from joinables.tensors import tensors_with_grad
 
@@ -67,6 +67,7 @@ class ReplayedForward(ReplayedBurst):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
+        agreed_runs[self._of.module] = self._of.dry_run
         self._reduction.attach()
         self._dummy_forward, self._stands_in, self._found_in = DummyForward(join.channel), None, 0
         # Else ranks may compute together with what a rank without data runs on.
@@ -208,6 +209,7 @@ class ReplayedForward(ReplayedBurst):
             self._reduction.reducing(flags.prepares > 0, flags.prepares > 0),
         ):
             outputs = self._of.dry_run.run(module, self._collective.rank)
+            if flags.grad:
+                self._reduction.forwarded()
         if flags.grad:
-            self._reduction.forwarded()
             self.passes.append(Pass(tensors_with_grad(outputs)))

@@ -21,8 +21,8 @@ from joinables.sharding import group_of
 REMEMBERED = 62
 """How many forwards back a backward can go through: bits of a word."""
 
-# Over blocks: how ranks without data run a module, as agreed on all ranks.
-_dry_runs: weakref.WeakKeyDictionary[torch.nn.Module, DryRun] = weakref.WeakKeyDictionary()
+agreed_runs: weakref.WeakKeyDictionary[torch.nn.Module, DryRun] = weakref.WeakKeyDictionary()
+"""How ranks without data run a module, as agreed on all ranks in an earlier block."""
 
 
 class ReplayedModule:
@@ -38,9 +38,8 @@ class ReplayedModule:
         if process_group is None:
             process_group = group_of(self.reduction.parameters, type(module).__name__)
         self.process_group = process_group
-        agreed = _dry_runs.get(module)
+        agreed = agreed_runs.get(module)
         self.dry_run = agreed if agreed and agreed.example is example else DryRun(self.device, example)
-        _dry_runs[module] = self.dry_run
 
 
 class Graph:
@@ -55,11 +54,13 @@ class Pass:
         outputs: its outputs that require grad. Those of a real forward, on an active rank, are held only until its
             backward or the next forward begins: how long its graph lives is up to the user.
         graph: of a real forward, what lives as long as its graph; ``None`` for a replayed one.
+        on_dummy: whether it ran on a dummy of a loop over ``Join.iterate``.
         done: whether a backward has gone through it.
     """
 
     outputs: list[torch.Tensor]
     graph: weakref.ref[Graph] | None = None
+    on_dummy: bool = False
     done: bool = False
 
     @property

@@ -40,12 +40,18 @@ class Reduction:
         """The parameters that autograd sees; filled by ``forwarded``."""
         # How often gradients were written to, in place, when the last reduction ended.
         self._written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the last results, during a reduction
 
     def attach(self) -> None:
         """Prepare the module for a block; called when it is entered."""
 
     def detach(self) -> None:
         """Undo what was changed; called when the block is left."""
+
+    @property
+    def holds_accumulated(self) -> bool:
+        """Whether gradients are there that may have been accumulated before this block and not reduced."""
+        return any(bool(_local(gradient).any()) for gradient in self._gradients())
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -98,7 +104,7 @@ class Reduction:
         return nullcontext()
 
     def set_aside(self, *, accumulated: bool) -> None:
-        """Keep what is in ``grad`` out of a reduction that is about to begin, whose result will be scaled.
+        """Keep what the last reduction has left in ``grad`` out of the next one, whose result will be scaled.
 
         Args:
             accumulated: whether gradients were accumulated since the last one.
@@ -106,11 +112,18 @@ class Reduction:
 
     def scale(self, factor: float) -> None:
         """Multiply the result of the reduction that is over, and add what was set aside."""
-        if factor != 1:
-            with torch.no_grad():
-                for parameter in self.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+        with torch.no_grad():
+            for parameter in self.parameters if factor != 1 else ():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Add what was set aside to the gradients."""
+        for parameter, kept in self._aside:
+            parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
+        self._aside.clear()
 
     # -- what the loop does with gradients between reductions ---------------------------------------------------------
 
@@ -220,17 +233,11 @@ class DDPReduction(Reduction):
 
     @override
     def set_aside(self, *, accumulated: bool) -> None:
-        """Refuse what would be reduced together with it, and scaled again.
-
-        Raises:
-            ValueError: if gradients hold the last result, or what was accumulated before this block.
-        """
-        _, nothing_kept = self.emptiness()
-        if not (accumulated or nothing_kept):
-            raise ValueError(
-                f"the gradients of a {type(self._module).__name__} that ranks without data replay still hold the last"
-                " result, or what was accumulated before this block; call zero_grad() before each step [J293]"
-            )
+        if not accumulated:  # else what is in ``grad`` is to be reduced
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    self._aside.append((parameter, parameter.grad.clone()))
+                    parameter.grad.zero_()  # in place: it may be a view of a bucket
 
     @override
     def scale(self, factor: float) -> None:
@@ -264,7 +271,6 @@ class ShardedReduction(Reduction):
         super().__init__(module)
         self._fsdp = fsdp
         self.weighs = not self.mixes_ranks
-        self._aside: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     @property
     @override
@@ -298,6 +304,11 @@ class ShardedReduction(Reduction):
     def reducing(self, reduces: bool, completely: bool) -> AbstractContextManager[None]:
         return self._fsdp.reducing(self._module, reduces, completely)
 
+    @property
+    @override
+    def holds_accumulated(self) -> bool:
+        return self._fsdp.holds_accumulated(self._module)
+
     @override
     def set_aside(self, *, accumulated: bool) -> None:
         for parameter in self.parameters:
@@ -306,16 +317,7 @@ class ShardedReduction(Reduction):
                 parameter.grad = None
 
     @override
-    def scale(self, factor: float) -> None:
-        super().scale(factor)
-        with torch.no_grad():
-            for parameter, kept in self._aside:
-                parameter.grad = kept if parameter.grad is None else kept.add_(parameter.grad)
-        self._aside.clear()
-
-    @override
     def reset(self) -> None:
-        self._aside.clear()
         self._fsdp.reset(self._module)
 
 

@@ -30,6 +30,7 @@ from tests.join.counter import Counter
 from tests.joinables.ddp.test_comm_hooks import buffer_hook
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
+from tests.training import shard
 from tests.versions import needs_gloo_with_limits
 
 RANKS = 3
@@ -572,3 +573,29 @@ def wrap_twice(rank: int) -> None:
 
 def test_a_module_that_is_wrapped_twice(pool: Pool) -> None:
     pool.run(wrap_twice, ranks=2)
+
+
+def late_backward(rank: int, kind: str, leaves: bool) -> str:
+    """The last forward of a loop, which rank 1 runs on a dummy, is followed by a backward after the loop."""
+    module: Any = shard() if kind == "sharded" else DistributedDataParallel(build("mlp"))
+    loss = torch.zeros(())
+    try:
+        with Join([module], divide_by_initial_world_size=False) as join:
+            mine = [batch(rank, 0, step)[0] for step in range((2, 0, 2)[rank])]
+            for x in join.iterate(mine):
+                loss = module(x).square().mean()
+                if leaves:
+                    break
+            loss.backward()
+    except (PeerError, ProtocolError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("kind", ["DDP", "sharded"])
+def test_a_backward_after_the_loop_in_which_its_forward_ran_on_a_dummy(ending: Ending, kind: str, leaves: bool) -> None:
+    name = "FSDPMLP" if kind == "sharded" else "MLP"
+    assert_blamed(
+        ending.run(late_backward, kind, leaves), 1, f"ProtocolError: a backward of {name} came after the loop"
+    )

@@ -27,7 +27,7 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
-def train(rank: int, cleared: str, kind: str, way: str) -> dict[str, torch.Tensor]:
+def train(rank: int, cleared: str, kind: str, way: str, validates: bool) -> dict[str, torch.Tensor]:
     model = build("mlp")
     ddp = DistributedDataParallel(model)
     for block, counts in enumerate(COUNTS[way]):
@@ -41,6 +41,10 @@ def train(rank: int, cleared: str, kind: str, way: str) -> dict[str, torch.Tenso
                     join.weight = weight_of(rank, block)
                 ddp.require_backward_grad_sync = block == 1
                 loss_of(ddp, rank, block).backward()
+        if block == 0 and validates:
+            with Join([ddp]) as join, torch.no_grad():
+                for step in join.iterate(range(rank)):  # on rank 0, dummies alone
+                    loss_of(ddp, rank, step)
         if block == 0 and CLEARED[cleared] is not None:
             ddp.zero_grad(set_to_none=bool(CLEARED[cleared]))
     return gradients(model)
@@ -49,7 +53,8 @@ def train(rank: int, cleared: str, kind: str, way: str) -> dict[str, torch.Tenso
 @pytest.mark.parametrize("way", COUNTS)
 @pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights"])
 @pytest.mark.parametrize("cleared", CLEARED)
-def test_equals_one_process(pool: Pool, cleared: str, kind: str, way: str) -> None:
+@pytest.mark.parametrize("validates", [False, True])
+def test_equals_one_process(pool: Pool, cleared: str, kind: str, way: str, validates: bool) -> None:
     model = build("mlp")
     begins = 0 if CLEARED[cleared] is None else 1
     of_window = [(rank, block) for block in range(begins, 2) for rank in range(3) if COUNTS[way][block][rank]]
@@ -57,5 +62,5 @@ def test_equals_one_process(pool: Pool, cleared: str, kind: str, way: str) -> No
     parts = {"all ranks": 3.0, "contributors": len({rank for rank, _ in of_window}), "weights": sum(weights)}[kind]
     for weight, each in zip(weights, of_window, strict=True):
         (loss_of(model, *each) * weight / parts).backward()
-    for found in pool.run(train, cleared, kind, way, ranks=3):
+    for found in pool.run(train, cleared, kind, way, validates, ranks=3):
         assert_same(found, gradients(model), TOLERANCE)

@@ -897,6 +897,32 @@ def test_weights_of_a_window_over_blocks(pool: Pool) -> None:
         assert_same(state, flat_state(model.state_dict()), TOLERANCE)
 
 
+def steps_outside(rank: int, weighs: bool) -> dict[str, torch.Tensor]:
+    """A window that is left open in a block is reduced outside of any; then comes another block."""
+    model = shard()
+    listed = [model, torch.optim.SGD(model.parameters(), lr=0.0)]
+    with Join(listed, divide_by_initial_world_size=False) as join:
+        join.weight = 10
+        model.set_requires_gradient_sync(False)
+        model(batch(rank, 0, 0)[0]).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(batch(rank, 0, 1)[0]).square().sum().backward()
+    model.zero_grad()
+    with Join(listed, divide_by_initial_world_size=False) as join:
+        for step in range(rank):
+            join.weight = 3 if weighs else None
+            model(batch(rank, 1, step)[0]).square().sum().backward()
+    return whole(gradients_of(model))
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_window_that_is_stepped_outside_a_block(pool: Pool, weighs: bool) -> None:
+    model = build("mlp")
+    model(batch(1, 1, 0)[0]).square().sum().backward()
+    for found in pool.run(steps_outside, weighs, ranks=2):
+        assert_same(found, gradients_of(model), TOLERANCE * 10)
+
+
 def begins_to_weigh(rank: int) -> str:
     """In the middle of a window, on all ranks; the module is at rest afterwards."""
     model = shard()

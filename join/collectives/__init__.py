@@ -7,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from join.collectives.base import Collective, ReduceOp
-from join.collectives.control_line import Line, Sum
-from join.collectives.roll_call import RollCall
+from join.collectives.control_line import Line, RollCall, Sum
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective

@@ -2,7 +2,7 @@
 
 A collective connects the ranks of one group. Operations are matched by their order: the n-th operation of one rank
 meets the n-th of every other. What returns a :class:`Work` has only been started, what returns a value is done. Next to
-them is a small key-value store, for texts that need no meeting.
+them is a small key-value store, for texts that need no operation of all.
 
 A backend implements the abstract methods, and may override what is not final.
 """
@@ -128,7 +128,7 @@ class Collective(ABC):
         """A line for headers or the like, the same one for a number at every call.
 
         Args:
-            number: ``HEADERS``, ``ROLL_CALLS`` or ``MEETINGS``. Lines may be used at the same time: what is started on
+            number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Lines may be used at the same time: what is started on
                 several of them is, on all ranks, in the same order. Where a backend has a companion, none of them mixes
                 with this one's operations.
         """

@@ -48,7 +48,7 @@ class Progress(NamedTuple):
         step: how many steps of that loop it has begun.
         bursts: how many bursts it has begun in that loop,
         burst: and the name of the last one.
-        meetings: how many meetings, under ``timeout``, it has come to in that loop.
+        barriers: how many barriers, under ``timeout``, it has come to in that loop.
         issued: how many collectives were started on the process group in that loop, by whomever.
         left: whether it has left that loop before its end.
         doing: what it does, in words.
@@ -61,7 +61,7 @@ class Progress(NamedTuple):
     step: int = 0
     bursts: int = 0
     burst: str = ""
-    meetings: int = 0
+    barriers: int = 0
     issued: int = 0
     left: bool = False
     doing: str = ""

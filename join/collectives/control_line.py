@@ -1,4 +1,4 @@
-"""Lines that sum one number of each rank, a whole one of any size or a float: :class:`Line`, :class:`GroupLine`."""
+"""Lines that sum one number of each rank, or gather one: :class:`Line`, :class:`GroupLine`, :class:`RollCall`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from typing_extensions import override
+from typing_extensions import final, override
 
-from join.collectives.roll_call import RollCall, SummedRollCall
 from join.collectives.work import Work
 
 if TYPE_CHECKING:
     from join.collectives.base import Collective
 
-HEADERS, ROLL_CALLS, MEETINGS, SUMS = range(4)
-"""The lines of a group: of headers, of the roll calls of loops in lockstep, of meetings in them, and of sums."""
+HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
+"""The lines of a group: of headers, of the roll calls of loops in lockstep, of barriers in them, and of sums."""
 _WORD_BITS = 63  # the sign stays free
 
 
@@ -36,6 +35,21 @@ class FloatSum(Work, Protocol):
 
     def total(self) -> float:
         """The sum, once it is there; the same on all ranks, to the bit."""
+        ...
+
+
+class RollCall(Work, Protocol):
+    """Gathers a small number of each rank, again and again; ``wait`` and ``is_completed`` are of the last call."""
+
+    nbytes: int
+    """Bytes that each rank sends in a call."""
+
+    def call(self, mine: int) -> None:
+        """Start a call, in which this rank answers ``mine``; the one before must be done."""
+        ...
+
+    def answers(self) -> list[int]:
+        """What each rank answered, by rank, after the call is done."""
         ...
 
 
@@ -88,6 +102,37 @@ class GroupLine(Line):
     @override
     def roll_call(self, largest: int) -> RollCall:
         return SummedRollCall(self, self._collective.rank, self._collective.world_size, largest)
+
+
+@final
+class SummedRollCall(RollCall):
+    """A roll call over any control line: a call is one sum, in which each rank fills bits of its own.
+
+    For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.
+    """
+
+    def __init__(self, line: Line, rank: int, world_size: int, largest: int) -> None:
+        self._line, self._size, self._world_size = line, largest.bit_length(), world_size
+        self._shift, self._bits = rank * self._size, world_size * self._size
+        self.nbytes = 0
+
+    @override
+    def call(self, mine: int) -> None:
+        self._sum = self._line.sum(mine << self._shift, self._bits)
+        self.nbytes = self._sum.nbytes
+
+    @override
+    def is_completed(self) -> bool:
+        return self._sum.is_completed()
+
+    @override
+    def wait(self, *timeout: timedelta) -> bool:
+        return self._sum.wait(*timeout)
+
+    @override
+    def answers(self) -> list[int]:
+        total, mask = self._sum.total(), (1 << self._size) - 1
+        return [total >> self._size * rank & mask for rank in range(self._world_size)]
 
 
 class _GroupWork:

@@ -30,7 +30,7 @@ _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class _Meeting:
+class _Operation:
     """One collective: where the n-th operations of all ranks meet; also the ``Work`` that each rank waits on."""
 
     def __init__(self, world: _World, what: str) -> None:
@@ -67,7 +67,7 @@ class _World:
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.lock = threading.Lock()
-        self.meetings: dict[int, _Meeting] = {}
+        self.operations: dict[int, _Operation] = {}
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=timeout))
         self.messages: dict[tuple[int, Kind, int], str] = {}
@@ -79,9 +79,9 @@ class _World:
         """A rank will come to nothing more."""
         with self.lock:
             self.ended[rank] = why
-            for meeting in self.meetings.values():
-                if rank not in meeting.tensors:
-                    meeting.fail(why)
+            for operation in self.operations.values():
+                if rank not in operation.tensors:
+                    operation.fail(why)
         if self.companion is not None:
             self.companion.end(rank, why)
 
@@ -161,23 +161,23 @@ class ThreadCollective(StoreCollective):
         def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return [_REDUCTIONS[op](torch.stack(tensors))]
 
-        return self._meet(f"all_reduce({op}) of {_describe(tensor)}", tensor, [tensor], combine)
+        return self._join_operation(f"all_reduce({op}) of {_describe(tensor)}", tensor, [tensor], combine)
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._check_source(source)
         what = f"broadcast from rank {source} of {_describe(tensor)}"
-        return self._meet(what, tensor, [tensor], lambda tensors: [tensors[source].clone()])
+        return self._join_operation(what, tensor, [tensor], lambda tensors: [tensors[source].clone()])
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # Cloned, since a rank may gather into what it gives.
-        return self._meet(
+        return self._join_operation(
             f"all_gather of {_describe(tensor)}", tensor, outputs, lambda tensors: [each.clone() for each in tensors]
         )
 
-    def _meet(
+    def _join_operation(
         self,
         what: str,
         tensor: torch.Tensor,
@@ -188,28 +188,28 @@ class ThreadCollective(StoreCollective):
         self._check_is_set_up()
         world = self._world
         with world.lock:
-            meeting = world.meetings.setdefault(self._count, _Meeting(world, what))
-            if meeting.what != what:
+            operation = world.operations.setdefault(self._count, _Operation(world, what))
+            if operation.what != what:
                 where = f"ranks disagree on collective {self._count}"
-                others = f"rank {min(meeting.tensors)} {meeting.what}"
+                others = f"rank {min(operation.tensors)} {operation.what}"
                 why = f"{where}: rank {self._rank} called {what}, {others}; call the same on all [J043]"
-                meeting.fail(RuntimeError(why))
+                operation.fail(RuntimeError(why))
                 raise RuntimeError(why)
             for rank, failure in list(world.ended.items()):  # a companion shares no lock with it
-                if rank not in meeting.tensors:
-                    meeting.fail(failure)
-            meeting.tensors[self._rank] = tensor
-            meeting.receivers.append(receivers)
-            if len(meeting.tensors) == world.size:
+                if rank not in operation.tensors:
+                    operation.fail(failure)
+            operation.tensors[self._rank] = tensor
+            operation.receivers.append(receivers)
+            if len(operation.tensors) == world.size:
                 with torch.no_grad():
-                    results = combine([meeting.tensors[rank] for rank in range(world.size)])
-                    for each in meeting.receivers:
+                    results = combine([operation.tensors[rank] for rank in range(world.size)])
+                    for each in operation.receivers:
                         for receiver, result in zip(each, results, strict=True):
                             receiver.copy_(result)
-                del world.meetings[self._count]
-                meeting.done.set()
+                del world.operations[self._count]
+                operation.done.set()
         self._count += 1
-        return meeting
+        return operation
 
     @property
     @override

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from join.collectives import Line, Work
 from join.collectives.board import Progress
-from join.collectives.control_line import MEETINGS, ROLL_CALLS
+from join.collectives.control_line import BARRIERS, ROLL_CALLS
 from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
@@ -90,25 +90,25 @@ class Lockstep(Mode):
         self._in_last_burst: int | None = None  # the ranks that had data then
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
-        self._meeting = None if timeout is None else collective.line(MEETINGS)
+        self._barrier = None if timeout is None else collective.line(BARRIERS)
         self.roll_calls = collective.line(ROLL_CALLS)
         """The line on which the loop's roll calls are held."""
-        for line in (self.roll_calls, self._meeting):  # and all ranks meet once more before they use them
+        for line in (self.roll_calls, self._barrier):  # and all ranks meet once more before they use them
             if line is not None:
                 line.restart()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _meet(self, meeting: Line, doing: str) -> None:
+    def _wait_for_all(self, barrier: Line, doing: str) -> None:
         """Wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
         self._guard.come()
-        self.progress.meetings += 1
-        self._guard.wait(meeting.sum(0, 1), doing)
+        self.progress.barriers += 1
+        self._guard.wait(barrier.sum(0, 1), doing)
 
     def begin_step(self, with_data: int) -> None:
         """Begin a step in which the ranks of the bit mask ``with_data`` have data."""
-        if self._meeting is not None:
-            self._meet(self._meeting, f"came to step {self.step.number + 1} of join.iterate")
+        if self._barrier is not None:
+            self._wait_for_all(self._barrier, f"came to step {self.step.number + 1} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()
         step = self.step
@@ -184,9 +184,9 @@ class Lockstep(Mode):
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
         member = self._channel.roster.announcing[index]
-        if self._meeting is not None:
-            self._meet(
-                self._meeting, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
+        if self._barrier is not None:
+            self._wait_for_all(
+                self._barrier, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
             )
         if not member.interjects:
             self.progress.begun, self.progress.last = self.progress.begun + 1, member

@@ -36,8 +36,8 @@ class LoopProgress:
         """How many bursts it has begun, but for those that interject: they may come in any step."""
         self.last: Member | None = None
         """Whose burst the last of these is."""
-        self.meetings = 0
-        """How many meetings it has come to."""
+        self.barriers = 0
+        """How many barriers it has come to."""
         self.has_left = False
         """Whether it has left the loop before its end."""
         self._collective, self._loop, self._rank = collective, loop, collective.rank
@@ -54,7 +54,7 @@ class LoopProgress:
             step=self.steps,
             bursts=self.begun,
             burst="" if self.last is None else self.last.joinable.join_name,
-            meetings=self.meetings,
+            barriers=self.barriers,
             issued=self._collective.issued() - self._issued_before,
             left=self.has_left,
         )
@@ -84,7 +84,7 @@ class LoopProgress:
         for rank, other in here.items():
             is_behind = other.step <= self._ended  # in a step that this rank has ended
             before = self._begun_by_the_end_of(other.step) if is_behind else self.begun
-            is_elsewhere = other.bursts > before or other.meetings > self.meetings
+            is_elsewhere = other.bursts > before or other.barriers > self.barriers
             if self.has_left and (is_elsewhere or other.step > self.steps):
                 raise ProtocolError(
                     f"rank {self._rank} left the loop over join.iterate in step {self.steps}, and rank {rank} went on."

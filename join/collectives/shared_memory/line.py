@@ -19,8 +19,7 @@ from typing import final
 from typing_extensions import override
 
 from join.collectives.broken import BrokenCollective
-from join.collectives.control_line import FloatSum, Line, Sum
-from join.collectives.roll_call import RollCall, SummedRollCall
+from join.collectives.control_line import FloatSum, Line, RollCall, Sum, SummedRollCall
 from join.collectives.shared_memory.segment import BITS, CELLS, LOW, PLACES, Lane
 from join.collectives.timeouts import timeouts
 

@@ -27,14 +27,14 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(act=_run)
 
 
-def _run(told: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     looks: dict[str, Callable[[], list[Finding]]] = {
         "versions": look_at_versions,
         "backends": look_at_backends,
         "headers": look_at_headers,
         "network": look_at_network,
     }
-    if told.run:
+    if options.run:
         from joinables.commands.two_ranks import look_at_training
 
         looks["training"] = look_at_training

@@ -30,10 +30,10 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(act=_run)
 
 
-def _run(told: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     try:
-        run = read(told.path)
-        page = told.out or run.path.with_suffix(".html")
+        run = read(options.path)
+        page = options.out or run.path.with_suffix(".html")
         other = page.with_suffix(".perfetto.json")
         for path, text in ((page, page_of(run)), (other, json.dumps(perfetto_of(run)))):
             with whole_file(path) as file:

@@ -25,7 +25,7 @@ from joinables.trainer.strategy import Strategy, strategy_of
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number, or less than ``least``."""
+    """Refuse what is not a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be a whole number [J164]")
     if value < least:
@@ -39,7 +39,7 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> None:
-    """Refuse limits that are none; ``None`` stands for no limit."""
+    """Refuse what cannot be a limit, such as a negative number; ``None`` stands for no limit."""
     for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
         if value is not None:
             check_count(name, value, least=0)
@@ -50,7 +50,7 @@ def check_limits(max_epochs: Any, max_steps: Any, gradient_clip_val: Any) -> Non
 
 
 def checked_accelerator(accelerator: Any) -> str:
-    """``"cpu"`` or ``"cuda"``, whichever is meant."""
+    """Return ``"cpu"`` or ``"cuda"``: which of them ``accelerator`` means on this machine."""
     check_choice("accelerator", accelerator, ("auto", "cpu", "cuda", "gpu"))
     if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu' [J169]")
@@ -58,7 +58,10 @@ def checked_accelerator(accelerator: Any) -> str:
 
 
 def world_size_for(devices: Any, num_nodes: Any, accelerator: str) -> int:
-    """The number of processes on all nodes: as many as asked for, or with ``"auto"`` as there are, or GPUs are."""
+    """The number of processes on all nodes.
+
+    With ``devices="auto"``, that is as many as a launcher has started; without a launcher, one for each GPU, or 1.
+    """
     check_count("num_nodes", num_nodes)
     environment = detect_environment()
     there = torch.cuda.device_count() if accelerator == "cuda" else None
@@ -81,7 +84,7 @@ def world_size_for(devices: Any, num_nodes: Any, accelerator: str) -> int:
 
 
 def checked_strategy(strategy: str | Strategy, world_size: int, devices: Any) -> Strategy:
-    """The strategy that is meant; ``"auto"`` is ``"single"`` for one process, and ``"ddp"`` for several."""
+    """Return the strategy to train with; ``"auto"`` is ``"single"`` for one process, and ``"ddp"`` for several."""
     environment = detect_environment()
     if strategy == "auto":
         if world_size == 1 and not environment.creates_processes and (there := environment.place().world_size) > 1:
@@ -173,7 +176,7 @@ def check_manual(module: TrainModule, *, sets_steps: bool, scales_loss: bool) ->
 
 
 def check_loader(name: str, loader: Any, epochs: int) -> None:
-    """Refuse what does not hand out batches in each of so many epochs."""
+    """Refuse what is no loader of batches, or cannot be iterated in each of so many ``epochs``."""
     kind = cast("type[object]", type(loader)).__name__
     if _is_several(loader):
         raise TypeError(
@@ -192,14 +195,14 @@ def check_loader(name: str, loader: Any, epochs: int) -> None:
 
 
 def _is_several(loader: Any) -> bool:
-    """Whether this holds loaders and is none itself."""
+    """Whether this is a list, tuple or dict of loaders, and not a loader."""
     if isinstance(loader, (list, tuple)):
         return any(isinstance(each, DataLoader) for each in cast("Sequence[Any]", loader))
     return isinstance(loader, Mapping)
 
 
 def warn_if_not_dealt_out(name: str, loader: Any, world_size: int) -> None:
-    """Warn of a loader of which every rank may go through all batches; names the line that called the trainer."""
+    """Warn of a loader of which every rank may go through all batches; points at the line that called the trainer."""
     if not isinstance(loader, DataLoader):
         kind = f"is a {cast('type[object]', type(loader)).__name__} and no DataLoader"
         way_out = "make it an IterableDataset, in DataLoader(dataset, batch_size=None)"

@@ -80,8 +80,9 @@ class DDPStrategy(Strategy):
         self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self._timeout = checked_timeout(timeout)
         self._ddp_kwargs = ddp_kwargs
-        self._ddp: DistributedDataParallel | None = None
-        self._wrapped: tuple[Any, ...] = ()
+        self.ddp: DistributedDataParallel | None = None
+        """The wrapper, while there is one."""
+        self._wrapped: tuple[Any, ...] = ()  # what the wrapper was made for
         self._join: Join | None = None
 
     def with_sync_batchnorm(self) -> DDPStrategy:
@@ -100,11 +101,6 @@ class DDPStrategy(Strategy):
     def collective(self) -> Collective:
         return collective_of(None)
 
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The wrapper, while there is one."""
-        return self._ddp
-
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
         check_not_wrapped(module)
@@ -120,7 +116,7 @@ class DDPStrategy(Strategy):
                 " [J205]"
             )
         find_unused = several_backwards if self._find_unused is None else self._find_unused
-        self._ddp = DistributedDataParallel(
+        self.ddp = DistributedDataParallel(
             LossGate(module),
             device_ids=None if device.type == "cpu" else [device],
             find_unused_parameters=find_unused,
@@ -128,7 +124,7 @@ class DDPStrategy(Strategy):
         )
         state, hook, wrapper = self._hook
         if hook is not None:
-            self._ddp.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
+            self.ddp.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
         self._wrapped = key
 
     @override
@@ -148,7 +144,7 @@ class DDPStrategy(Strategy):
                 for each in listed
             ]
         join = Join(
-            [self._ddp, *listed],
+            [self.ddp, *listed],
             enable=enable,
             throw_on_early_termination=throw,
             timeout=self._timeout,
@@ -164,17 +160,17 @@ class DDPStrategy(Strategy):
 
     @override
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
-        assert self._ddp is not None
+        assert self.ddp is not None
         if self._join is not None:
             self._join.weight = weight
-        with contextlib.nullcontext() if sync else self._ddp.no_sync():
-            self._ddp(loss).backward(**options)
+        with contextlib.nullcontext() if sync else self.ddp.no_sync():
+            self.ddp(loss).backward(**options)
 
     @override
     def teardown(self) -> None:
-        if self._ddp is not None and self.sync_batchnorm:
-            to_batchnorm(cast("LossGate", self._ddp.module).trained)
-        self._ddp, self._wrapped = None, ()
+        if self.ddp is not None and self.sync_batchnorm:
+            to_batchnorm(cast("LossGate", self.ddp.module).trained)
+        self.ddp, self._wrapped = None, ()
 
 
 _GIVEN = {"module", "device_ids", "output_device", "dim", "process_group"}

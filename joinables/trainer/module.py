@@ -135,7 +135,9 @@ class TrainModule(ModuleHooks, torch.nn.Module):
     def lr_schedulers(self) -> Any:
         """The scheduler of the run, or the list of them if there are several; ``None`` without any."""
         schedulers = [each.scheduler for each in self.trainer.schedulers]
-        return (schedulers or [None])[0] if len(schedulers) < 2 else schedulers
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``.

@@ -86,7 +86,7 @@ class LastFit:
             self.state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
 
     def remember_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Keep the states of callbacks that have their first fit before them."""
+        """Keep the states of callbacks whose first fit is about to begin."""
         for each in callbacks:
             if each.state_key not in self._first_states:
                 self._first_states[each.state_key] = copy.deepcopy(each.state_dict())

@@ -95,7 +95,7 @@ class SingleStrategy(Strategy):
     def __init__(self) -> None:
         self._collective = SingleCollective()
         self._module: torch.nn.Module | None = None
-        self._window = 0.0  # the weights of the backwards since the last step
+        self._window = 0.0  # the sum of the weights of the backwards since the last step
 
     @override
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:

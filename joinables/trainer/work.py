@@ -81,6 +81,7 @@ def _read_saved(task: Task) -> dict[str, Any] | None:
 
 
 def _result(trainer: Trainer, task: Task, made: Mapping[str, Any]) -> Result:
+    """The result of a run on this rank; ``made`` has the fields that not all runs have."""
     keeper = trainer.checkpoint_callback
     return Result(
         stage=task.stage,
@@ -108,6 +109,7 @@ def _attached(run: Run) -> Generator[None]:
 
 @contextmanager
 def _telling_callbacks(run: Run) -> Generator[None]:
+    """A context that calls the callbacks' ``on_exception`` with what is raised in it."""
     try:
         yield
     except BaseException as error:
@@ -122,6 +124,7 @@ def _telling_callbacks(run: Run) -> Generator[None]:
 
 
 def _send_home(task: Task, module: TrainModule, state: Mapping[str, Any] | None) -> None:
+    """Write the file ``home``."""
     unsaved: dict[str, torch.Tensor] = {}
     if state is not None:
         saved = module.state_dict().keys()

@@ -59,21 +59,22 @@ class Windows:
         return [self._dummy_of(window[-1])] * self._dummies + real if self._dummies else real
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """Count a micro-batch of the window; called when its training step begins."""
         self._begun += 1
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the micro-batch under way is a dummy."""
+        """Whether the micro-batch under way is a dummy on this rank."""
         return self._begun <= self._dummies
 
     @property
     def is_left_out(self) -> bool:
-        """Whether it is a dummy on all ranks, and nobody runs it."""
+        """Whether the micro-batch under way is a dummy on all ranks, and nobody runs it."""
         return self._begun <= self._left_out
 
 
 def _windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """The batches in lists of ``size``; the last one may be shorter."""
     while window := list(islice(batches, size)):
         yield window
 

@@ -142,6 +142,7 @@ class ModelCheckpoint(Callback):
         return self._folder or trainer.default_root_dir / "checkpoints"
 
     def _save(self, trainer: Trainer, *, is_epoch_end: bool = False) -> None:
+        """Write a checkpoint, and remove those that are no longer among the best."""
         before, self._saved_step = self.state_dict(), trainer.global_step
         folder = self._folder_of(trainer)
         score = 0.0
@@ -182,6 +183,7 @@ class ModelCheckpoint(Callback):
         return writes
 
     def _name(self, trainer: Trainer, is_epoch_end: bool) -> str:
+        """``filename`` with its fields filled in; in the middle of an epoch, a metric that is not there is NaN."""
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
         def fill(field: re.Match[str]) -> str:

@@ -57,6 +57,7 @@ class EarlyStopping(Callback):
 
     @property
     def _is_over(self) -> bool:
+        """Whether the metric has not improved for ``patience`` epochs, or is NaN."""
         return self._waited >= max(self._patience, 1) or math.isnan(self._latest)
 
     @override

@@ -41,6 +41,7 @@ class MetricFiles(Callback):
             self._write(trainer, trainer.run.store.reduced)
 
     def _write(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Write the values of metrics, by name, for the present step."""
         raise NotImplementedError
 
 

@@ -27,7 +27,7 @@ class ProgressBar(Callback):
     def __init__(self, disable: bool | None = None) -> None:
         _tqdm()
         self._disable = disable
-        self._bar: Any = None
+        self._bar: Any = None  # on rank 0, while batches are counted
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -72,6 +72,7 @@ class ProgressBar(Callback):
             self._bar = _tqdm()(total=total, desc=what, unit="batch", dynamic_ncols=True, disable=self._disable)
 
     def _advance(self, trainer: Trainer, batches: int) -> None:
+        """Count batches, and show the values that were logged last."""
         if self._bar is not None:
             if self._bar.total is not None:
                 batches = min(batches, self._bar.total - self._bar.n)

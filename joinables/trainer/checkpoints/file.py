@@ -124,4 +124,5 @@ def _is_sealed(path: Path) -> bool:
 
 
 def _seal(checksum: Any) -> bytes:
+    """The bytes that end a file with this checksum."""
     return _SEAL + checksum.hexdigest().encode()

@@ -154,9 +154,11 @@ def _part_of(run: FitRun, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     whose number is its own, modulo the number of ranks.
     """
     rank, ranks, before = run.rank, run.collective.world_size, len(parts)
+    if before == ranks:
+        return parts[rank]
+    if not any(part["batches"] or part["start"] for part in parts):
+        return None  # no batch of the epoch was used
     batches, used = [part["batches"] for part in parts], parts[0]["used"]
-    if before == ranks or not any(part["batches"] or part["start"] for part in parts):
-        return parts[rank] if before == ranks else None
     dealt_out = [len(range(each, sum(batches), before)) for each in range(before)]
     if run.position.sampler is None or used is None or batches != dealt_out:
         raise ValueError(
@@ -167,5 +169,4 @@ def _part_of(run: FitRun, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     metrics = MetricStore()
     for part in parts[rank::ranks]:
         metrics.merge(part["metrics"])
-    anew = {"batches": 0, "start": used, "metrics": metrics.state_dict()}
-    return {**parts[rank % before], **anew}
+    return {**parts[rank % before], "batches": 0, "start": used, "metrics": metrics.state_dict()}

@@ -25,11 +25,11 @@ class Place:
     """Where a process stands in its run.
 
     Attributes:
-        rank: among all processes, from 0.
+        rank: its number among all processes, from 0.
         world_size: the number of processes.
-        local_rank: among the processes of the same node, from 0.
+        local_rank: its number among the processes of the same node, from 0.
         local_world_size: the number of processes of the node, or None where the launcher does not tell.
-        node_rank: the node's, from 0.
+        node_rank: the number of its node, from 0.
     """
 
     rank: int

@@ -4,7 +4,7 @@ What ``fn`` raises on a worker is raised in the parent as it is, if it can be pi
 class of :class:`LaunchError` each. No launch that fails leaves a process or a file behind.
 
 A worker writes an :class:`Account` of its exception, and the parent makes a :class:`Failure` of it. When one rank
-fails, those that talk to it fail too, often earlier; ``blame`` tells the cause from its consequences.
+fails, those that communicate with it fail too, often earlier; ``blame`` tells the cause from its consequences.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RemoteTraceback(Exception):
 # -- from worker to parent -------------------------------------------------------------------------------------------
 
 OWN, ABORTED, OTHERS = 0, 1, 2
-"""``blame``: the rank failed by itself; it aborted, as libraries do that lose peers; it failed since another did."""
+"""``blame``: the rank failed by itself; it aborted, as libraries do that lose peers; it failed because another did."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class Account:
     def of(error: BaseException) -> Account:
         """Write down ``error``, in the worker."""
         text = "".join(traceback.format_exception_only(error)).strip()
-        return Account(text, "".join(traceback.format_exception(error)), _blame(error), _pickled(error))
+        is_of_others = isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error)
+        trace = "".join(traceback.format_exception(error))
+        return Account(text, trace, OTHERS if is_of_others else OWN, _pickled(error))
 
     def failure(self, rank: int) -> Failure:
         """Make an exception of it again, in the parent."""
@@ -133,11 +135,8 @@ def raise_cause(failures: Sequence[Failure]) -> NoReturn:
     raise first.error
 
 
-def _blame(error: BaseException) -> int:
-    return OTHERS if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error) else OWN
-
-
 def _pickled(error: BaseException) -> bytes | None:
+    """The exception in a form that ``_revived`` can load, or ``None`` if there is none."""
     # An exception whose constructor does not take its args can be pickled but not loaded: then without calling that.
     for form in (error, (type(error), error.args, vars(error))):
         try:
@@ -150,6 +149,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _revived(pickled: bytes) -> BaseException:
+    """Load what ``_pickled`` has made of an exception."""
     form = pickle.loads(pickled)
     if not isinstance(form, tuple):
         return form

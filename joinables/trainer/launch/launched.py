@@ -77,6 +77,7 @@ class Launched(Environment):
         self._refuse(names[0], f"{' or '.join(names)} is not set")
 
     def _number(self, *names: str, least: int = 0, below: tuple[str, int] | None = None) -> int:
+        """The first variable of ``names`` that is set, as a number; ``below`` has a limit, and what it is."""
         name, text = self._text(*names)
         if not re.fullmatch(r"\d+", text):
             self._refuse(name, f"{name}={text!r} must be a whole number")

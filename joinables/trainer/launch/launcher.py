@@ -141,6 +141,7 @@ class Launcher:
             return payload.read_result()
 
     def _threads(self) -> int:
+        """How many threads torch may use in each worker."""
         fair = len(os.sched_getaffinity(0)) // self._world_size
         return min(torch.get_num_threads(), max(1, fair))
 
@@ -163,7 +164,7 @@ def _run(context: Any, job: Job, environments: Sequence[Environment], call: Call
         if job.all_forked is not None:
             for _ in workers:
                 job.all_forked.release()
-        failures = _watch(workers, job, forked=call is not None)
+        failures = _watch(workers, job)
     finally:
         _reap(workers)
     if failures:
@@ -191,7 +192,7 @@ def _interrupts_held() -> Generator[None, None, None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Failure]:
+def _watch(workers: Sequence[BaseProcess], job: Job) -> list[Failure]:
     """Wait until all workers have ended, or a while after the first failure; return the failures."""
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     failures: dict[int, Failure] = {}
@@ -212,7 +213,7 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
             code = workers[rank].exitcode or 0
             returned = has_result if rank == 0 else job.payload.has("returned", rank)
             if rank not in failures and (code != 0 or not returned):
-                imported = forked or job.payload.has("began", rank)
+                imported = job.all_forked is not None or job.payload.has("began", rank)
                 failures[rank] = _death(rank, code, returned, imported)
         if failures and deadline is None:
             deadline = time.monotonic() + timeouts().first
@@ -220,6 +221,7 @@ def _watch(workers: Sequence[BaseProcess], job: Job, *, forked: bool) -> list[Fa
 
 
 def _death(rank: int, code: int, returned: bool, imported: bool) -> Failure:
+    """The failure of a worker that ended without telling why; ``imported`` says whether it had the main script."""
     hint = (
         "It ended before its work began, perhaps while it imported the main script, as each worker does: what starts"
         ' the run there belongs under if __name__ == "__main__"'
@@ -229,6 +231,7 @@ def _death(rank: int, code: int, returned: bool, imported: bool) -> Failure:
 
 
 def _reap(workers: Sequence[BaseProcess]) -> None:
+    """Terminate the workers that still run, and kill those that do not end; return when all have ended."""
     started = [worker for worker in workers if worker.pid is not None]
     try:
         for worker in started:
@@ -259,7 +262,7 @@ def _kill_group(worker: BaseProcess) -> None:
 
 
 def checked_start_method(start_method: Any) -> StartMethod:
-    """Return ``start_method``, or raise a ``ValueError`` if it is none."""
+    """Return ``start_method``, or raise a ``ValueError`` for an unknown one."""
     known: tuple[str, ...] = get_args(StartMethod)
     if start_method not in known:
         raise ValueError(f"start_method={start_method!r} is unknown; use one of {', '.join(known)} [J226]")

@@ -104,7 +104,7 @@ def as_rank(
 
 
 def work(job: Job, environment: Environment, call: Call | None) -> None:
-    """The whole life of a worker process.
+    """Do all that a worker process does; the target of the processes that the launcher starts.
 
     Args:
         job: what every worker is told.
@@ -159,6 +159,7 @@ def _end() -> NoReturn:
 
 
 def _end_with_parent(job: Job) -> None:
+    """Start a thread that ends this process, and what it has started, when the parent dies."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -167,7 +167,7 @@ def copied_sampler(loader: Any) -> str | None:
 
 
 def sampler_of(loader: Any) -> UnevenDistributedSampler | None:
-    """What deals out a loader's samples, if :func:`distribute` has made it."""
+    """The sampler that :func:`distribute` has given a loader; ``None`` if it has given it none."""
     sampler = getattr(loader, "sampler", None)
     return sampler if type(sampler) is UnevenDistributedSampler else None
 

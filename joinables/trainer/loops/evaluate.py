@@ -17,8 +17,7 @@ from joinables.trainer.loops import rng
 from joinables.trainer.loops.data import distribute
 from joinables.trainer.loops.run import Run
 
-_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
-_OF_A_BATCH = ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
+_IN_HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
@@ -62,19 +61,21 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] | None = None) -> None:
+    """Run the steps and hooks of an evaluation over this rank's batches; ``keep`` gets each step's output."""
     # No generator: in one, a step's StopIteration would become another error.
-    module, name = run.module, _NAMES[stage]
-    step, starts, ends = (getattr(module, form.format(name)) for form in _OF_A_BATCH)
+    module, name = run.module, _IN_HOOKS[stage]
+    step = getattr(module, f"{name}_step")
+    on_batch_start, on_batch_end = getattr(module, f"on_{name}_batch_start"), getattr(module, f"on_{name}_batch_end")
     run.call("on_evaluation_start", stage)
     run.samples = 1  # a hook's values weigh the same on all ranks
     getattr(module, f"on_{name}_start")()
     getattr(module, f"on_{name}_epoch_start")()
     for index, batch in enumerate(rng.iterate(local)):
         batch = run.take(batch)
-        starts(batch, index)
+        on_batch_start(batch, index)
         with run.precision.forward_context():
             output = step(batch, index)
-        ends(output, batch, index)
+        on_batch_end(output, batch, index)
         run.call("on_evaluation_batch_end", output, batch, index, stage)
         if keep is not None:
             keep(output)
@@ -84,7 +85,7 @@ def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] 
 
 def _end(run: Run, stage: str) -> None:
     """Call the hooks of the end of an evaluation, whose metrics are reduced by now."""
-    getattr(run.module, f"on_{_NAMES[stage]}_end")()
+    getattr(run.module, f"on_{_IN_HOOKS[stage]}_end")()
     run.call("on_evaluation_end", stage)
 
 

@@ -75,7 +75,7 @@ class FitLoop:
                     retarget(scheduler.scheduler, mine)
         if not automatic:
             for optimizer in run.optimizers:
-                self._hooks.append(optimizer.register_step_pre_hook(self._announce_step))
+                self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
                 self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + run.rank)
@@ -132,6 +132,7 @@ class FitLoop:
             )
 
     def _warn_of_no_step(self) -> None:
+        """Warn, on rank 0, of an epoch in which no optimizer was stepped, and say why."""
         if self._run.rank == 0:
             why = "train_loader gave no batch" if self._module.automatic_optimization else "no optimizer was stepped"
             stops = self._trainer.uneven == "stop"
@@ -222,13 +223,13 @@ class FitLoop:
                 finished = self._train_batches(limit, vote=vote)
                 run.samples = 0  # what this rank logs while it shadows others weighs nothing
         except EarlyTerminationError as error:
-            raise self._tell_who_ran_out(finished is not None) from error
+            raise self._uneven_error(ran_out=finished is not None) from error
         return finished
 
-    def _tell_who_ran_out(self, mine: bool) -> EarlyTerminationError:
-        """The error that all ranks raise, at the same step; ``mine`` says whether this rank is one that ran out."""
+    def _uneven_error(self, *, ran_out: bool) -> EarlyTerminationError:
+        """The error that all ranks raise at the same step, with who ran out: one object all-gather."""
         run = self._run
-        counts: list[int | None] = run.collective.all_gather_object(run.position.batches_read if mine else None)
+        counts: list[int | None] = run.collective.all_gather_object(run.position.batches_read if ran_out else None)
         told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
         return EarlyTerminationError(
             f"uneven='error' and the ranks have different numbers of batches: there are no more on {told}; make them"
@@ -318,7 +319,9 @@ class FitLoop:
         if self._trainer.gradient_clip_val is not None:
             torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._trainer.gradient_clip_val)
 
-    def _announce_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # Under manual optimization, torch calls these before and after each step of an optimizer.
+
+    def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._module.on_before_optimizer_step(optimizer)
 
     def _count_step(self, *_: Any) -> None:
@@ -326,6 +329,7 @@ class FitLoop:
 
 
 def _warn_of_foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """Warn of an optimizer that has no parameter of the module."""
     mine = set(map(id, module.parameters()))
     if not any(id(each) in mine for group in optimizer.param_groups for each in group["params"]):
         kind = type(module).__name__

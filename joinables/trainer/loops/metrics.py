@@ -113,6 +113,7 @@ class Metric:
             self.extreme = self._pick(other.extreme)
 
     def _pick(self, value: float) -> float:
+        """The smaller or the larger one of ``extreme`` and ``value``; NaN if one of them is."""
         if self.extreme is None or math.isnan(value):
             return value
         pick = min if self.reduce_fx == "min" else max

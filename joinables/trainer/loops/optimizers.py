@@ -105,6 +105,7 @@ def _check_keys(where: str, options: Mapping[str, Any], known: Sequence[str]) ->
 
 
 def _scheduler(given: Any, monitor: str | None) -> Scheduler:
+    """Parse what was given as ``"lr_scheduler"``; ``monitor`` is the metric where its own dict has none."""
     options = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {"scheduler": given}
     if not hasattr(options.get("scheduler"), "step") or isinstance(options["scheduler"], torch.optim.Optimizer):
         raise TypeError(

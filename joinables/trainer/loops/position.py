@@ -42,19 +42,19 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a snapshot taken now."""
-        before = self._random_before_read
+        before_read = self._random_before_read
         return self.resume_from or {
             "batches": self.batches_read,
             "start": None if self.sampler is None else self.sampler.start,
             "used": None if self.sampler is None else self.sampler.used(self.batches_read),
             "metrics": self._metrics.state_dict(),
             "random_at_start": self._random_at_start,
-            "random_before_read": None if before is None else rng.capture(before),
+            "random_before_read": None if before_read is None else rng.capture(before_read),
             "random": rng.capture(self._random_to_resume),
         }
 
     def load_state_dict(self, part: dict[str, Any]) -> None:
-        """Have the fit resume from a rank's part of a snapshot."""
+        """Have the fit resume from this rank's part of a snapshot."""
         self.resume_from = part
         if part["random_at_start"] is None:  # else the generators are set as the batches are read again
             rng.restore(part["random"])
@@ -68,7 +68,10 @@ class Position:
             self.sampler.set_epoch(epoch, self.resume_from["start"] or 0)
 
     def redo_from_here(self) -> None:
-        """Begin what a fit that resumes does again as a whole: the hooks before an epoch's batches, or a validation."""
+        """Have a fit that resumes do again what follows: the hooks before an epoch's batches, or a validation.
+
+        Snapshots have the random state of this moment until batches are read or the epoch ends.
+        """
         self._random_to_resume = rng.glance()
 
     def batches(
@@ -81,7 +84,8 @@ class Position:
         Args:
             loader: this rank's batches.
             limit: how many there may be.
-            voting: cuts them off where ranks agree that one has no more, if that is unknown before.
+            voting: given the batches, returns those before which all ranks still have one; for ranks that do not know
+                each other's number.
         """
         part, self.resume_from = self.resume_from, None
         resumed = part if part is not None and part["random_at_start"] is not None else None
@@ -114,7 +118,7 @@ class Position:
         self._random_before_read, self._random_to_resume = self._random_to_resume, None
 
     def end_epoch(self) -> None:
-        """Count the epoch's batches as done, with its validation: a fit that resumes from here begins with the next."""
+        """Forget the epoch, whose validation is over: a fit that resumes from here begins with the next."""
         self.batches_read = 0
         self._random_at_start = self._random_before_read = self._random_to_resume = None
         self._metrics.metrics.clear()

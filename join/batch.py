@@ -38,18 +38,24 @@ class Step:
         number: how many steps of the loop this rank has begun.
         batch: what this rank has in this one.
         shadowing: whether that is a dummy.
-        contributors: the ranks that have data in it, as a bit mask; ``None`` outside a loop, where headers count those
-            that contribute to a burst.
-        all_have_data: whether these are all ranks.
+        contributors: how many ranks have data in it; ``None`` outside a loop, where headers count those that contribute
+            to a burst.
         first_with_data: the lowest of them.
+        has_data: whether this rank is one of them.
+        weight: what this rank's batch weighs; 0 for a dummy.
+        total: what the batches of all ranks weigh together, in all steps of the window that this one is in.
+        ends_window: whether no other step of that window follows.
     """
 
     number: int = 0
     batch: StepBatch = StepBatch.DATA
     shadowing: bool = False
     contributors: int | None = None
-    all_have_data: bool = True
     first_with_data: int = 0
+    has_data: bool = True
+    weight: float = 1.0
+    total: float = 1.0
+    ends_window: bool = True
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

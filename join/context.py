@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import torch
 from typing_extensions import Self
 
 from join.arguments import (
@@ -20,7 +21,6 @@ from join.arguments import (
     check_initialised,
     check_keywords,
     checked_divisor,
-    checked_steps,
     checked_timeout,
     checked_weight,
     common_collective,
@@ -29,19 +29,22 @@ from join.arguments import (
     hook_of,
     listed,
 )
+from join.batch import Step
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.inside import block_of, put_inside, put_outside
-from join.loop.iterate import Iteration, check_arguments
-from join.loop.loops import LoopAlone, Loops
+from join.loop.iterate import Iteration, Options
+from join.loop.loops import Batches, LoopAlone, Loops
 from join.on_group import NothingListed
 from join.open_block import OpenBlock, channels, tell_not_entered
 from join.protocol.channel import Channel
 from join.protocol.members import Member, Scope
 from join.recording import checked_path
 from join.report import JoinReport
+from join.scaling import checked_engine, factor_in_loop, scaled
 
 T = TypeVar("T")
+L = TypeVar("L", bound="torch.Tensor | float")
 
 
 class Join:
@@ -66,17 +69,13 @@ class Join:
             trained and not listed is not kept in step. ``[]``: for loops over :meth:`iterate` that train nothing.
         enable: ``False`` makes the block do nothing, for inputs known to be even.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
-        steps: how many steps this rank will make, if that is known: synchronised backwards, each with one step of every
-            sharded optimizer in the list. On all ranks or on none. Then no header is sent at all. ``"loader"``: for a
-            loop over :meth:`iterate`, as many as its loader has batches.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
             active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
             for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
             once it takes twice as long.
         process_group: the ranks, where nothing is listed, and then to be given; ``None`` is the default group.
-        loss_divided_by: by how much each loss is divided before its backward: the number of micro-batches in a window
-            of accumulation, where a framework divides by it. Gradients are then the mean over the micro-batches of all
-            ranks, each weighing 1 where :attr:`weight` is not set, also in windows that are not full.
+        loss_divided_by: by how much each loss is divided before :meth:`scale` gets it, which multiplies it by that: the
+            number of micro-batches in a window of accumulation, where a framework divides by it.
         **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 
@@ -95,14 +94,12 @@ class Join:
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        steps: int | Literal["loader"] | None = None,
         timeout: float | None = None,
         process_group: Any = ...,
         loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
         self._timeout = checked_timeout(timeout)
-        self._steps = checked_steps(steps, timeout)
         self._objects, self._group = listed(joinables, process_group), process_group
         self._block: OpenBlock | None = None  # while the block is open
         self._begin_anew()
@@ -111,7 +108,8 @@ class Join:
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
         self._enable, self._throw, self._kwargs = enable, throw_on_early_termination, kwargs
         self._divisor = checked_divisor(loss_divided_by)
-        self._weight = None if loss_divided_by == 1 else 1.0
+        self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._weight: float | None = None
         self._weight_outside: float | None = None  # what it is again after the block
 
     def _begin_anew(self) -> None:
@@ -163,38 +161,85 @@ class Join:
 
     @property
     def weight(self) -> float | None:
-        """How much this rank's next backwards weigh: the number of samples or tokens in its batch.
+        """What this rank's batch weighs: its number of samples or tokens, say.
 
-        Gradients become the mean over all ranks, weighted by it, and under accumulation over the micro-batches too, so
-        do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then. Set it before the
-        forward, on all ranks or on none, to a number that is not negative; it stays until it is set again or the block
-        ends, after which it is what it was before. ``None``, the default: every rank weighs the same. In a loop over
-        :meth:`iterate`, a dummy weighs 0 whatever is set.
+        In a loop over :meth:`iterate` it is read: what ``weigh`` has told, 1 without it, and 0 for a dummy, so that
+        ``total += loss.item() * join.weight`` is the numerator of a mean.
+
+        In a plain block it is set before each forward, on all ranks or on none, to a number that is not negative, and
+        each loss goes through :meth:`scale`. It stays until it is set again or the block ends, after which it is what it
+        was before. Gradients become the mean over all ranks, weighted by it, and under accumulation over the
+        micro-batches too, so do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then.
+        ``None``, the default: every rank weighs the same.
 
         Raises:
-            ValueError: on setting, if it is negative, infinite or NaN; in the backward, if it is 0 on all ranks.
+            ValueError: on setting, if it is negative, infinite or NaN.
             TypeError: on setting, if it is no number.
+            JoinError: on setting it in a loop over :meth:`iterate`.
         """
-        block = self._block
-        return 0.0 if block is not None and block.channel.step.shadowing else self._weight
+        step = self._step
+        return self._weight if step is None else step.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        checked = checked_weight(weight)
-        if checked is None and self._divisor != 1:
-            checked = 1.0
-        declared = self._block is not None and isinstance(self._steps, int)
-        if declared and (checked is None) != (self._weight is None):
+        if self._step is not None:
             raise JoinError(
-                "with steps=, all ranks must know on entering whether weights are in use: in all of the block or in"
-                " none of it. Set it first: join = Join(..., steps=n); join.weight = w; with join: ... [J053]"
+                f"join.weight={weight!r} is set in a loop over join.iterate, where all ranks know what a batch weighs"
+                " before it is used; give join.iterate(loader, weigh=function), which returns 0 to leave a batch out"
+                " [J468]"
             )
-        self._weight = checked
+        self._weight = None if weight is None else checked_weight(weight, "join.weight")
+
+    def scale(self, loss: L, divided_over: float | None = None) -> L:
+        """Scale a loss by what its batch weighs; call ``backward`` on the result.
+
+        In a loop over :meth:`iterate` gradients become the weighted mean over the batches of all ranks and of all steps
+        of a window, whatever engine reduces them; on a dummy the loss becomes 0, also where it is NaN. There it is
+        needed with ``weigh`` and ``window``, with a listed module that is not in ``DistributedDataParallel``, and where
+        a loss combines ranks; call it for each backward, or for none. In a plain block it is needed where :attr:`weight`
+        is set, and changes nothing where it is not.
+
+        Args:
+            loss: of this rank's batch: a mean over what is weighed. It is not divided by the number of micro-batches in
+                a window, unless ``loss_divided_by`` of ``Join`` says so.
+            divided_over: by how many the engine divides the sum over ranks: the world size if it is not given, 1 for one
+                that sums.
+
+        Raises:
+            JoinError: outside a block.
+            ValueError: for a ``divided_over`` that is not positive, or in a plain block.
+        """
+        if not self._is_open:
+            raise JoinError("join.scale is for the inside of a block: with Join([...]) as join: ... [J469]")
+        step, block = self._step, self._block
+        if step is not None:
+            engine = self._collective.world_size if divided_over is None else checked_engine(divided_over)
+            factor = factor_in_loop(step, engine * self._divisor)
+            return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
+        if divided_over is not None:
+            raise ValueError(
+                f"divided_over={divided_over!r} is for loops over join.iterate; leave it out in a plain block, where"
+                " DistributedDataParallel divides [J470]"
+            )
+        if block is None or self._weight is None:
+            return loss
+        return block.channel.scaling.scale_in_plain_block(loss, self._weight * self._divisor)
 
     @property
-    def loss_divided_by(self) -> int:
-        """By how much each loss is divided before its backward, as given to the constructor."""
-        return self._divisor
+    def _step(self) -> Step | None:
+        """The step of a loop over :meth:`iterate` that is under way, also of a block around this one, if any."""
+        if self._block is None:  # enable=False, or outside
+            return self._loops.last.step if isinstance(self._loops.last, LoopAlone) else None
+        return self._block.channel.step if self._block.channel.is_in_loop_body else None
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether the gradients of a window of accumulation are complete after this step: step the optimizer then.
+
+        ``True`` outside loops over :meth:`iterate`.
+        """
+        step = self._step
+        return step is None or step.ends_window
 
     @property
     def shadowing(self) -> bool:
@@ -242,7 +287,10 @@ class Join:
         *,
         dummy: Literal["empty", "last"] | Callable[[T], T] = "empty",
         lookahead: int = 1,
-    ) -> Iterator[T]:
+        weigh: Callable[[T], float] | None = None,
+        window: int | Literal["all"] = 1,
+        fill_window: bool = False,
+    ) -> Batches[T]:
         """Hand out ``loader``'s batches in lockstep: all ranks run the loop's body equally often.
 
         So the body may contain any collectives: of the model, of metrics, of clipping. It must do the same on all
@@ -256,9 +304,19 @@ class Join:
                 ``"last"``: the last batch itself; not where ranks compute together (SyncBatchNorm), for there it would
                 count. A function: what it returns for the last batch, at every step. A rank that never had a batch uses
                 the first one of another rank.
-            lookahead: how many steps one roll call is for. Up to ``2 * lookahead - 1`` batches are read ahead and held,
-                besides the one in use. A loader with a ``state_dict`` is asked for it after each; see
-                :meth:`loader_state`.
+            lookahead: how many steps one roll call is for, rounded up to a multiple of ``window``. Up to ``2 * lookahead
+                - 1`` batches are read ahead and held, besides the one in use. A loader with a ``state_dict`` is asked
+                for it after each; see :meth:`loader_state`.
+            weigh: tells what a batch weighs: its number of samples or tokens; 0 leaves it out. Each loss goes through
+                :meth:`scale` then.
+            window: the steps whose gradients one optimizer step averages, also in a last window that is not full;
+                ``"all"``: the whole loop, of which all batches are read first. Each loss goes through :meth:`scale`
+                then, and optimizers step where :attr:`ends_window` says so.
+            fill_window: fill a last window that is not full with dummies on all ranks, for engines that count
+                micro-batches themselves.
+
+        Returns:
+            The batches, once. ``len`` of it is how many steps all ranks make; a ``TypeError`` if a loader has none.
 
         Raises:
             ValueError, TypeError: for arguments that are none of these.
@@ -268,16 +326,16 @@ class Join:
         """
         if not self._is_open:
             raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ... [J055]")
+        options = Options(until, dummy, lookahead, weigh, window, bool(fill_window))
         if self._block is None:  # enable=False
-            check_arguments(loader, until, dummy, lookahead)
-            return self._loops.begin(LoopAlone(loader))
-        if isinstance(self._steps, int):
-            raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader' [J056]")
+            return self._loops.begin(LoopAlone(loader, options, self._collective.world_size))
         if self._loops.running is not None:
             self._loops.running.leave(gives_way=True)
-        declared, throw = self._steps == "loader", self._throw
-        loop = Iteration(self._block.channel, loader, until, dummy, lookahead, declared=declared, throw=throw)
-        return self._loops.begin(loop)
+        return self._loops.begin(
+            Iteration(
+                self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks
+            )
+        )
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Record what this rank announces, runs, shadows and waits for, from here on; call it first in the block.
@@ -354,19 +412,17 @@ class Join:
             put_inside(self, self._joinables, enable=False, throw=False)
             self._report = JoinReport()
             return self
-        steps = self._steps if isinstance(self._steps, int) else None
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
             scope = Scope(members, self._throw, self._timeout)
-            self._block = block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
+            self._block = block = OpenBlock(self._collective, scope, None, weighted=False)
         except BaseException as error:
             tell_not_entered(self._collective, error)
             raise
         block.undo.callback(self._unconfigure)
         try:
             told = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            weighted = self._weight is not None
-            block.begin(entered_with(self._joinables, told, self._divisor, self._steps, weighted=weighted))
+            block.begin(entered_with(self._joinables, told, self._divisor, None, weighted=False))
             put_inside(self, self._joinables, enable=True, throw=self._throw)
             block.attach(self)
         except BaseException:
@@ -385,10 +441,12 @@ class Join:
         block = self._block
         try:
             self._report = block.end(error, self._loops)
-            if error is None and self._loops.last is None and (self._steps == "loader" or not self._objects):
-                what = "steps='loader'" if self._objects else "a block that lists nothing"
-                how = "write for batch in join.iterate(loader)"
-                warnings.warn(f"{what} is for loops over join.iterate, and there was none: {how}", stacklevel=2)
+            if error is None and self._loops.last is None and not self._objects:
+                warnings.warn(
+                    "a block that lists nothing is for loops over join.iterate, and there was none: write for batch in"
+                    " join.iterate(loader)",
+                    stacklevel=2,
+                )
         finally:
             block.undo.close()
 

@@ -24,6 +24,7 @@ import torch
 
 from join.batch import Step
 from join.collectives import Collective, Work
+from join.scaling import Scaling
 
 
 class JoinConfig(NamedTuple):
@@ -77,6 +78,9 @@ class Joinable(ABC):
 
     has_own_group: ClassVar[bool] = True
     """Whether ``join_process_group`` matters; ``False`` for what communicates on whatever group the block is on."""
+
+    needs_scale: bool = False
+    """Whether a loop over ``Join.iterate`` has to scale its losses by ``Join.scale``: nothing else weighs its gradients."""
 
     _join_config: JoinConfig
 
@@ -157,7 +161,7 @@ class Block(Protocol):
 
     @property
     def weight(self) -> float | None:
-        """How much this rank's next backwards weigh; see ``Join.weight``."""
+        """What this rank's batch weighs; see ``Join.weight``."""
         ...
 
     @property
@@ -165,10 +169,6 @@ class Block(Protocol):
         """Whether the batch that ``Join.iterate`` handed out last is a dummy, which must not count."""
         ...
 
-    @property
-    def loss_divided_by(self) -> int:
-        """By how much each loss was divided before its backward, where weights are in use; see ``Join``."""
-        ...
 
 
 class BlockChannel(Protocol):
@@ -219,6 +219,16 @@ class BlockChannel(Protocol):
     @property
     def leader(self) -> int:
         """The rank that speaks for all where one must: the lowest that was active in the last burst."""
+        ...
+
+    @property
+    def scaling(self) -> Scaling:
+        """What is known of the losses that ``Join.scale`` has scaled."""
+        ...
+
+    @property
+    def has_run_out(self) -> bool:
+        """Whether this rank has left the body of the block, and only takes part in what others do."""
         ...
 
     @property

@@ -49,11 +49,18 @@ class State(Silent):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        self._steps = 0
+        self._steps, self._channel = 0, join.channel
         if isinstance(self._stateful, torch.optim.Optimizer):
-            self._handles = [self._stateful.register_step_post_hook(self._count_step)]
+            self._handles = [self._stateful.register_step_pre_hook(self._before_step)]
 
-    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self._channel
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self.join_name, self._channel.step)
         self._steps += 1
 
     @override

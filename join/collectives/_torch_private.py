@@ -10,15 +10,29 @@ import atexit
 import ctypes
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
 
 pytree = _pytree
 """Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
+
+_engine: Any = Variable._execution_engine
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that is under way has computed all gradients.
+
+    Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
+    queue another, which runs after all that were queued before.
+    """
+    _engine.queue_callback(callback)
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

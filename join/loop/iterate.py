@@ -1,38 +1,43 @@
 """Any loop body in lockstep on uneven loaders: :class:`Iteration`, behind ``Join.iterate``.
 
 All ranks run the body equally often. A rank that has run out of batches gets dummies, which weigh nothing. Who has how
-many is told in one roll call for every window of ``lookahead`` steps::
+many, and what they weigh, is told in one roll call for every round of ``lookahead`` steps::
 
     rank with data                                   rank without
     --------------                                   ------------
     begin     header of the channel                  the same
               all-reduce: do all give the same       the same
-              arguments?
-              read a window; roll call 0             roll call 0
+              arguments? (window="all": all is read,
+              all-gather of how many batches)
+              read a round; roll call 0              roll call 0
               a rank has none: template (broadcast)  template
-    window w  roll call w is read                    the same
-              read the next; roll call w+1 starts    roll call w+1 starts
+    round r   roll call r is read                    the same
+              read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummies
     end       last roll call: all say how they ended the same
 
-So nothing waits in the steady state: a roll call has a window's time to come through. A rank whose loader raises says
-so in the next roll call; all ranks raise where that is read. With declared lengths, one all-gather takes the place of
-all roll calls but the last.
+So nothing waits in the steady state: a roll call has a round's time to come through. A rank whose loader raises says
+so in the next roll call; all ranks raise where that is read. A round is a multiple of the window of accumulation, so
+what all batches of a window weigh is known before its first step.
 
 A rank that leaves the loop by ``break`` waits until all others have left it at the same step::
 
     all leave at the same step                       a rank leaves alone
-    the last of its window: roll call is read        the same
+    the last of its round: roll call is read         the same
     tell that they have left; wait for all           tells that it has left; sees that others are in later steps
     the loop is over                                 raises ProtocolError, and fails by the one rule, ``join.failure``
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal, TypeAlias, cast
+
+import torch
 
 from join.arguments import check_same
 from join.batch import StepBatch
@@ -40,13 +45,58 @@ from join.collectives.broken import is_broken
 from join.errors import JoinError, PeerError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
-from join.loop.step_counts import StepCounts
+from join.loop.step_counts import StepCounts, Windows
 from join.protocol.channel import Channel
 from join.protocol.lockstep import ONE_AT_A_TIME, Lockstep, begin_loop
 from join.transfer import broadcast_tree
 
 Until: TypeAlias = Literal["all", "first"]
 Dummy: TypeAlias = Literal["empty", "last"] | Callable[[Any], Any]
+Window: TypeAlias = int | Literal["all"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``Join.iterate`` but the loader.
+
+    Raises:
+        TypeError, ValueError: for values that are none.
+    """
+
+    until: Until
+    dummy: Dummy
+    lookahead: int
+    weigh: Callable[[Any], Any] | None
+    window: Window
+    fill_window: bool
+
+    def __post_init__(self) -> None:
+        if self.until not in ("all", "first"):
+            raise ValueError(f"until={self.until!r} must be 'all' or 'first': the loop ends when those run out [J069]")
+        if self.dummy not in ("empty", "last") and not callable(self.dummy):
+            raise ValueError(
+                f"dummy={self.dummy!r} must be 'empty', 'last', or a function that makes a dummy of a batch [J070]"
+            )
+        for name, number in {"lookahead": self.lookahead, "window": 1 if self.window == "all" else self.window}.items():
+            if isinstance(number, bool) or not isinstance(number, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"{name}={number!r} must be a whole number of steps [J071]")
+            if number < 1:
+                raise ValueError(f"{name}={number} must be at least 1 step [J072]")
+        if self.weigh is not None and not callable(self.weigh):
+            raise TypeError(f"weigh={self.weigh!r} must be a function that tells what a batch weighs [J465]")
+
+    def said(self) -> list[str]:
+        """What must be the same on all ranks."""
+        dummy = "a function" if callable(self.dummy) else self.dummy
+        weigh = "a function" if self.weigh is not None else None
+        return [
+            f"until={self.until}",
+            f"dummy={dummy}",
+            f"lookahead={self.lookahead}",
+            f"weigh={weigh}",
+            f"window={self.window}",
+            f"fill_window={self.fill_window}",
+        ]
 
 
 class _Phase(Enum):
@@ -65,44 +115,36 @@ class Iteration:
     Args:
         channel: the block's.
         loader: this rank's batches.
-        until: ``"all"``: until all ranks have run out; ``"first"``: until the first one has.
-        dummy: what ranks without batches get.
-        lookahead: how many batches are read ahead, and steps told in one roll call.
-        declared: whether ``len(loader)`` tells the number of batches on all ranks, so that no roll call is needed.
+        options: how to go over them.
         throw: whether all ranks raise as soon as one has run out.
+        over_all_ranks: whether the mean is over all ranks, also those without data, where batches are not weighed.
 
     Raises:
         TypeError, ValueError: for arguments that are none of these.
     """
 
     _lockstep: Lockstep  # the mode of the loop, once it has begun
-    _counts: StepCounts  # its windows, likewise
+    _counts: StepCounts  # its rounds, likewise
 
     def __init__(
-        self,
-        channel: Channel,
-        loader: Iterable[Any],
-        until: Until,
-        dummy: Dummy,
-        lookahead: int,
-        *,
-        declared: bool,
-        throw: bool,
+        self, channel: Channel, loader: Iterable[Any], options: Options, *, throw: bool, over_all_ranks: bool
     ) -> None:
-        check_arguments(loader, until, dummy, lookahead)
+        check_loader(loader)
+        dummy = options.dummy
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if dummy == "last" and mixed:
             raise ValueError(
                 f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one [J074]"
             )
         self._channel, self._guard = channel, channel.guard
-        self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
-        self._length = _length_of(loader) if declared else None
-        self.ahead = ReadAhead(loader)
+        self._options, self._dummy, self._throw, self._over_all_ranks = options, dummy, throw, over_all_ranks
+        self._round = options.lookahead  # how many batches are read ahead, and steps told in one roll call
+        self._own_length = _length_of(loader)
+        self.ahead = ReadAhead(loader, options.weigh)
         """The batches that were read and not handed out."""
         self._phase = _Phase.NEW
         self._template: Any = None  # what dummies are made of
-        self._wrong = ""  # how this rank's batches differ from what it declared
+        self._length: int | None = None  # of the loop, once it has begun, if all loaders have one
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # in how many of these steps there was no batch
         self._failed: BaseException | None = None  # what the next roll call says that this rank raises
@@ -127,7 +169,14 @@ class Iteration:
         counts = self._counts
         if counts.at < counts.steps:
             return False
-        return self._length is not None or counts.is_last(f"asked in step {self._step} whether it is the last")
+        return counts.is_last(f"asked in step {self._step} whether it is the last")
+
+    def __len__(self) -> int:
+        if self._phase is _Phase.NEW:
+            self._begin()
+        if self._length is None:
+            raise TypeError("a loop over join.iterate has a length where the loaders of all ranks have one [J466]")
+        return self._length
 
     # -- handing out --------------------------------------------------------------------------------------------------
 
@@ -135,7 +184,7 @@ class Iteration:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
         try:
             while self._begin_step():
-                batch = self._batch() if self._has_data else self._make_dummy()
+                batch = self._batch() if self._lockstep.step.has_data else self._make_dummy()
                 late_use = self._channel.late_use
                 if late_use is not None:
                     late_use.handed_out(batch, self._lockstep.step.batch, self._lockstep.progress.begun)
@@ -169,13 +218,13 @@ class Iteration:
                 if not counts.steps:
                     self._end()
                     return False
-            if not counts.at and self._length is None:
-                self._tell_next_window()
+            if not counts.at:
+                self._tell_next_round()
             if self._throw and counts.at >= min(counts.batches):
                 self._guard.raise_early_termination(exhausted=counts.mine <= counts.at)
             self._step += 1
-            self._has_data = counts.at < counts.mine
-            self._lockstep.begin_step(counts.begin_step())  # from here on, what goes wrong goes wrong in this step
+            weights = self.ahead.weights
+            counts.begin_step(weights[0] if weights else 0.0)  # from here on, what goes wrong goes wrong in this step
         except JoinError:
             self._over()
             if self._failed is not None:  # what the others are told is this
@@ -187,28 +236,18 @@ class Iteration:
         return True
 
     def _batch(self) -> Any:
-        if self._length is not None and not self.ahead.batches:
-            self.ahead.read(1)
-            if self.ahead.error is not None:
-                raise self.ahead.error
-            if not self.ahead.batches:
-                self._wrong = self._wrong or self._miscounts(f"ended after {self._step - 1} batches")
-                if self._template is None:
-                    raise ProtocolError(self._wrong)
-                return self._make_dummy()
         batch = self.ahead.take()
-        if self._length is None:
-            may_be_last = self.ahead.ended and not self.ahead.batches
-        else:
-            may_be_last = self._template is None or self._step == self._length
-        if may_be_last:  # dummies are made of it, as it was before the body
+        may_be_last = self.ahead.ended and not self.ahead.batches
+        if may_be_last or self._fills_after_this:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
         self._lockstep.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
 
-    def _miscounts(self, how: str) -> str:
-        rank, length = self._channel.collective.rank, self._length
-        return f"rank {rank} has a loader of len {length} that {how}; mend its length, or leave steps out [J065]"
+    @property
+    def _fills_after_this(self) -> bool:
+        """Whether a dummy follows although this rank has batches left: where the first rank to run out ends the loop."""
+        counts = self._counts
+        return counts.mine == counts.at < counts.steps
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -220,33 +259,56 @@ class Iteration:
         dummy = duplicate(self._template)
         return self._dummy(dummy) if callable(self._dummy) else dummy
 
-    # -- windows ------------------------------------------------------------------------------------------------------
+    # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """All ranks begin the loop, and its first window."""
-        self._lockstep = begin_loop(self._channel)
-        until_first = self._until == "first" and not self._throw
-        size = self._lookahead if self._length is None else None
-        counts = self._counts = StepCounts(self._channel, self._lockstep, size, until_first=until_first)
+        """All ranks begin the loop, and its first round."""
+        channel, options = self._channel, self._options
+        self._lockstep = begin_loop(channel)
         self._phase = _Phase.RUNNING
-        dummy = "a function" if callable(self._dummy) else self._dummy
-        mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
+        until_first = options.until == "first"
         try:
-            check_same(self._channel.collective, "join.iterate", mine, self._guard.wait)
+            lengths = check_same(channel.collective, "join.iterate", options.said(), self._guard.wait, self._own_length)
         except ProtocolError as error:
             self._guard.close_and_raise(error)  # on all ranks
-        if self._length is None:
-            self._tell_next_window()
-            counts.begin_next("came to step 1 of join.iterate")
-        else:
-            counts.declare(self._length)
+        window = self._read_all() if options.window == "all" else options.window
+        self._round = -(-options.lookahead // window) * window
+        windows = Windows(window, options.fill_window, options.weigh is not None, self._over_all_ranks)
+        if lengths is not None:
+            self._length = lengths[0] if until_first or self._throw else lengths[1]
+            if options.fill_window:
+                self._length = -(-self._length // window) * window
+        counts = self._counts = StepCounts(
+            channel, self._lockstep, self._round, windows, until_first=until_first and not self._throw
+        )
+        channel.scaling.begin_loop(self._why_scale())
+        self._tell_next_round()
+        counts.begin_next("came to step 1 of join.iterate")
         if min(counts.batches) == 0 < counts.steps and not self._throw:
             self._share_template()
 
-    def _tell_next_window(self) -> None:
-        count = self.ahead.read(self._lookahead)
-        self._failed = self.ahead.error
-        self._counts.call(count, self._failed)
+    def _read_all(self) -> int:
+        """Read all batches: one window, of as many steps as the rank with most has."""
+        count = torch.tensor([self.ahead.read(sys.maxsize)])
+        self._guard.wait(self._channel.collective.all_reduce(count, "max"), "has read all its batches")
+        return max(int(count), 1)
+
+    def _why_scale(self) -> str:
+        """Why the loop has to scale its losses, if it has to."""
+        if self._options.weigh is not None:
+            return "weigh= is given"
+        if self._options.window != 1:
+            return f"window={self._options.window!r} is given"
+        names = [member.joinable.join_name for member in self._channel.roster.listed if member.joinable.needs_scale]
+        return f"nothing else weighs the gradients of {names[0]}" if names else ""
+
+    def _tell_next_round(self) -> None:
+        ahead, batches = self.ahead, self._counts.batches
+        held = batches[self._channel.collective.rank] if batches else 0  # for the round that begins
+        ahead.read(self._round - (len(ahead.batches) - held))
+        weights = list(ahead.weights)[held:]
+        self._failed = ahead.error
+        self._counts.call(len(weights), self._failed, weights)
 
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -269,13 +331,6 @@ class Iteration:
 
     def _own_template(self, rank: int) -> tuple[Any, JoinError | None]:
         """This rank's first batch, or an empty one made of it; or what to raise because there is none."""
-        if not self.ahead.batches:
-            self.ahead.read(1)
-        if self.ahead.error is not None:
-            error = self._failed = self.ahead.error
-            return None, PeerError(f"rank {rank} failed: {described(error)}")
-        if not self.ahead.batches:
-            return None, ProtocolError(self._miscounts("ended after 0 batches"))
         first = self.ahead.batches[0]
         try:
             return emptied(first) if self._dummy == "empty" else first, None
@@ -289,10 +344,8 @@ class Iteration:
 
     def _end(self) -> None:
         """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
-        if self._length is not None and not self._wrong and self._until == "all" and self.ahead.read(1):
-            self._wrong = self._miscounts("goes on after as many batches")
-        self._failed = ProtocolError(self._wrong) if self._wrong else None
-        self._counts.call(0, self._failed)
+        self._failed = None
+        self._counts.call(0, None)
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True
@@ -315,6 +368,11 @@ class Iteration:
             if self._guard.closed:
                 return  # nothing can be told any more
             lockstep.end_step()
+            if not lockstep.step.ends_window:
+                raise JoinError(
+                    f"the loop over join.iterate was left in step {self._step}, inside a window of accumulation, whose"
+                    " other steps are missing; leave it if join.ends_window [J467]"
+                )
             self._channel.complete_followers()
             lockstep.progress.has_left = True
             if counts.at == counts.steps:
@@ -345,30 +403,15 @@ class Iteration:
         self.ahead.close()
 
 
-def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None:
-    """Refuse arguments of ``iterate`` that it cannot use.
-
-    Raises:
-        TypeError, ValueError: that name the argument, the value and the way out.
-    """
+def check_loader(loader: Any) -> None:
+    """Raise a ``TypeError`` for what cannot be iterated."""
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J068]")
-    if until not in ("all", "first"):
-        raise ValueError(f"until={until!r} must be 'all' or 'first': the loop ends when those ranks run out [J069]")
-    if dummy not in ("empty", "last") and not callable(dummy):
-        raise ValueError(f"dummy={dummy!r} must be 'empty', 'last', or a function that makes a dummy of a batch [J070]")
-    if isinstance(lookahead, bool) or not isinstance(lookahead, int):
-        raise TypeError(f"lookahead={lookahead!r} must be a whole number of batches [J071]")
-    if lookahead < 1:
-        raise ValueError(f"lookahead={lookahead} must be at least 1 batch [J072]")
 
 
-def _length_of(loader: Iterable[Any]) -> int:
+def _length_of(loader: Iterable[Any]) -> int | None:
+    """How many batches a loader has, if it tells."""
     try:
         return len(cast("Sized", loader))
-    except TypeError as error:
-        if "has no len()" not in str(error):  # a DataLoader asks what it reads, which may have none
-            raise
-        raise TypeError(
-            f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out [J073]"
-        ) from error
+    except (TypeError, NotImplementedError):  # a DataLoader asks what it reads, which may have none
+        return None

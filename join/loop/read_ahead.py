@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+from join.arguments import checked_weight
 from join.errors import JoinError
 
 
@@ -18,9 +19,10 @@ class ReadAhead:
 
     Args:
         loader: what can be iterated.
+        weigh: tells what a batch weighs; ``None`` is 1.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
         self._loader: Iterable[Any] | None = loader
         self._name = type(loader).__name__
         self._source: Iterator[Any] = iter(loader)
@@ -28,6 +30,9 @@ class ReadAhead:
         """Whether the loader has no batches beyond those read."""
         self.batches: deque[Any] = deque()
         """The batches that were read and are not yet used, the oldest first."""
+        self.weights: deque[float] = deque()
+        """What they weigh."""
+        self._weigh = weigh
         self.error: BaseException | None = None
         """What the loader raised, or interrupted it; it is not asked again."""
         self.is_used_up = False
@@ -48,15 +53,17 @@ class ReadAhead:
             if self.ended:
                 return count
             try:
-                batch = next(self._source)
+                batch = next(self._source, self)
+                if batch is self:  # there is no other
+                    self.ended = True
+                    if self._has_state:
+                        self._state_at_end = self._state_now()
+                    return count
+                weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
                 if self._has_state:
                     self._states.append(self._state_now())
                 self.batches.append(batch)
-            except StopIteration:
-                self.ended = True
-                if self._has_state:
-                    self._state_at_end = self._state_now()
-                return count
+                self.weights.append(weight)
             except BaseException as error:  # also Ctrl-C: here most of it comes, and the others have to be told
                 self.ended, self.error = True, error
                 return count
@@ -64,6 +71,7 @@ class ReadAhead:
 
     def take(self) -> Any:
         """The next batch."""
+        self.weights.popleft()
         if self._has_state:
             self._state = self._states.popleft()
         return self.batches.popleft()

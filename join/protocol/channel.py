@@ -39,6 +39,7 @@ from join.protocol.headers import Headers
 from join.protocol.late_use import LateUse
 from join.protocol.members import Member, Roster, Scope
 from join.protocol.mode import Mode, Outcome
+from join.scaling import Scaling
 
 
 def _asks(part: str) -> Any:
@@ -68,6 +69,8 @@ class Channel:
 
     def __init__(self, collective: Collective, make_mode: Callable[[Channel], Mode]) -> None:
         self.collective = collective
+        self.has_run_out = False
+        """Whether this rank has left the body of a block without an exception, and only takes part in what others do."""
         self.loop = 0
         """The number of the loop over ``Join.iterate``; of the last one, outside."""
         self.roster = Roster((), collective.world_size)
@@ -79,9 +82,7 @@ class Channel:
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadows: Joinable | None = None  # whose main_hook runs
         self._place = Progress()  # where this rank was at the end of the last loop
-        # The ranks that had data in the last step of the last loop, as a bit mask, if some ran out before others; and
-        # the count of headers at its end. While that is still the count, only these ranks have current buffers.
-        self._last_with_data: tuple[int | None, int] = (None, 0)
+        self.scaling = Scaling()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -104,6 +105,7 @@ class Channel:
 
     def close(self, scope: Scope) -> bool:
         """Take out the members of a block that is left; return whether it was the last one of the group."""
+        self.has_run_out = False  # of a block around this one
         left = tuple(each for each in self.roster.scopes if each is not scope)
         self._arrange(Roster(left, self.collective.world_size))
         if not left:
@@ -224,17 +226,11 @@ class Channel:
 
     def drain(self) -> Outcome:
         """Take part in what the others do until all have run out of inputs; raises what :meth:`Mode.drain` does."""
+        self.has_run_out = True
         self.prepare()
         if self._outstanding and (left_out := self._left_out_error(None)):
             raise left_out
-        with_data, headers = self._last_with_data
-        is_at_its_end = headers == self.headers.tally.headers
-        outcome = self.mode.drain()
-        if outcome.even and with_data and is_at_its_end:
-            # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
-            self.headers.leader = lowest(with_data)
-            return Outcome(even=False, last=bool(with_data >> self.collective.rank & 1))
-        return outcome
+        return self.mode.drain()
 
     def shadow(self, header: Header) -> None:
         """Run with nothing to say what ``header`` announces."""
@@ -275,13 +271,13 @@ class Channel:
         self._outstanding = []
         self._use(mode)
 
-    def leave_loop(self, mode: Mode, *, begun: int, last_with_data: int | None) -> None:
+    def leave_loop(self, mode: Mode, *, begun: int, source: int | None) -> None:
         """Change back to the mode of the block; called when the loop is over on all ranks.
 
         Args:
             mode: of the block around it.
             begun: how many bursts were begun in the loop.
-            last_with_data: the ranks that had data last, as a bit mask, if some ran out before others.
+            source: the lowest rank that had data last, if some ran out before others.
         """
         loop = self.mode
         self._place = loop.place() or self._place
@@ -290,11 +286,10 @@ class Channel:
             self.late_use.loop_ended(begun)
             if self.late_use.is_ruled_out:
                 self.late_use = None
-        self._last_with_data = last_with_data, self.headers.tally.headers
         self._outstanding = []  # in a loop, a follower may be left out
-        if last_with_data:
+        if source is not None:
             for member in self.roster.listed:
-                member.joinable.synchronise_own(lowest(last_with_data))
+                member.joinable.synchronise_own(source)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -358,8 +353,3 @@ class Channel:
             self.late_use.used(arguments)
             if self.late_use.is_ruled_out:
                 self.late_use = None
-
-
-def lowest(ranks: int) -> int:
-    """The lowest of the ranks in a bit mask."""
-    return (ranks & -ranks).bit_length() - 1

@@ -28,7 +28,7 @@ from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst
-from join.protocol.channel import Channel, lowest
+from join.protocol.channel import Channel
 from join.protocol.loop_progress import LoopProgress
 from join.protocol.mode import Mode, Outcome
 
@@ -85,9 +85,8 @@ class Lockstep(Mode):
         self._around = channel.mode  # of the block
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
-        self._all_ranks = (1 << self._world_size) - 1
-        self.step.contributors = self._all_ranks
-        self._in_last_burst: int | None = None  # the ranks that had data then
+        self.step.contributors = self._world_size
+        self._first_in_last_burst: int | None = None  # the lowest rank that had data then
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
         self._barrier = None if timeout is None else collective.line(BARRIERS)
@@ -105,17 +104,17 @@ class Lockstep(Mode):
         self.progress.barriers += 1
         self._guard.wait(barrier.sum(0, 1), doing)
 
-    def begin_step(self, with_data: int) -> None:
-        """Begin a step in which the ranks of the bit mask ``with_data`` have data."""
+    def begin_step(self, contributors: int, first_with_data: int, *, has_data: bool) -> None:
+        """Begin a step in which so many ranks have data, and whether this one does."""
         if self._barrier is not None:
             self._wait_for_all(self._barrier, f"came to step {self.step.number + 1} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()
         step = self.step
-        if with_data != step.contributors:
-            step.contributors, step.first_with_data = with_data, lowest(with_data)
-            step.all_have_data = with_data == self._all_ranks
-            step.shadowing = not with_data >> self._rank & 1
+        if step.ends_window:
+            self._channel.scaling.begin_window()
+        step.contributors, step.first_with_data = contributors, first_with_data
+        step.has_data, step.shadowing = has_data, not has_data
         step.number = self.progress.steps = step.number + 1
 
     def end_step(self) -> None:
@@ -126,8 +125,10 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        last = None if self.step.all_have_data else self._in_last_burst or self.step.contributors
-        self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
+        step, source = self.step, self._first_in_last_burst
+        source = step.first_with_data if source is None else source
+        source = None if step.contributors == self._world_size else source
+        self._channel.leave_loop(self._around, begun=self.progress.begun, source=source)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.
@@ -135,7 +136,7 @@ class Lockstep(Mode):
         ``None`` where that begins, or there is nothing left.
         """
         self.leave_broken_loop, self.is_in_loop_body = leave, leave is None
-        self.step.shadowing = self.is_in_loop_body and not (self.step.contributors or 0) >> self._rank & 1
+        self.step.shadowing = self.is_in_loop_body and not self.step.has_data
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop, before its end, at the same place.
@@ -190,7 +191,7 @@ class Lockstep(Mode):
             )
         if not member.interjects:
             self.progress.begun, self.progress.last = self.progress.begun + 1, member
-        self._in_last_burst = self.step.contributors
+        self._first_in_last_burst = self.step.first_with_data
         leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
         self._headers.assume(index, self._world_size, leader_alive=leads)
         return DONE

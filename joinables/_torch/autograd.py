@@ -7,28 +7,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
-_engine: Any = Variable._execution_engine
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that is under way has computed all gradients.
-
-    Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
-    queue another, which runs after all that were queued before.
-    """
-    _engine.queue_callback(callback)
-
+from join.collectives._torch_private import after_backward
 
 def after_reduction(callback: Callable[[], None]) -> None:
     """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
-    _engine.queue_callback(partial(_engine.queue_callback, callback))
+    after_backward(partial(after_backward, callback))
 
 
 _NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
@@ -59,3 +48,44 @@ def in_backward() -> bool:
 def writes(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to in place. Stands in for asking whether it was zeroed since."""
     return tensor._version
+
+
+@torch.no_grad()
+def multiply(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply tensors in place, all at once where a device can. Stands in for a public call over several tensors."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The nodes of the graph that accumulate the gradients of parameters, but for those that are frozen."""
+    return [torch.autograd.graph.get_gradient_edge(each).node for each in parameters if each.requires_grad]
+
+
+def will_run(nodes: Sequence[Any]) -> bool:
+    """Whether the backward pass under way runs any of these accumulators; in ``torch.autograd.grad`` it does not.
+
+    Stands in for asking for it in public, as ``torch.autograd.graph.register_multi_grad_hook`` does.
+    """
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # one is of a parameter whose gradient torch.autograd.grad is asked for
+        return False
+
+
+def once_before(nodes: Sequence[Any], hook: Callable[[], None]) -> None:
+    """Call ``hook`` before the first of these nodes runs, if one does in the backward pass that is under way."""
+    handles: list[Any] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+    def run(*_: Any) -> None:
+        if handles:
+            remove()
+            hook()
+
+    handles += [node.register_prehook(run) for node in nodes]
+    after_backward(remove)

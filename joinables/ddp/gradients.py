@@ -5,23 +5,22 @@ When it comes, how it scales, and the order of collectives, is told in ``joinabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import JoinHook, ProtocolError
+from join import JoinError, JoinHook
 from join.joinable import Block, BurstState
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
-from joinables.ddp.contributions import WITH_BUFFERS, Contributions
+from joinables.ddp.contributions import WITH_BUFFERS, Contributions, Window
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.static_graph import StaticGraph
-from joinables.mean import Window
 from joinables.tensors import adopt_gradients
 
 
@@ -43,11 +42,13 @@ class GradientSync(DDPBurst):
         super().__init__(ddp)
         self._buffers, self._rebuild = buffers, rebuild
         self._parameters = reducer.reduced_parameters(ddp)
+        self._accumulators = autograd.accumulators(self._parameters)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._forwards = Forwards(ddp, self._parameters, buffers)
-        self._contributions = given = Contributions(ddp, self._parameters)
-        self._mean, self._weights, self._last_result = given.mean, given.weights, given.last_result
+        self._contributions = Contributions(ddp, self._parameters)
+        self._last_result = self._contributions.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
+        self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
         self._backwards = 0  # how many were made in this block
         # The number of the loop over Join.iterate in which a reduction was found to need nothing done after it.
         self._plain_in = -1
@@ -68,7 +69,7 @@ class GradientSync(DDPBurst):
                     f"{name!r} has sparse gradients, which a rank without data cannot take over; build it with"
                     " sparse=False [J110]"
                 )
-        self._mean.over_all_ranks = divide_by_initial_world_size
+        self._contributions.over_all_ranks = divide_by_initial_world_size
         return self
 
     @override
@@ -109,16 +110,10 @@ class GradientSync(DDPBurst):
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         if active:
-            return (self._contributions.with_buffers, True, self._mean.weighted)
+            return (self._contributions.with_buffers, True, self._contributions.weighted)
         if self._contributions.window.unreduced:
             self._contributions.forget_zeroed()
         return (False, self._contributions.window.unreduced, False)
-
-    @override
-    def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        channel, buffers = self._channel, self._buffers
-        covers = buffers is not None and channel.announces_in_forward(self, saves_header=False, has_buffers=True)
-        return (covers, True, weighted)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -126,23 +121,21 @@ class GradientSync(DDPBurst):
         """Announce the backward, if that is due now, and synchronise buffers; called before a forward with grad."""
         if self._ddp.find_unused_parameters:
             self._watch_use()
-        weighted, channel, buffers = self._join.weight is not None, self._channel, self._buffers
-        if weighted:
-            self._weights.watch()
+        contributions, channel, buffers = self._contributions, self._channel, self._buffers
         if not self._ddp.require_backward_grad_sync or self.state is BurstState.PENDING:
             return
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
-        self._mean.weighted = weighted and not channel.step.shadowing
+        contributions.weighted = not channel.is_in_loop_body and self._join.weight is not None
         if self._last_result.kept and not channel.all_ranks_run_bursts:
             self._last_result.look()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when
         # zero_grad may have been called. And contributors that a forward announces must be counted again (some may skip
         # the backward); with buffers it needs a header anyway.
         has_buffers = buffers is not None
-        saves = not self._last_result.kept if self._mean.over_all_ranks else has_buffers
+        saves = not self._last_result.kept if contributions.over_all_ranks else has_buffers
         early = channel.announces_in_forward(self, saves_header=saves, has_buffers=has_buffers)
-        self._contributions.with_buffers = early and has_buffers
+        contributions.with_buffers = early and has_buffers
         if early:
             channel.announce(self)
             self.state = BurstState.PENDING
@@ -163,94 +156,111 @@ class GradientSync(DDPBurst):
     # what is mostly not to be done is asked for before it is called.
 
     def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
-        """Begin a backward with the first gradient of it that enters the module."""
-        contributions = self._contributions
+        """Begin a backward with the first gradient of it that enters the module, if any will reach its parameters."""
         backward = autograd.backward_under_way()
         if backward == self._backward or not self._handles:
             return
-        self._backward, channel, result = backward, self._channel, self._last_result
+        self._backward, self._at_end = backward, autograd.after_reduction
+        if autograd.will_run(self._accumulators):
+            self._begin_backward(synchronised)
+            return
+        # This is torch.autograd.grad; or the parameters are behind reentrant checkpoints, which run backwards of their own
+        # inside this one, each with an end of its own.
+        at_end: list[Callable[[], None]] = []
+        self._at_end = at_end.append
+        autograd.once_before(self._accumulators, partial(self._begin_backward, synchronised))
+        autograd.after_reduction(lambda: [end() for end in at_end].clear())
+
+    def _begin_backward(self, synchronised: bool) -> None:
+        contributions, channel, result = self._contributions, self._channel, self._last_result
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
         self._backwards += 1
         if self._backwards == 1:
             contributions.take_over()
-        window = contributions.window
-        weighted = self._join.weight is not None
         reduces = self._forwards.armed or synchronised
-        if reduces and not weighted and not result.aside and self._plain_in == channel.loop and channel.is_in_loop_body:
-            if not (self._forwards.armed and self.state is BurstState.PENDING):
-                self._announce_backward(weighted)
-            self._end_reduction()
-            return
-        if window.unreduced or window.with_data or window.weight:
+        weight = self._join.weight
+        if channel.is_in_loop_body:
+            channel.scaling.check_backward(self.join_name)
+            if reduces and weight and self._plain_in == channel.loop and contributions.are_plain:
+                if not (self._forwards.armed and self.state is BurstState.PENDING):
+                    self._announce_backward()
+                self._end_reduction()
+                return
+        elif (weight is not None) != channel.scaling.flows:
+            raise JoinError(
+                f"join.weight is {weight}, and the loss of {self.join_name} is"
+                f" {'' if channel.scaling.flows else 'not '}scaled by it; set the weight before the forward, and call"
+                " join.scale(loss).backward() [J472]"
+            )
+        window = contributions.window
+        if window.unreduced or window.number or window.weight:
             contributions.forget_zeroed()
-            window = contributions.window
-        if window.unreduced and weighted != window.weighted and not channel.step.shadowing:
-            self._weights.refused = ValueError(
+        contributions.note_step()
+        window = contributions.window
+        contributions.factors.multiply_by(0.0 if weight == 0 else 1.0)
+        if not channel.is_in_loop_body:
+            self._weigh(weight)
+        # Else every rank gives what is in its gradients, the last result or None.
+        if result.kept and (not reduces or not channel.all_ranks_run_bursts or contributions.scales):
+            result.look()
+        if reduces:
+            self._begin_reduction()
+            return
+        if result.kept and not window.unreduced and not channel.is_in_loop_body:
+            if weight is not None or contributions.over_all_ranks:
+                result.set_aside()
+        window.unreduced = True
+
+    def _weigh(self, weight: float | None) -> None:
+        """Count what a backward weighs in a plain block.
+
+        Raises:
+            JoinError: if others of its window of accumulation were weighed and it is not, or the other way round.
+        """
+        window = self._contributions.window
+        if window.unreduced and (window.weight is None) != (weight is None):
+            raise JoinError(
                 "join.weight was set or unset in a window of accumulation; set it at every step or at none [J111]"
             )
-            if not reduces:
-                self._weights.end_refused()
-        # Else every rank gives what is in its gradients, the last result or None.
-        if result.kept and (weighted or not reduces or not channel.all_ranks_run_bursts):
-            result.look()
-        if weighted:
-            self._plain_in = -1
-            window.weight += self._weights.begin_backward()
-        if (with_data := channel.step.contributors) is not None:
-            contributions.note_data(with_data)
-        if reduces:
-            self._begin_reduction(weighted)
-        elif not channel.step.shadowing:
-            if result.kept and not window.unreduced and (weighted or self._mean.over_all_ranks):
-                result.set_aside()
-            window.unreduced, window.weighted = True, weighted
+        if weight is not None:
+            window.weight = (window.weight or 0.0) + weight
 
-    def _announce_backward(self, weighted: bool) -> None:
+    def _announce_backward(self) -> None:
         if not self._forwards.armed:  # a second backward, of which DDP itself would not reduce the gradients
             reducer.expect_backward(self._ddp, self._forwards.outputs)
         if self.state is not BurstState.PENDING:
-            if self._channel.foresees_bursts and self._buffers is not None:
-                raise ProtocolError(
-                    "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
-                    " it; call what announces in between after the backward, and list it after the module [J112]"
-                )
-            self._contributions.with_buffers, self._mean.weighted = False, weighted and not self._channel.step.shadowing
+            self._contributions.with_buffers = False
+            self._contributions.weighted = not self._channel.is_in_loop_body and self._join.weight is not None
             self._channel.announce(self)
             self.state = BurstState.PENDING
 
-    def _begin_reduction(self, weighted: bool) -> None:
-        contributions = self._contributions
-        weights, mean, channel = self._weights, self._mean, self._channel
+    def _begin_reduction(self) -> None:
+        contributions, channel = self._contributions, self._channel
         if not (self._forwards.armed and self.state is BurstState.PENDING):
-            self._announce_backward(weighted)
-        if channel.all_ranks_run_bursts:
-            if weights.agreed_in != channel.loop or weights.agreed != weighted:
+            self._announce_backward()
+        if not channel.all_ranks_run_bursts:
+            if contributions.weighted != (contributions.window.weight is not None):
+                raise JoinError(
+                    "join.weight was set or unset between forward and backward; set it before the forward [J106]"
+                )
+            if not contributions.weighs_as_last_time:
                 contributions.agree_on_weights()
-                weights.refused = weights.refused or weights.change()
-            mean.weighted = weights.agreed
-        elif not weighted == mean.weighted == weights.in_headers:
-            contributions.check_weights()
         if self._last_result.kept:
             contributions.add_last_result()
         self.state = BurstState.RUNNING
-        scales = mean.scales
+        scales = contributions.scales
         if scales:
-            # What is refused must not leave others with a sum of 0, which is another mistake.
-            contributions.begin(
-                1.0 if weights.refused else contributions.window.weight if mean.weighted else contributions.contributes
-            )
+            contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        waits = scales or contributions.used.counts or self._rebuild.pending
-        if waits or contributions.window.weight or self._last_result.aside or weights.refused:
-            autograd.after_reduction(self._finish_reduction)
+        if scales or contributions.used.counts or self._rebuild.pending or self._last_result.aside:
+            self._at_end(self._finish_reduction)
         elif channel.all_ranks_run_bursts:  # nothing is done with the result, so it need not be there
-            # The next one is as plain, if it is not weighted: that is all that may change in a loop.
-            self._plain_in = channel.loop
+            self._plain_in = channel.loop  # the next one is as plain
             self._end_reduction()
         else:
-            autograd.after_reduction(self._end_reduction)
+            self._at_end(self._end_reduction)
 
     def _end_reduction(self) -> None:
         self.state = BurstState.IDLE
@@ -264,8 +274,6 @@ class GradientSync(DDPBurst):
             self._end_reduction()
         if self._rebuild.pending:
             self._rebuild.run()
-        if self._weights.refused is not None:
-            self._weights.end_refused()
 
     @override
     def fulfil(self) -> None:
@@ -277,21 +285,21 @@ class GradientSync(DDPBurst):
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
         self.state = BurstState.RUNNING
-        self._contributions.take_over()
-        if self._channel.all_ranks_run_bursts:
+        contributions, channel = self._contributions, self._channel
+        contributions.take_over()
+        if channel.all_ranks_run_bursts:
             self._last_result.look()
-            self._contributions.agree_on_weights()
-        elif self._mean.weighted != self._weights.in_headers:
-            self._contributions.weigh_as_all()
-        has_data = not self._join.shadowing or self._contributions.window.unreduced
+            contributions.note_step()
+        elif not contributions.weighs_as_last_time:
+            contributions.agree_on_weights()
+        has_data = contributions.window.unreduced or not (self._join.shadowing or channel.has_run_out)
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._forwards.armed = False
         self.state = BurstState.IDLE
         if self._rebuild.pending:
             self._rebuild.run()
-        self._weights.end_refused()
-        if missed:
-            self._channel.protest(
+        if missed and not channel.has_run_out:
+            channel.protest(
                 f"rank {self._collective.rank} skipped {self.join_name}, which others ran, so it has no gradients where"
                 " they have. Skip it on all ranks or on none: let them agree by an all-reduce, or multiply the loss by"
                 " 0 [J113]"
@@ -308,10 +316,7 @@ class GradientSync(DDPBurst):
         if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
             kept = [None if gradient is None else gradient.clone() for gradient in kept]
         has_result, takes_part = False, takes_part and self._last_result.has_no_gradient
-        contributions.window = replace(window)
         try:
-            if (with_data := self._channel.step.contributors) is not None:
-                contributions.note_data(with_data)
             contributions.drop()
             contributions.begin(0.0)
             reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
@@ -320,7 +325,7 @@ class GradientSync(DDPBurst):
                 contributions.end()
                 kept = [parameter.grad for parameter in self._parameters]
             else:
-                self._mean.wait()
+                contributions.wait()
                 contributions.end_without_result()
         finally:
             for parameter, gradient in zip(self._parameters, kept, strict=True):
@@ -334,7 +339,7 @@ class GradientSync(DDPBurst):
     @override
     def main_hook(self) -> None:
         self._contributions.with_buffers = self._channel.flags(self)[WITH_BUFFERS] > 0
-        self._contributions.weigh_as_all()
+        self._contributions.agree_on_weights()
         if self._contributions.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         self._shadow_reduction()
@@ -349,9 +354,8 @@ class GradientSync(DDPBurst):
             contributions.drop()
         elif self._last_result.kept:
             contributions.add_last_result()
-        contributions.begin(
-            contributions.window.weight if self._mean.weighted else float(contributions.window.unreduced)
-        )
+        window = contributions.window
+        contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))
         reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
         contributions.window = Window()
         contributions.end()

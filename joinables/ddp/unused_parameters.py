@@ -55,15 +55,11 @@ class UsedParameters:
         if self._handles and not self._join.channel.step.shadowing:
             self._used[index] = 1
 
-    def begin_window(self, *, brought: bool) -> None:
-        """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``.
-
-        Args:
-            brought: whether gradients are there that were accumulated before the loop: those were used.
-        """
+    def begin_window(self) -> None:
+        """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``."""
         if self.counts:
             self._absent = [parameter.grad is None for parameter in self._parameters]
-            self._used = torch.tensor([brought and not absent for absent in self._absent], dtype=torch.int64)
+            self._used = torch.zeros(len(self._absent), dtype=torch.int64)
 
     def end_reduction(self) -> None:
         """Drop the gradients of parameters that only dummies used; called after a reduction."""

@@ -44,8 +44,9 @@ class SharedMemoryLine(Line):
 
     @override
     def roll_call(self, largest: int) -> RollCall:
-        if largest <= LOW:
-            return _RollCall(self._lane)
+        width = -(-largest.bit_length() // BITS)
+        if width <= CELLS:
+            return _RollCall(self._lane, width)
         return SummedRollCall(self, self._lane.rank, self._lane.world_size, largest)
 
     @override
@@ -162,10 +163,7 @@ class _FloatSum(_Arrivals):
 
 @final
 class _RollCall(_Arrivals, RollCall):
-    """Roll calls in which an answer is one cell."""
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane, 1)
+    """Roll calls in which an answer is some cells."""
 
     @override
     def call(self, mine: int) -> None:

@@ -1,0 +1,165 @@
+"""Weights go through the loss: :class:`Scaling`, behind ``Join.scale``.
+
+A loss that is multiplied by a number gives gradients multiplied by it, whatever the engine that reduces them. With W
+ranks, the weight w of a batch (0 for a dummy), and S, the sum of the weights over all ranks and all steps of a window::
+
+    in a loop over Join.iterate    loss * w * D / S, where the engine divides by D: S is known before the forward
+    in a plain block               loss * w / u, and the reduced gradients are multiplied by u * W / S: S is summed beside
+                                   the buckets, and u, a power of two near the last S / W, keeps gradients at their size
+
+So the sum over ranks and micro-batches is the weighted mean.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+
+from join.batch import Step
+from join.collectives._torch_private import after_backward
+from join.errors import JoinError
+
+L = TypeVar("L", bound="torch.Tensor | float")
+
+
+def scaled(loss: L, factor: float) -> L:
+    """``loss * factor``; for a factor of 0, a loss of 0 with the graph of ``loss``, also where that is NaN."""
+    if factor:
+        return cast("L", loss * factor)
+    return cast("L", torch.nan_to_num(loss) * 0.0) if isinstance(loss, torch.Tensor) else cast("L", 0.0)
+
+
+def factor_in_loop(step: Step, divided_over: float) -> float:
+    """What a loss is multiplied by in a step of a loop, for an engine that divides by ``divided_over``."""
+    return step.weight * divided_over / step.total if step.weight else 0.0
+
+
+class Scaling:
+    """What the blocks of one group know of the losses that are scaled."""
+
+    def __init__(self) -> None:
+        self.flows = False
+        """Whether the backward under way began at a scaled loss."""
+        self.required = ""
+        """Why the loop under way has to scale its losses, if it has to."""
+        self.in_use: bool | None = None
+        """Whether that loop scales its losses; ``None`` before its first backward."""
+        self.window = 0
+        """The number of the window under way, of all loops."""
+        self._has_flowed = False  # whether a backward began at a scaled loss in the window under way
+        self._unit = 1.0  # u, in plain blocks
+        self._modules = 0  # how many modules may change it
+
+    # -- losses -------------------------------------------------------------------------------------------------------
+
+    def scale(self, loss: L, factor: float) -> L:
+        """Scale a loss in a loop, and notice when a backward begins at it."""
+        result = scaled(loss, factor)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(self._begins)
+        return result
+
+    def scale_in_plain_block(self, loss: L, weight: float) -> L:
+        """Likewise in a plain block, where the sum of the weights is not known yet."""
+        result = scaled(loss, weight / self._unit)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(partial(self._begins, unit=self._unit))
+        return result
+
+    def _begins(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
+        if not self.flows:
+            self.flows = self._has_flowed = True
+            after_backward(self._ends)
+        return None if unit in (None, self._unit) else gradient * (cast("float", unit) / self._unit)
+
+    def _ends(self) -> None:
+        self.flows = False
+
+    # -- in a loop ----------------------------------------------------------------------------------------------------
+
+    def begin_loop(self, required: str) -> None:
+        """Begin a loop, which has to scale its losses for the reason that is given, if any."""
+        self.required, self.in_use = required, None
+
+    def begin_window(self) -> None:
+        """Begin another window of a loop."""
+        self.window += 1
+        self._has_flowed = False
+
+    def check_backward(self, name: str) -> bool:
+        """Whether a loop scales its losses; called when a backward begins to reach a listed module.
+
+        Raises:
+            JoinError: if it has to and does not, or does so at some backwards only.
+        """
+        if self.in_use is None:
+            if self.required and not self.flows:
+                raise JoinError(f"the loss of {name} is not scaled, and {self.required}; {_CALL} [J460]")
+            self.in_use = self.flows
+        if self.in_use != self.flows:
+            scaled_now, first = ("is", "was not") if self.flows else ("is not", "was")
+            raise JoinError(
+                f"the loss of {name} {scaled_now} scaled, and that of the first backward in this loop over join.iterate"
+                f" {first}; call join.scale(loss) for each backward of it, or for none [J461]"
+            )
+        return self.in_use
+
+    def check_step(self, name: str, step: Step) -> None:
+        """Check that a listed optimizer may step now, in a loop.
+
+        Raises:
+            JoinError: in the middle of a window, or if the loop has to scale its losses and does not.
+        """
+        if not step.ends_window:
+            raise JoinError(
+                f"{name} stepped inside a window of accumulation, in step {step.number} of join.iterate, where the"
+                " gradients of its other steps are missing; step if join.ends_window [J462]"
+            )
+        if self.required and not self._has_flowed:
+            raise JoinError(f"{name} stepped, and no loss was scaled, though {self.required}; {_CALL} [J463]")
+
+    # -- in a plain block ---------------------------------------------------------------------------------------------
+
+    @property
+    def unit(self) -> float:
+        """What losses in a plain block are divided by: a power of two, the same on all ranks."""
+        return self._unit
+
+    def attach_module(self) -> None:
+        """A module joins whose reductions sum weights."""
+        self._modules += 1
+
+    def detach_module(self) -> None:
+        """A module leaves."""
+        self._modules -= 1
+        if not self._modules:
+            self._unit = 1.0
+
+    def learn(self, mean_weight: float) -> None:
+        """Take a new unit from the mean weight of a rank in a reduction that is over.
+
+        Not with several modules: a rank without data shadows their reductions one after the other, where on others they
+        overlap, and would change the unit between two that they begin with the same one.
+        """
+        if self._modules == 1 and mean_weight:
+            self._unit = 2.0 ** round(math.log2(mean_weight))
+
+
+_CALL = "call join.scale(loss).backward()"
+
+
+def checked_engine(divided_over: Any) -> float:
+    """Return ``divided_over`` if it is a number by which an engine may divide.
+
+    Raises:
+        ValueError: if it is not positive.
+    """
+    if isinstance(divided_over, bool) or not isinstance(divided_over, (int, float)) or not divided_over > 0:
+        raise ValueError(
+            f"divided_over={divided_over!r} must be the number by which the engine divides the sum over ranks: 1 if it"
+            " does not divide, the world size if it averages [J464]"
+        )
+    return float(divided_over)

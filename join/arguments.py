@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Integral, Real
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from join.errors import ProtocolError
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
-OWN_KEYWORDS = ("enable", "throw_on_early_termination", "steps", "timeout", "process_group", "loss_divided_by")
+OWN_KEYWORDS = ("enable", "throw_on_early_termination", "timeout", "process_group", "loss_divided_by")
 """What ``Join`` takes besides what it hands to hooks."""
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -46,29 +46,6 @@ def checked_timeout(timeout: Any) -> float | None:
     if not (math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever [J002]")
     return timeout
-
-
-def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
-    """Return ``steps`` if it is a number of steps, or ``"loader"``.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if it is negative, or a number given together with ``timeout``.
-    """
-    if steps is None or steps == "loader":
-        return steps
-    if isinstance(steps, bool) or not isinstance(steps, Integral):
-        raise TypeError(
-            f"steps={steps!r} must be a whole number, 'loader' for a loop over join.iterate, or None if it is not known"
-            " [J003]"
-        )
-    if steps < 0:
-        raise ValueError(f"steps={steps} must not be negative [J004]")
-    if timeout is not None:
-        raise ValueError(
-            f"timeout={timeout!r} watches headers, which steps={steps} does without; give one of them [J005]"
-        )
-    return int(steps)
 
 
 def checked_weight(weight: Any) -> float | None:
@@ -243,25 +220,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {meant[0]}?" if meant else ""
 
 
-def entered_with(
-    joinables: Sequence[Joinable], told: Mapping[str, Any], divisor: int, steps: int | str | None, *, weighted: bool
-) -> list[str]:
+def entered_with(joinables: Sequence[Joinable], told: Mapping[str, Any], divisor: int) -> list[str]:
     """What ranks compare on entering a block: the names of what is listed, in order, and the arguments of ``Join``.
 
     Args:
         joinables: those listed.
         told: arguments that must be the same; only plain values are compared.
         divisor: ``loss_divided_by``.
-        steps: as given; numbers of steps may differ.
-        weighted: whether ``join.weight`` is set.
     """
     settings = {**told}
     if divisor != 1:
         settings["loss_divided_by"] = divisor
-    if isinstance(steps, int):
-        settings |= {"steps": "declared", "weighted": weighted}
-    elif steps is not None:
-        settings["steps"] = steps
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
     return [*(joinable.join_name for joinable in joinables), *plain]
 

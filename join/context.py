@@ -20,7 +20,6 @@ from join.arguments import (
     check_initialised,
     check_keywords,
     checked_divisor,
-    checked_steps,
     checked_timeout,
     checked_weight,
     common_collective,
@@ -66,9 +65,6 @@ class Join:
             trained and not listed is not kept in step. ``[]``: for loops over :meth:`iterate` that train nothing.
         enable: ``False`` makes the block do nothing, for inputs known to be even.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
-        steps: how many steps this rank will make, if that is known: synchronised backwards, each with one step of every
-            sharded optimizer in the list. On all ranks or on none. Then no header is sent at all. ``"loader"``: for a
-            loop over :meth:`iterate`, as many as its loader has batches.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
             active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
             for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
@@ -95,14 +91,12 @@ class Join:
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
-        steps: int | Literal["loader"] | None = None,
         timeout: float | None = None,
         process_group: Any = ...,
         loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
         self._timeout = checked_timeout(timeout)
-        self._steps = checked_steps(steps, timeout)
         self._objects, self._group = listed(joinables, process_group), process_group
         self._block: OpenBlock | None = None  # while the block is open
         self._begin_anew()
@@ -183,12 +177,6 @@ class Join:
         checked = checked_weight(weight)
         if checked is None and self._divisor != 1:
             checked = 1.0
-        declared = self._block is not None and isinstance(self._steps, int)
-        if declared and (checked is None) != (self._weight is None):
-            raise JoinError(
-                "with steps=, all ranks must know on entering whether weights are in use: in all of the block or in"
-                " none of it. Set it first: join = Join(..., steps=n); join.weight = w; with join: ... [J053]"
-            )
         self._weight = checked
 
     @property
@@ -271,13 +259,9 @@ class Join:
         if self._block is None:  # enable=False
             check_arguments(loader, until, dummy, lookahead)
             return self._loops.begin(LoopAlone(loader))
-        if isinstance(self._steps, int):
-            raise JoinError("steps= declares single bursts; for a loop over join.iterate write steps='loader' [J056]")
         if self._loops.running is not None:
             self._loops.running.leave(gives_way=True)
-        declared, throw = self._steps == "loader", self._throw
-        loop = Iteration(self._block.channel, loader, until, dummy, lookahead, declared=declared, throw=throw)
-        return self._loops.begin(loop)
+        return self._loops.begin(Iteration(self._block.channel, loader, until, dummy, lookahead, throw=self._throw))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Record what this rank announces, runs, shadows and waits for, from here on; call it first in the block.
@@ -354,19 +338,17 @@ class Join:
             put_inside(self, self._joinables, enable=False, throw=False)
             self._report = JoinReport()
             return self
-        steps = self._steps if isinstance(self._steps, int) else None
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
             scope = Scope(members, self._throw, self._timeout)
-            self._block = block = OpenBlock(self._collective, scope, steps, weighted=self._weight is not None)
+            self._block = block = OpenBlock(self._collective, scope)
         except BaseException as error:
             tell_not_entered(self._collective, error)
             raise
         block.undo.callback(self._unconfigure)
         try:
             told = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            weighted = self._weight is not None
-            block.begin(entered_with(self._joinables, told, self._divisor, self._steps, weighted=weighted))
+            block.begin(entered_with(self._joinables, told, self._divisor))
             put_inside(self, self._joinables, enable=True, throw=self._throw)
             block.attach(self)
         except BaseException:
@@ -385,10 +367,12 @@ class Join:
         block = self._block
         try:
             self._report = block.end(error, self._loops)
-            if error is None and self._loops.last is None and (self._steps == "loader" or not self._objects):
-                what = "steps='loader'" if self._objects else "a block that lists nothing"
-                how = "write for batch in join.iterate(loader)"
-                warnings.warn(f"{what} is for loops over join.iterate, and there was none: {how}", stacklevel=2)
+            if error is None and self._loops.last is None and not self._objects:
+                warnings.warn(
+                    "a block that lists nothing is for loops over join.iterate, and there was none: write for batch in"
+                    " join.iterate(loader)",
+                    stacklevel=2,
+                )
         finally:
             block.undo.close()
 

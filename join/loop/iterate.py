@@ -16,8 +16,7 @@ many is told in one roll call for every window of ``lookahead`` steps::
     end       last roll call: all say how they ended the same
 
 So nothing waits in the steady state: a roll call has a window's time to come through. A rank whose loader raises says
-so in the next roll call; all ranks raise where that is read. With declared lengths, one all-gather takes the place of
-all roll calls but the last.
+so in the next roll call; all ranks raise where that is read.
 
 A rank that leaves the loop by ``break`` waits until all others have left it at the same step::
 
@@ -30,14 +29,14 @@ A rank that leaves the loop by ``break`` waits until all others have left it at 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from join.arguments import check_same
 from join.batch import StepBatch
 from join.collectives.broken import is_broken
-from join.errors import JoinError, PeerError, ProtocolError, described
+from join.errors import JoinError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
 from join.loop.step_counts import StepCounts
@@ -68,7 +67,6 @@ class Iteration:
         until: ``"all"``: until all ranks have run out; ``"first"``: until the first one has.
         dummy: what ranks without batches get.
         lookahead: how many batches are read ahead, and steps told in one roll call.
-        declared: whether ``len(loader)`` tells the number of batches on all ranks, so that no roll call is needed.
         throw: whether all ranks raise as soon as one has run out.
 
     Raises:
@@ -86,7 +84,6 @@ class Iteration:
         dummy: Dummy,
         lookahead: int,
         *,
-        declared: bool,
         throw: bool,
     ) -> None:
         check_arguments(loader, until, dummy, lookahead)
@@ -97,12 +94,10 @@ class Iteration:
             )
         self._channel, self._guard = channel, channel.guard
         self._until, self._dummy, self._throw, self._lookahead = until, dummy, throw, lookahead
-        self._length = _length_of(loader) if declared else None
         self.ahead = ReadAhead(loader)
         """The batches that were read and not handed out."""
         self._phase = _Phase.NEW
         self._template: Any = None  # what dummies are made of
-        self._wrong = ""  # how this rank's batches differ from what it declared
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # in how many of these steps there was no batch
         self._failed: BaseException | None = None  # what the next roll call says that this rank raises
@@ -127,7 +122,7 @@ class Iteration:
         counts = self._counts
         if counts.at < counts.steps:
             return False
-        return self._length is not None or counts.is_last(f"asked in step {self._step} whether it is the last")
+        return counts.is_last(f"asked in step {self._step} whether it is the last")
 
     # -- handing out --------------------------------------------------------------------------------------------------
 
@@ -169,7 +164,7 @@ class Iteration:
                 if not counts.steps:
                     self._end()
                     return False
-            if not counts.at and self._length is None:
+            if not counts.at:
                 self._tell_next_window()
             if self._throw and counts.at >= min(counts.batches):
                 self._guard.raise_early_termination(exhausted=counts.mine <= counts.at)
@@ -187,28 +182,12 @@ class Iteration:
         return True
 
     def _batch(self) -> Any:
-        if self._length is not None and not self.ahead.batches:
-            self.ahead.read(1)
-            if self.ahead.error is not None:
-                raise self.ahead.error
-            if not self.ahead.batches:
-                self._wrong = self._wrong or self._miscounts(f"ended after {self._step - 1} batches")
-                if self._template is None:
-                    raise ProtocolError(self._wrong)
-                return self._make_dummy()
         batch = self.ahead.take()
-        if self._length is None:
-            may_be_last = self.ahead.ended and not self.ahead.batches
-        else:
-            may_be_last = self._template is None or self._step == self._length
+        may_be_last = self.ahead.ended and not self.ahead.batches
         if may_be_last:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
         self._lockstep.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
-
-    def _miscounts(self, how: str) -> str:
-        rank, length = self._channel.collective.rank, self._length
-        return f"rank {rank} has a loader of len {length} that {how}; mend its length, or leave steps out [J065]"
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -226,8 +205,7 @@ class Iteration:
         """All ranks begin the loop, and its first window."""
         self._lockstep = begin_loop(self._channel)
         until_first = self._until == "first" and not self._throw
-        size = self._lookahead if self._length is None else None
-        counts = self._counts = StepCounts(self._channel, self._lockstep, size, until_first=until_first)
+        counts = self._counts = StepCounts(self._channel, self._lockstep, self._lookahead, until_first=until_first)
         self._phase = _Phase.RUNNING
         dummy = "a function" if callable(self._dummy) else self._dummy
         mine = [f"until={self._until}", f"dummy={dummy}", f"lookahead={self._lookahead}"]
@@ -235,11 +213,8 @@ class Iteration:
             check_same(self._channel.collective, "join.iterate", mine, self._guard.wait)
         except ProtocolError as error:
             self._guard.close_and_raise(error)  # on all ranks
-        if self._length is None:
-            self._tell_next_window()
-            counts.begin_next("came to step 1 of join.iterate")
-        else:
-            counts.declare(self._length)
+        self._tell_next_window()
+        counts.begin_next("came to step 1 of join.iterate")
         if min(counts.batches) == 0 < counts.steps and not self._throw:
             self._share_template()
 
@@ -269,13 +244,6 @@ class Iteration:
 
     def _own_template(self, rank: int) -> tuple[Any, JoinError | None]:
         """This rank's first batch, or an empty one made of it; or what to raise because there is none."""
-        if not self.ahead.batches:
-            self.ahead.read(1)
-        if self.ahead.error is not None:
-            error = self._failed = self.ahead.error
-            return None, PeerError(f"rank {rank} failed: {described(error)}")
-        if not self.ahead.batches:
-            return None, ProtocolError(self._miscounts("ended after 0 batches"))
         first = self.ahead.batches[0]
         try:
             return emptied(first) if self._dummy == "empty" else first, None
@@ -289,10 +257,7 @@ class Iteration:
 
     def _end(self) -> None:
         """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
-        if self._length is not None and not self._wrong and self._until == "all" and self.ahead.read(1):
-            self._wrong = self._miscounts("goes on after as many batches")
-        self._failed = ProtocolError(self._wrong) if self._wrong else None
-        self._counts.call(0, self._failed)
+        self._counts.call(0, None)
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True
@@ -361,14 +326,3 @@ def check_arguments(loader: Any, until: Any, dummy: Any, lookahead: Any) -> None
         raise TypeError(f"lookahead={lookahead!r} must be a whole number of batches [J071]")
     if lookahead < 1:
         raise ValueError(f"lookahead={lookahead} must be at least 1 batch [J072]")
-
-
-def _length_of(loader: Iterable[Any]) -> int:
-    try:
-        return len(cast("Sized", loader))
-    except TypeError as error:
-        if "has no len()" not in str(error):  # a DataLoader asks what it reads, which may have none
-            raise
-        raise TypeError(
-            f"steps='loader' needs a loader with a length, and {type(loader).__name__} has none; leave steps out [J073]"
-        ) from error

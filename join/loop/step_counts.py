@@ -12,8 +12,6 @@ from __future__ import annotations
 import sys
 import time
 
-import torch
-
 from join.collectives import RollCall
 from join.protocol.channel import Channel
 from join.protocol.lockstep import Lockstep
@@ -30,7 +28,7 @@ class Answers:
 
     def __init__(self, window: int) -> None:
         self.failed = window + 1
-        """It does not go on: its loader has raised, or had another number of batches than declared."""
+        """It does not go on: its loader has raised."""
         self._bits = self.failed.bit_length()
         self.mask = (1 << self._bits) - 1
         """The bits of a packed number that hold the answer; those above count bursts."""
@@ -49,15 +47,14 @@ class StepCounts:
     Args:
         channel: the block's.
         lockstep: the loop, which all ranks have begun.
-        size: the most batches that a rank may have for a window; ``None`` if all of a rank's batches are one window,
-            whose lengths the ranks declare.
+        size: the most batches that a rank may have for a window.
         until_first: whether the loop, and so a window, ends with the first rank that runs out.
     """
 
-    def __init__(self, channel: Channel, lockstep: Lockstep, size: int | None, *, until_first: bool) -> None:
+    def __init__(self, channel: Channel, lockstep: Lockstep, size: int, *, until_first: bool) -> None:
         self._lockstep, self._until_first = lockstep, until_first
-        self._guard, self._tally, self._collective = channel.guard, channel.headers.tally, channel.collective
-        self._rank = self._collective.rank
+        self._guard, self._tally = channel.guard, channel.headers.tally
+        self._rank = channel.collective.rank
         self.batches: list[int] = []
         """How many batches each rank has in this window."""
         self._steps_before = 0  # how many steps the window before had
@@ -73,18 +70,8 @@ class StepCounts:
         self._begun = 0  # how many bursts this rank had begun when it called last
         self.under_way: RollCall | None = None
         """The roll call, if a call was started and not read."""
-        if size is not None:
-            self._hold_roll_calls(size)
-
-    def _hold_roll_calls(self, size: int) -> None:
         self.answers = Answers(size)
-        self._roll_call = self._lockstep.roll_calls.roll_call(self.answers.largest)
-
-    def declare(self, length: int) -> None:
-        """Tell each other how many batches there are, by one all-gather, and begin the window of them."""
-        lengths = [int(each) for each in self._collective.all_gather(torch.tensor([length]))]
-        self._hold_roll_calls(max(lengths))
-        self._divide(lengths)
+        self._roll_call = lockstep.roll_calls.roll_call(self.answers.largest)
 
     def begin_next(self, doing: str) -> None:
         """Begin the next window: an empty one, if no roll call was started. For ``doing`` see :meth:`read`."""

@@ -107,11 +107,7 @@ class Contributions:
         reducer.forget_use(self._ddp)
 
     def add_last_result(self) -> None:
-        """See to it that the mean has the last reduction's result once, where gradients still hold it.
-
-        Raises:
-            ValueError: where numbers of steps are declared, if the number of contributors cannot be known.
-        """
+        """See to it that the mean has the last reduction's result once, where gradients still hold it."""
         mean, window, result = self.mean, self.window, self.last_result
         if mean.weighted:
             times = window.weight
@@ -119,14 +115,8 @@ class Contributions:
             times = self.contributes
         elif self._channel.all_ranks_run_bursts:
             times = 1.0
-        elif not self._channel.foresees_bursts:
-            times = self._collective.world_size / self._contributors()
-        elif result.is_zero:
-            return
         else:
-            raise ValueError(
-                "with steps=, gradients still hold the last result; call zero_grad() between backwards [J105]"
-            )
+            times = self._collective.world_size / self._contributors()
         if times != 1 and not (window.unreduced or result.aside):
             result.set_aside()
         result.add(times)
@@ -183,11 +173,7 @@ class Contributions:
 
     @property
     def _all_know_contributors(self) -> bool:
-        channel = self._channel
-        if channel.step.contributors is not None:
-            return not self.weights.brought
-        in_time = channel.foresees_bursts or not self.with_buffers
-        return in_time and not channel.someone_may_contribute_unseen()
+        return not (self.with_buffers if self._channel.step.contributors is None else self.weights.brought)
 
     def begin(self, mine: float) -> None:
         """Start to sum the contributors, or their weights, if they are wanted and not all ranks know them.

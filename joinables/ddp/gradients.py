@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import JoinHook, ProtocolError
+from join import JoinHook
 from join.joinable import Block, BurstState
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd, reducer, torch_join
@@ -114,12 +114,6 @@ class GradientSync(DDPBurst):
             self._contributions.forget_zeroed()
         return (False, self._contributions.window.unreduced, False)
 
-    @override
-    def declared_flags(self, weighted: bool) -> Sequence[bool]:
-        channel, buffers = self._channel, self._buffers
-        covers = buffers is not None and channel.announces_in_forward(self, saves_header=False, has_buffers=True)
-        return (covers, True, weighted)
-
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
@@ -141,7 +135,7 @@ class GradientSync(DDPBurst):
         # the backward); with buffers it needs a header anyway.
         has_buffers = buffers is not None
         saves = not self._last_result.kept if self._mean.over_all_ranks else has_buffers
-        early = channel.announces_in_forward(self, saves_header=saves, has_buffers=has_buffers)
+        early = channel.announces_in_forward(self, saves_header=saves)
         self._contributions.with_buffers = early and has_buffers
         if early:
             channel.announce(self)
@@ -210,11 +204,6 @@ class GradientSync(DDPBurst):
         if not self._forwards.armed:  # a second backward, of which DDP itself would not reduce the gradients
             reducer.expect_backward(self._ddp, self._forwards.outputs)
         if self.state is not BurstState.PENDING:
-            if self._channel.foresees_bursts and self._buffers is not None:
-                raise ProtocolError(
-                    "with steps=, each backward of a module with buffers needs a forward of its own, and announces in"
-                    " it; call what announces in between after the backward, and list it after the module [J112]"
-                )
             self._contributions.with_buffers, self._mean.weighted = False, weighted and not self._channel.step.shadowing
             self._channel.announce(self)
             self.state = BurstState.PENDING

@@ -2,8 +2,7 @@
 
 Two gloo processes train a model in several ways: plain ``DistributedDataParallel``, inside torch's own
 ``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
-needs to know in each step how many ranks contribute, inside ours with ``steps=``, and over ``join.iterate`` with
-``lookahead`` 1 and 4.
+needs to know in each step how many ranks contribute, and over ``join.iterate`` with ``lookahead`` 1 and 4.
 
 The ways take turns of a few steps, in an order that is drawn anew for each round, so that whatever else the machine
 does hits all of them alike. They do so on the same modules and optimizers, since where those lie in memory makes some
@@ -178,7 +177,6 @@ WAYS: dict[str, Way] = {
     TORCH_JOIN: torch_join,
     "Join": our_join,
     "Join, mean over contributors": partial(our_join, divide_by_initial_world_size=False),
-    "Join, declared steps": lambda training, steps: our_join(training, steps, steps=steps),
     "join.iterate": partial(lockstep, lookahead=1),
     "join.iterate, lookahead=4": partial(lockstep, lookahead=4),
 }

@@ -14,7 +14,6 @@ PICTURES = {"one machine": DOCS / "pictures" / "cost.svg", "between machines": D
 COLOURS = {
     "torch's Join": "#b0bec5",
     "Join": "#1864ab",
-    "steps=": "#4dabf7",
     "iterate": "#63b995",
     "timeout": "#e8930c",
 }

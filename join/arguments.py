@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Integral, Real
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -250,25 +250,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {meant[0]}?" if meant else ""
 
 
-def entered_with(
-    joinables: Sequence[Joinable], told: Mapping[str, Any], divisor: int, steps: int | str | None, *, weighted: bool
-) -> list[str]:
+def entered_with(joinables: Sequence[Joinable], told: Mapping[str, Any], divisor: int) -> list[str]:
     """What ranks compare on entering a block: the names of what is listed, in order, and the arguments of ``Join``.
 
     Args:
         joinables: those listed.
         told: arguments that must be the same; only plain values are compared.
         divisor: ``loss_divided_by``.
-        steps: as given; numbers of steps may differ.
-        weighted: whether ``join.weight`` is set.
     """
     settings = {**told}
     if divisor != 1:
         settings["loss_divided_by"] = divisor
-    if isinstance(steps, int):
-        settings |= {"steps": "declared", "weighted": weighted}
-    elif steps is not None:
-        settings["steps"] = steps
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
     return [*(joinable.join_name for joinable in joinables), *plain]
 

@@ -249,21 +249,12 @@ class BlockChannel(Protocol):
     # -- what ranks know without a header -----------------------------------------------------------------------------
 
     @property
-    def foresees_bursts(self) -> bool:
-        """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
-        ...
-
-    @property
     def all_ranks_run_bursts(self) -> bool:
         """Whether each rank runs every burst itself, on dummies where it has no data: nobody shadows or announces."""
         ...
 
-    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool) -> bool:
         """Whether a module's backward is announced when its forward begins."""
-        ...
-
-    def someone_may_contribute_unseen(self) -> bool:
-        """Whether the last header may not have counted a rank that contributes to its burst."""
         ...
 
     # -- in a loop over Join.iterate ----------------------------------------------------------------------------------
@@ -336,22 +327,10 @@ class Burst(Joinable):
     """Where its last burst is. A burst that never sets this counts as over if its rank raises, so it may raise only
     before its first collective or after its last one."""
 
-    is_covered: ClassVar[bool] = False
-    """Whether another burst's announcement does for this one, too, wherever numbers of steps are declared (DDP's
-    broadcast of buffers is covered by its backward)."""
-
     @property
     def mixes_ranks(self) -> str:
         """What in this burst computes with the samples of all ranks together, so that dummies must have none; or ""."""
         return ""
-
-    def declared_flags(self, weighted: bool) -> Sequence[int]:
-        """The flags of all ranks that announce this burst, where numbers of steps are declared and no header comes.
-
-        Args:
-            weighted: whether ``join.weight`` is in use.
-        """
-        return (False,) * self.flag_count
 
     def flags(self, active: bool) -> Sequence[int]:
         """What this rank tells in a header; ``Channel.flags`` has how many ranks set each.

@@ -4,7 +4,6 @@ What all ranks do on entering and on leaving, in this order::
 
     enter    one all-reduce: do all ranks list the same? (``join.arguments``)
              the first block of a group: what carries headers (shared memory: an object broadcast and an all-reduce)
-             with ``steps=n``: an all-gather of the numbers
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active, and an election of the last joiner, if uneven
              even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
@@ -20,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +33,6 @@ from join.joinable import Block
 from join.loop.loops import Loops
 from join.protocol.announced import Announced
 from join.protocol.channel import Channel
-from join.protocol.declared import Declared
 from join.protocol.members import Scope
 from join.protocol.mode import Outcome
 from join.report import JoinReport, RankReport
@@ -58,23 +55,16 @@ class OpenBlock:
     Args:
         collective: the group.
         scope: the block's members and settings.
-        steps: how many steps this rank will make, if it has declared that.
-        weighted: whether ``join.weight`` is in use then.
 
     Raises:
-        JoinError, ValueError: if it cannot be open now, or not with these members.
+        JoinError: if it cannot be open now.
     """
 
-    def __init__(self, collective: Collective, scope: Scope, steps: int | None, *, weighted: bool) -> None:
+    def __init__(self, collective: Collective, scope: Scope) -> None:
         self._collective, self._scope = collective, scope
         channel = channels.get(id(collective))
         if channel is None:
-            mode = Announced if steps is None else partial(Declared, steps=steps, weighted=weighted)
-            channel = Channel(collective, mode)
-        elif steps is not None:
-            raise JoinError(
-                "steps= needs a block of its own, and another is open on this group; begin it after that one [J077]"
-            )
+            channel = Channel(collective, Announced)
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
         self._limit_before: timedelta | None = None  # of the group's operations

@@ -67,7 +67,6 @@ class Data:
 class Loop:
     """The blocks, and how they go over the data."""
 
-    declared: bool = False
     iterate: str = ""  # over join.iterate, with these dummies: "empty", "last" or "a function"
     lookahead: int = 1
     until: str = "all"

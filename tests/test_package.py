@@ -110,7 +110,7 @@ def parameters_of(function: Callable[..., Any]) -> str:
 
 
 SIGNATURES = {
-    "Join": "joinables, enable=True, throw_on_early_termination=False, *, steps=None, timeout=None,"
+    "Join": "joinables, enable=True, throw_on_early_termination=False, *, timeout=None,"
     " process_group=Ellipsis, loss_divided_by=1, **kwargs",
     "Join.close": "self, error=None",
     "Join.is_open_on": "group",
@@ -126,7 +126,6 @@ SIGNATURES = {
     "Joinable.synchronise_own": "self, source",
     "JoinHook.main_hook": "self",
     "JoinHook.post_hook": "self, is_last_joiner",
-    "Burst.declared_flags": "self, weighted",
     "Burst.flags": "self, active",
     "Burst.fulfil": "self",
     "JoinConfig": "enable, throw_on_early_termination, is_first_joinable",

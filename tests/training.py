@@ -57,10 +57,9 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
     mine = [(x.to(device), y.to(device)) for x, y in mine]
     if not case.in_lockstep(epoch):
         return mine
-    loader = mine if loop.declared else iter(mine)
     dummy: Any = longer if loop.iterate == "a function" else loop.iterate
     until: Any = loop.until
-    return join.iterate(loader, until, dummy=dummy, lookahead=loop.lookahead)
+    return join.iterate(iter(mine), until, dummy=dummy, lookahead=loop.lookahead)
 
 
 def build(model: Model) -> nn.Module:
@@ -193,16 +192,13 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     epochs = range(len(case.data.counts))
     join: Any = None
     for block in [epochs] if loop.one_block else [[epoch] for epoch in epochs]:
-        steps: Any = None
-        if loop.declared:
-            steps = "loader" if loop.iterate else case.data.counts[block[0]][rank] // what.accumulate
         is_replayed = isinstance(case.wrapper, DDP) and case.wrapper.replay
         listed = [Replay(trained) if is_replayed else model, stepper, scheduler]
         if is_sharded and what.clip:
             listed.insert(1, clipping)
         if join is None or not loop.one_join:
             divisor = what.accumulate if what.divided else 1
-            join = Join(listed, divide_by_initial_world_size=what.initial, steps=steps, loss_divided_by=divisor)
+            join = Join(listed, divide_by_initial_world_size=what.initial, loss_divided_by=divisor)
         join.weight = 1 if case.data.weighted else None
         with join:
             for epoch in block:

@@ -35,14 +35,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from join.arguments import check_same
 from join.batch import StepBatch
 from join.collectives.broken import is_broken
-from join.errors import JoinError, PeerError, ProtocolError, described
+from join.errors import JoinError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
 from join.loop.read_ahead import ReadAhead
 from join.loop.step_counts import StepCounts, Windows

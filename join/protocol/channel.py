@@ -59,7 +59,6 @@ class Channel:
     leader: int = _asks("headers.leader")
     closed: str = _asks("guard.closed")
     leaving: bool = _asks("guard.leaving")
-    foresees_bursts: bool = _asks("mode.foresees_bursts")
     is_in_loop_body: bool = _asks("mode.is_in_loop_body")
     all_ranks_run_bursts: bool = _asks("mode.all_ranks_run_bursts")
     step: Step = _asks("mode.step")
@@ -90,7 +89,6 @@ class Channel:
         """Let the members of a block that is entered announce, after what is under way has come to an end."""
         is_first = not self.roster.scopes
         roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
-        self.mode.check(roster)
         if is_first:
             self.guard.begin()
         self.prepare()
@@ -101,7 +99,6 @@ class Channel:
         self.headers.agree()
         self._sums = self.collective.sums()
         self.guard.peers.use(self.collective.board())
-        self.mode.agree()
 
     def close(self, scope: Scope) -> bool:
         """Take out the members of a block that is left; return whether it was the last one of the group."""
@@ -121,7 +118,6 @@ class Channel:
     def _use(self, mode: Mode) -> None:
         self.mode = mode
         self.announces_in_forward = mode.announces_in_forward
-        self.someone_may_contribute_unseen = mode.someone_may_contribute_unseen
 
     def progress(self) -> Progress:
         """How far this rank is, for others who wait for it; called in another thread."""

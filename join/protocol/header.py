@@ -72,7 +72,7 @@ class HeaderCode:
         self.bits = fields * self._size
         """Size of a header in bits."""
         # Headers repeat, step by step, so what was made of them is kept: it is half of what reading one costs.
-        self.unpack, self.assumed = cache(self._unpack), cache(self._assumed)
+        self.unpack = cache(self._unpack)
 
     def pack(self, fields: Sequence[int]) -> int:
         """This rank's contribution: the fields that it sets to 1."""
@@ -85,17 +85,3 @@ class HeaderCode:
         """Read the sum of what all ranks contributed."""
         mask = (1 << self._size) - 1
         return Header([total >> self._size * field & mask for field in range(self.fields)], self.offsets)
-
-    def _assumed(self, index: int, active: int, flags: tuple[int, ...], leader_alive: bool) -> Header:
-        """What a header would have said, where none is sent.
-
-        Args:
-            index: the burst that ``active`` ranks would have announced.
-            active: how many these are.
-            flags: what all of these would have said of it.
-            leader_alive: whether the leader is among them.
-        """
-        at, counts = self.offsets[index], [0] * self.fields
-        counts[ACTIVE], counts[LEADER] = active, int(leader_alive)
-        counts[at : at + 1 + len(flags)] = [active, *(active * told for told in flags)]
-        return Header(counts, self.offsets)

@@ -105,25 +105,20 @@ class Headers:
         self.tally.nbytes += work.nbytes
         return work
 
-    def assume(
-        self, index: int, active: int, *, leader_alive: bool, mine: bool = True, weighted: bool = False
-    ) -> Header:
-        """Set the last header without sending one: as if ``active`` ranks had announced member ``index``.
+    def assume(self, index: int, *, leader_alive: bool) -> None:
+        """Set the last header without sending one: as if all ranks had announced member ``index``.
 
         Args:
             index: the member.
-            active: how many ranks announce it.
-            leader_alive: whether the leader is among them.
-            mine: whether this rank is.
-            weighted: as of :meth:`Burst.declared_flags`.
+            leader_alive: whether the leader has data.
         """
-        member = self.roster.announcing[index]
-        self.announced_by_me = member if mine else None
-        flags = () if member.burst is None else member.burst.declared_flags(weighted)
-        header = self.roster.code.assumed(index, active, tuple(flags), leader_alive)
-        self._last = member.header = header
+        member, code = self.roster.announcing[index], self.roster.code
+        total = self._collective.world_size * code.pack([ACTIVE, code.offsets[index]])
+        if leader_alive:
+            total |= code.pack([LEADER])
+        self.announced_by_me = member
+        self._last = member.header = code.unpack(total)
         self._leads = self.is_applied = leader_alive  # nothing to apply but a leader that is gone
-        return header
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

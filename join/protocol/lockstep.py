@@ -178,7 +178,7 @@ class Lockstep(Mode):
     # -- bursts -------------------------------------------------------------------------------------------------------
 
     @override
-    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool) -> bool:
         # Nothing is sent, and a backward that this rank skips is pending since its forward.
         return self._channel.roster.early is burst
 
@@ -193,7 +193,7 @@ class Lockstep(Mode):
             self.progress.begun, self.progress.last = self.progress.begun + 1, member
         self._first_in_last_burst = self.step.first_with_data
         leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
-        self._headers.assume(index, self._world_size, leader_alive=leads)
+        self._headers.assume(index, leader_alive=leads)
         return DONE
 
     @override

@@ -1,7 +1,6 @@
 """How ranks learn of each other's bursts: :class:`Mode`, of which a group has one at a time.
 
 - ``join.protocol.announced``: each burst is announced by a header, which joined ranks answer.
-- ``join.protocol.declared``: every rank knows the others' numbers of steps, so headers are computed.
 - ``join.protocol.lockstep``: every rank runs each burst itself, on dummies where it has no data.
 """
 
@@ -16,7 +15,6 @@ from join.batch import Step
 from join.collectives import Work
 from join.collectives.board import Progress
 from join.joinable import Burst
-from join.protocol.members import Roster
 
 if TYPE_CHECKING:
     from join.protocol.channel import Channel
@@ -42,8 +40,6 @@ class Mode(ABC):
         channel: the group's.
     """
 
-    foresees_bursts = False
-    """Whether ranks without data know what comes by declared numbers of steps, so that no header can tell them."""
     all_ranks_run_bursts = False
     """Whether each rank runs every burst itself, on dummies where it has no data: nobody shadows or announces."""
     is_in_loop_body = False
@@ -57,34 +53,18 @@ class Mode(ABC):
         self._channel, self._headers, self._guard = channel, channel.headers, channel.guard
         self._rank, self._world_size = channel.collective.rank, channel.collective.world_size
 
-    def check(self, roster: Roster) -> None:
-        """Check that this mode allows a block to open, after which ``roster`` is that of the group.
-
-        Raises:
-            JoinError: if no other block can be open in this mode.
-            ValueError: if these members cannot be together in this mode.
-        """
-
-    def agree(self) -> None:
-        """Exchange what ranks must know of each other in this mode; called when all have entered a block."""
-
     @abstractmethod
     def announce(self, index: int, *, confirm: bool) -> Work:
         """Tell all ranks that this rank is about to run a burst of member ``index``; as of :meth:`Channel.announce`."""
 
-    def announces_in_forward(self, burst: Burst, *, saves_header: bool, has_buffers: bool) -> bool:
+    def announces_in_forward(self, burst: Burst, *, saves_header: bool) -> bool:
         """Whether a module's backward is announced when its forward begins.
 
         Args:
             burst: the backward.
             saves_header: whether one header then does for both.
-            has_buffers: whether the forward broadcasts buffers.
         """
         return saves_header and self._channel.roster.early is burst
-
-    def someone_may_contribute_unseen(self) -> bool:
-        """Whether the last header may not have counted a rank that contributes to its burst."""
-        return False
 
     @abstractmethod
     def elect(self, candidate: bool) -> int:

@@ -73,8 +73,6 @@ def _draw_idle(axis: Any, ranks: Sequence[RankReport]) -> None:
     axis.bar([row.rank for row in ranks], [row.idle for row in ranks], color=_IDLE)
     axis.set(title="Idle", xlabel="rank", ylabel="seconds of waiting for headers")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    if ranks and not any(row.headers for row in ranks):
-        axis.text(0.5, 0.5, "not measured: with steps=\nno headers are sent", ha="center", transform=axis.transAxes)
 
 
 def _draw_step_times(axis: Any, ranks: Sequence[RankReport]) -> None:

@@ -44,7 +44,6 @@ class BufferSync(DDPBurst):
 
     what = "the buffer broadcast"
     tracks_leader = True
-    is_covered = True
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)

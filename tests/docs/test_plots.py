@@ -18,7 +18,6 @@ def test_bars_are_those_of_the_table(name: str) -> None:
     assert len(rows) >= 3 and {way for _, costs in rows for way in costs} >= {
         "torch's Join",
         "Join",
-        "steps=",
         "iterate",
     }
     assert re.findall(r'class="n">([\d.]+|no)<', drawn) == ["no" if each is None else f"{each:.2f}" for each in ratios]

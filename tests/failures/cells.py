@@ -42,7 +42,7 @@ class Cell(NamedTuple):
         return f"{self.mode}-{self.how}-{'memory' if self.memory else 'group'}-{self.timeout or 'patient'}"
 
 
-MODES = ("plain", "steps", "iterate", "fully_shard", "fit")
+MODES = ("plain", "iterate", "fully_shard", "fit")
 HOWS = (
     *("loader", "forward", "backward", "hook", "step"),
     *("sys.exit", "os._exit", "SIGKILL", "KeyboardInterrupt", "break", "left out"),
@@ -63,8 +63,6 @@ OWN = {
 
 def exists(cell: Cell) -> bool:
     """Whether there is such a cell."""
-    if cell.mode == "steps":
-        return cell.timeout is None and cell.how != "left out"
     if cell.mode == "iterate":
         return True
     if cell.how in ("break", "left out"):  # ranks may leave plain loops when they like; there are no dummies there
@@ -188,9 +186,7 @@ def train(rank: int, cell: Cell) -> None:
     model = wrapped(net, cell, trouble)
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.register_step_pre_hook(trouble.stepping)
-    options: dict[str, Any] = {"steps": COUNTS[rank]} if cell.mode == "steps" else {"timeout": cell.timeout}
-    block = Join([model, optimizer], divide_by_initial_world_size=False, **options)
-    with block:
+    with Join([model, optimizer], divide_by_initial_world_size=False, timeout=cell.timeout) as block:
         loader = trouble.loader(COUNTS[rank])
         for step, (x, y) in enumerate(block.iterate(loader) if cell.mode == "iterate" else loader):
             if trouble.comes(step) and cell.how == "break":

@@ -366,7 +366,7 @@ def freed_after_a_block(rank: int, how: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        with Join([module, optimizer], steps=steps if how == "declared" else None) as join:
+        with Join([module, optimizer]) as join:
             batches = [batch(rank, 0, step)[0] for step in range(steps)]
             for x in join.iterate(batches) if how == "iterate" else batches:
                 optimizer.zero_grad()
@@ -378,6 +378,6 @@ def freed_after_a_block(rank: int, how: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("how", ["plain", "declared", "iterate"])
+@pytest.mark.parametrize("how", ["plain", "iterate"])
 def test_a_module_is_freed_with_its_last_reference(pool: Pool, how: str) -> None:
     pool.run(freed_after_a_block, how, ranks=2)

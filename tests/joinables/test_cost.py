@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -67,11 +66,10 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer.step()
 
     x, y = batch(rank, 0, 9)
-    steps: Any = TOTAL if "declared" in setup else "loader" if "known lengths" in setup else None
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
     block: Any = nullcontext()
     if joining:
-        block = Join(listed, divide_by_initial_world_size=initial, steps=steps)
+        block = Join(listed, divide_by_initial_world_size=initial)
         block.weight = 3 if "weights" in setup else None
     with block as join:
         numbers: Any = range(TOTAL)
@@ -107,10 +105,6 @@ COSTS: dict[str, dict[str, float]] = {
     "norm, zero": {"gloo:all_reduce": 2},
     "mlp, sharded": {"gloo:all_reduce": 3},  # forward, backward, step
     "mlp, sharded, eval": {"gloo:all_reduce": 1},
-    "mlp, sharded, mean over contributors, declared": {},
-    "mlp, declared": {},
-    "norm, mean over contributors, declared": {},
-    "mlp, zero, declared": {},
     # The metric's header and all-gathers, and no backward but the user's own.
     "mlp, metric": {"gloo:all_reduce": 2, "gloo:all_gather": 5},
     "norm, metric": {"gloo:all_reduce": 3, "gloo:all_gather": 5},
@@ -121,15 +115,11 @@ COSTS: dict[str, dict[str, float]] = {
     "norm, mean over contributors, lockstep": {"gloo:all_reduce": 1},
     "norm, zero, lockstep": {"gloo:all_reduce": 1},
     "mlp, mean over contributors, lockstep, lookahead": {"gloo:all_reduce": 1 / STEPS},
-    "norm, zero, lockstep, known lengths": {},
     # One more with weights, or contributors where a header covers buffers too: their sum.
     "mlp, weights": {"gloo:all_reduce": 2},
     "norm, zero, weights": {"gloo:all_reduce": 3},
     "mlp, sharded, weights": {"gloo:all_reduce": 4},
-    "mlp, weights, declared": {"gloo:all_reduce": 1},
-    "mlp, sharded, weights, declared": {"gloo:all_reduce": 1},
     "mlp, weights, lockstep": {"gloo:all_reduce": 2},
-    "mlp, weights, lockstep, known lengths": {"gloo:all_reduce": 1},
 }
 
 
@@ -155,31 +145,6 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
             for counts in after
         ]
         assert extra == [COSTS[setup], REST.get(setup, {})]
-
-
-def profile_entering(rank: int, kind: str) -> dict[str, int]:
-    """Collectives on entering a block with declared steps."""
-    model: Any = fully_sharded(build("mlp")) if kind == "sharded" else DistributedDataParallel(build(kind))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Join([model, optimizer]):
-        pass  # what connects the ranks is made in the first block
-    join = Join([model, optimizer], steps=3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        join.__enter__()
-        time.sleep(0.1)  # what is under way is counted when it is done
-    for step in range(3):
-        model.zero_grad()
-        model(batch(rank, 0, step)[0]).sum().backward()
-        optimizer.step()
-    join.__exit__(None, None, None)
-    return Counter(event.name for event in profile.events() or [] if event.name.startswith("gloo:"))
-
-
-@pytest.mark.parametrize("kind", ["mlp", "norm", "sharded"])
-def test_declared_steps_are_gathered_once(pool: Pool, kind: str) -> None:
-    for counts in pool.run(profile_entering, kind, ranks=2, over_group=True):
-        # The all-reduce finds out, in every block, whether all ranks list the same.
-        assert counts == {"gloo:all_reduce": 1, "gloo:all_gather": 1}
 
 
 class Recorder(TorchCollective):

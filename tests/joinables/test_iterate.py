@@ -87,12 +87,12 @@ def spoiled(data: Data, rank: int, step: int) -> tuple[torch.Tensor, torch.Tenso
     return x, y * 1e36 if (rank, step) == (2, 2) else y
 
 
-def with_everything(rank: int, ema: str, how: dict[str, Any], steps: Any) -> tuple[Any, list[float], list[list[float]]]:
+def with_everything(rank: int, ema: str, how: dict[str, Any]) -> tuple[Any, list[float], list[list[float]]]:
     trained, means, gathered = Trained(ema), [], []
     ddp = DistributedDataParallel(trained.net)
     for counts in COUNTS:
         loader = [spoiled(streams(rank, step), rank, step) for step in range(counts[rank])]
-        with Join([ddp, *trained.stateful], divide_by_initial_world_size=False, steps=steps) as join:
+        with Join([ddp, *trained.stateful], divide_by_initial_world_size=False) as join:
             for x, y in join.iterate(loader, **how):
                 trained.optimizer.zero_grad()
                 value = loss(ddp(x), y)
@@ -128,11 +128,9 @@ def without_ranks(ema: str) -> tuple[Any, list[float]]:
     return trained.state(), means
 
 
-@pytest.mark.parametrize(
-    ("ema", "how", "steps"), [("averaged", {}, None), ("copy", {"lookahead": 3}, None), ("averaged", {}, "loader")]
-)
-def test_a_body_with_everything_in_it(pool: Pool, ema: str, how: dict[str, Any], steps: Any) -> None:
-    results = pool.run(with_everything, ema, how, steps, ranks=RANKS)
+@pytest.mark.parametrize(("ema", "how"), [("averaged", {}), ("copy", {"lookahead": 3})])
+def test_a_body_with_everything_in_it(pool: Pool, ema: str, how: dict[str, Any]) -> None:
+    results = pool.run(with_everything, ema, how, ranks=RANKS)
     expected, means = without_ranks(ema)
     scaler = torch.tensor([expected["3.scale"], expected["3._growth_tracker"]])
     assert scaler.tolist() != [1024.0 * 2**5, 0]  # one of the ten steps was left out
@@ -610,29 +608,27 @@ class Unreadable(Samples):
         return super().__getitem__(index)
 
 
-def unreadable(rank: int, steps: Any) -> str:
+def unreadable(rank: int) -> str:
     ddp = DistributedDataParallel(MLP())
     loader = DataLoader((Unreadable if rank == 1 else Samples)(rank, 3 - rank), batch_size=2)
     text = "fine"
     try:
-        with Join([ddp], steps=steps) as join:
+        with Join([ddp]) as join:
             for x, y in join.iterate(loader):
                 loss(ddp(x), y).backward()
                 dist.all_reduce(torch.ones(1))
     except (OSError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    if steps is None:  # all ranks learn of it at the same place
-        group_works()
+    group_works()  # all ranks learn of it at the same place
     return text
 
 
-@pytest.mark.parametrize("steps", [None, "loader"])
-def test_a_data_loader_that_raises(ending: Ending, steps: Any) -> None:
-    zero, one, two = ending.run(unreadable, steps)
+def test_a_data_loader_that_raises(ending: Ending) -> None:
+    zero, one, two = ending.run(unreadable)
     assert one == "OSError: disk"
     for text in (zero, two):
         assert text.startswith(f"PeerError: rank 1 failed: {one}")
-        assert text.endswith(one if steps is None else "restart from a checkpoint")
+        assert text.endswith(one)
 
 
 @dataclass

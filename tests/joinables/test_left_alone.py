@@ -141,7 +141,7 @@ LEFT_OUT = [
     (WithZero, range(1, 2), 1, {}, True),  # and goes on
     (Sharded, range(3, 4), 2, {}, False),
     (Accumulating, range(2, 3), 1, {}, False),
-    (TwoModules, range(4, 6), 3, {"steps": "loader"}, False),
+    (TwoModules, range(4, 6), 3, {}, False),
     (TwoModules, range(2, 3), 1, {"timeout": 20.0}, False),
     (Sharded, range(4, 6), 1, {"timeout": 20.0}, True),
 ]
@@ -164,7 +164,7 @@ RAISES = [
     (TwoModules, 4, 1, 1, {}, True),  # rank 0 has dummies by then
     (Sharded, 0, 1, 1, {}, False),
     (Sharded, 4, 3, 1, {}, True),
-    (Accumulating, 2, 2, 3, {"steps": "loader"}, False),
+    (Accumulating, 2, 2, 3, {}, False),
     (Weighed, 4, 2, 1, {}, False),  # the only rank that still weighs anything
 ]
 

@@ -99,14 +99,11 @@ OPTIMIZERS = st.sampled_from(["sgd", "adam", "adamw"])
 
 def legal_loop(loop: Loop) -> Loop:
     """The loop without what cannot be together, whatever the module."""
-    if not loop.iterate:
-        return Loop(declared=loop.declared)
-    return replace(loop, plain_last=False) if loop.declared else loop
+    return loop if loop.iterate else Loop()
 
 
 LOOPS = st.builds(
     Loop,
-    declared=st.booleans(),
     iterate=st.sampled_from(["", "empty", "last"]),
     lookahead=st.integers(1, 3),
     until=st.sampled_from(["all", "all", "first"]),
@@ -127,15 +124,12 @@ STEPS = st.builds(
 
 
 def legal_replayed(case: Case) -> Case:
-    """The case without what cannot be declared of a module that is replayed, or be where ranks compute together."""
-    data, loop, step = case.data, case.loop, case.step
-    if loop.declared and not loop.iterate:
-        # A step is one forward, one backward and one optimizer step.
-        step = replace(step, accumulate=1, forwards=1, evaluates=False, to_none=True, zero_every=1)
+    """The case without what cannot be where ranks compute together."""
+    data, loop = case.data, case.loop
     if case.model.synchronised:
         data = replace(data, weighted=False)
         loop = replace(loop, iterate="empty" if loop.iterate else "")
-    return replace(case, data=data, loop=loop, step=step)
+    return replace(case, data=data, loop=loop)
 
 
 def with_full_windows(case: Case) -> Case:
@@ -192,8 +186,6 @@ def legal_step(step: Step, loop: Loop, ddp: DDP, *, zero: bool) -> Step:
     if "static_graph" in ddp.options:
         step = replace(step, accumulate=1)  # torch itself fails where the first backward is under no_sync
     if zero and "find_unused_parameters" in ddp.options:
-        step = replace(step, to_none=True, zero_every=1)
-    if loop.declared and not loop.iterate and step.initial:
         step = replace(step, to_none=True, zero_every=1)
     return step
 

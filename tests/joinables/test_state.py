@@ -134,8 +134,7 @@ def closures(rank: int, way: str) -> dict[str, torch.Tensor]:
 
     ddp = DistributedDataParallel(build("mlp"))
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
-    steps = COUNTS[rank] if way == "declared" else None
-    with Join([ddp, optimizer], divide_by_initial_world_size=False, steps=steps) as join:
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
         mine = [batch(rank, 0, step) for step in range(COUNTS[rank])]
         for x, y in join.iterate(mine) if way == "iterate" else mine:
 
@@ -161,7 +160,7 @@ def reference(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return flat_state(model.state_dict())
 
 
-@pytest.mark.parametrize("way", ["plain", "declared", "iterate"])
+@pytest.mark.parametrize("way", ["plain", "iterate"])
 def test_zero_step_with_closure(pool: Pool, way: str) -> None:
     model = build("mlp")
     expected = reference(model, torch.optim.Adam(model.parameters(), lr=0.01))
@@ -174,14 +173,12 @@ def matrices() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 2, bias=False))
 
 
-def with_muon(rank: int, way: str) -> tuple[dict[str, torch.Tensor], Any]:
+def with_muon(rank: int) -> tuple[dict[str, torch.Tensor], Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(matrices())
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Muon, lr=0.01)
-    with Join(
-        [ddp, optimizer], divide_by_initial_world_size=False, steps=COUNTS[rank] if way == "declared" else None
-    ) as join:
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
         for step in range(COUNTS[rank]):
             x, y = batch(rank, 0, step)
             optimizer.zero_grad()
@@ -194,10 +191,9 @@ def with_muon(rank: int, way: str) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 @needs_muon
-@pytest.mark.parametrize("way", ["plain", "declared"])
-def test_hyperparameters_are_those_of_one_active_rank(pool: Pool, way: str) -> None:
+def test_hyperparameters_are_those_of_one_active_rank(pool: Pool) -> None:
     """Muon's number of iterations is a whole number, of which a mean over ranks would make a float."""
-    results = pool.run(with_muon, way, ranks=3)
+    results = pool.run(with_muon, ranks=3)
     model = matrices()
     optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
     optimizer.register_step_pre_hook(decay_less)

@@ -18,7 +18,6 @@ COUNTS = ((3, 0, 1, 2), (0, 2, 4, 0))  # by epoch and rank; each host has a rank
 CASES = {
     "DDP": Case(data=Data(COUNTS)),
     "DDP with BatchNorm, weighted": Case(Model("norm"), data=Data(COUNTS, weighted=True)),
-    "DDP, declared": Case(data=Data(COUNTS), loop=Loop(declared=True)),
     "ZeRO": Case(optimizer=Optimizer(zero=True), data=Data(COUNTS), step=Step(clip=True)),
     "iterate": Case(Model("norm"), data=Data(COUNTS), loop=Loop(iterate="empty")),
     "iterate with ZeRO": Case(

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, run_threads
@@ -152,15 +151,13 @@ def test_emptied_batches_keep_their_shape() -> None:
 
 @pytest.mark.parametrize("timeout", [None, 20])
 @pytest.mark.parametrize("until", ["all", "first"])
-@pytest.mark.parametrize("how", [{}, {"lookahead": 2}, {"lookahead": 3}, {"steps": "loader"}])
+@pytest.mark.parametrize("how", [{}, {"lookahead": 2}, {"lookahead": 3}])
 def test_last_step(how: dict[str, Any], until: Any, timeout: float | None) -> None:
-    lookahead, steps = how.get("lookahead", 1), how.get("steps")
-    if steps and timeout:
-        return
+    lookahead = how.get("lookahead", 1)
 
     def run(collective: ThreadCollective) -> list[bool]:
         counter, found = Leading(collective), list[bool]()
-        with Join([counter], steps=steps, timeout=timeout) as join:
+        with Join([counter], timeout=timeout) as join:
             assert not join.is_last_step
             for _ in join.iterate(list(batches(collective.rank, 4 + collective.rank)), until, lookahead=lookahead):
                 found.append(join.is_last_step)
@@ -201,14 +198,13 @@ def test_subclasses_of_lists_and_tuples_are_emptied() -> None:
     assert (empty[0].shape, empty[1][0].shape, empty[1][1]) == ((0,), (0,), "text")
 
 
-@pytest.mark.parametrize("steps", [None, "loader"])
 @pytest.mark.parametrize("dummy", ["empty", "last", lambda batch: batch])
-def test_a_body_that_takes_its_batch_apart(dummy: Any, steps: Any) -> None:
+def test_a_body_that_takes_its_batch_apart(dummy: Any) -> None:
     def run(collective: ThreadCollective) -> list[tuple[int, int]]:
         loader = [{"x": torch.ones(2), "y": torch.ones(2)} for _ in range((2, 5, 0)[collective.rank])]
         seen: list[tuple[int, int]] = []
         weight = torch.ones(1, requires_grad=True)
-        with Join([Leading(collective)], steps=steps) as join:
+        with Join([Leading(collective)]) as join:
             for batch in join.iterate(loader, dummy=dummy):
                 y = batch.pop("y")
                 batch["x"] = torch.cat([batch["x"] * weight, torch.ones(1)])
@@ -272,19 +268,20 @@ def outcome(
 
 @pytest.mark.parametrize("where", ["middle", "end"])
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}, {"timeout": 20}])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 2}, {"timeout": 20}])
 def test_leaving_together_is_an_orderly_end(options: dict[str, Any], at: int, where: str) -> None:
     def body(step: int, place: str) -> str:
         return "break" if (step, place) == (at, where) else ""
 
     assert (
-        run_threads(3, lambda collective: outcome(collective, body, Sized(3, 3), works=True, **options)) == ["fine"] * 3
+        run_threads(3, lambda collective: outcome(collective, body, list(batches(0, 3)), works=True, **options))
+        == ["fine"] * 3
     )
 
 
 @pytest.mark.parametrize("where", ["middle", "end"])
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 2}])
 def test_leaving_together_and_late(options: dict[str, Any], fails: bool, where: str) -> None:
     """However long one of them takes: it saves a checkpoint, say."""
 
@@ -297,7 +294,7 @@ def test_leaving_together_and_late(options: dict[str, Any], fails: bool, where: 
                 raise ValueError("enough")
             return "break"
 
-        return outcome(collective, body, Sized(4, 4), works=not fails, **options)
+        return outcome(collective, body, list(batches(0, 4)), works=not fails, **options)
 
     zero, *others = run_threads(3, run)
     assert zero == ("ValueError: enough" if fails else "fine")
@@ -305,26 +302,26 @@ def test_leaving_together_and_late(options: dict[str, Any], fails: bool, where: 
         assert blames(text, 0, zero) if fails else text == "fine"
 
 
-@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}, {"timeout": 20}])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 2}, {"timeout": 20}])
 def test_the_last_step_may_be_left_by_a_break(options: dict[str, Any]) -> None:
     def run(collective: ThreadCollective) -> str:
         def body(step: int, place: str) -> str:
             return "break" if (collective.rank, step, place) == (1, 3, "end") else ""
 
-        return outcome(collective, body, Sized(4, 4), works=True, **options)
+        return outcome(collective, body, list(batches(0, 4)), works=True, **options)
 
     assert run_threads(3, run) == ["fine"] * 3
 
 
 @pytest.mark.parametrize("where", ["middle", "end"])
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}, {"timeout": 20}])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 2}, {"timeout": 20}])
 def test_leaving_alone_is_an_error_for_all(options: dict[str, Any], at: int, where: str) -> None:
     def run(collective: ThreadCollective) -> str:
         def body(step: int, place: str) -> str:
             return "break" if (collective.rank, step, place) == (1, at, where) else ""
 
-        return outcome(collective, body, Sized(4, 4), **options)
+        return outcome(collective, body, list(batches(0, 4)), **options)
 
     zero, one, two = run_threads(3, run)
     assert one.startswith(f"ProtocolError: rank 1 left the loop over join.iterate in step {at + 1}, and rank ")
@@ -333,7 +330,7 @@ def test_leaving_alone_is_an_error_for_all(options: dict[str, Any], at: int, whe
 
 @pytest.mark.parametrize("where", ["middle", "end"])
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, {"steps": "loader"}, {"lookahead": 2}, {"timeout": 20}])
+@pytest.mark.parametrize("options", [{}, {"lookahead": 2}, {"timeout": 20}])
 def test_a_body_that_raises(options: dict[str, Any], at: int, where: str) -> None:
     def run(collective: ThreadCollective) -> str:
         def body(step: int, place: str) -> str:
@@ -341,7 +338,7 @@ def test_a_body_that_raises(options: dict[str, Any], at: int, where: str) -> Non
                 raise ValueError("enough")
             return ""
 
-        return outcome(collective, body, Sized(3, 3), **options)
+        return outcome(collective, body, list(batches(0, 3)), **options)
 
     zero, one, two = run_threads(3, run)
     assert one == "ValueError: enough"
@@ -494,106 +491,6 @@ def test_a_body_that_raises_on_an_empty_batch(error: Any, is_empty: bool) -> Non
         assert ("had run out of batches and got an empty one" in text) is (is_empty and sys.version_info >= (3, 11))
 
 
-class Sized:
-    """A loader that says it has ``said`` batches and has ``there``, or fails."""
-
-    def __init__(self, said: int, there: int, error: Exception | None = None) -> None:
-        self.said, self.there, self.error = said, there, error
-
-    def __len__(self) -> int:
-        return self.said
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from batches(0, self.there)
-        if self.error is not None:
-            raise self.error
-
-
-def test_declared_lengths_send_no_header_a_step() -> None:
-    def run(collective: ThreadCollective) -> tuple[int, int]:
-        counter = Counter(collective)
-        with Join([counter], steps="loader") as join:
-            for _ in join.iterate(list(batches(collective.rank, [20, 0, 7][collective.rank]))):
-                counter()
-        return join.report.ranks[0].headers, counter.total
-
-    assert run_threads(3, run) == [(3, 60)] * 3  # on beginning and ending the loop, and the block's own
-
-
-@pytest.mark.parametrize(
-    ("there", "text"),
-    [
-        (2, "has a loader of len 3 that ended after 2 batches"),
-        (4, "has a loader of len 3 that goes on after as many batches"),
-    ],
-)
-def test_wrong_lengths(there: int, text: str) -> None:
-    def run(collective: ThreadCollective) -> str:
-        loader = Sized(3, there if collective.rank == 1 else 3)
-        return outcome(collective, lambda step, place: "", loader, steps="loader", works=True)
-
-    told = f"ProtocolError: rank 1 {text}; mend its length, or leave steps out [J065]"
-    assert run_threads(3, run) == [f"PeerError: rank 1 failed: {told}", told, f"PeerError: rank 1 failed: {told}"]
-
-
-class Stream(IterableDataset[Any]):
-    """Says nothing of its length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return batches(0, 3)
-
-
-@pytest.mark.parametrize("others_have_one", [False, True])
-def test_a_data_loader_without_a_length(others_have_one: bool) -> None:
-    def run(collective: ThreadCollective) -> str:
-        loader: Any = [torch.ones(1)] if others_have_one and collective.rank else DataLoader(Stream())
-        return outcome(collective, lambda step, place: "", loader, steps="loader", works=True)
-
-    told = "TypeError: steps='loader' needs a loader with a length, and DataLoader has none; leave steps out [J073]"
-    others = f"PeerError: rank 0 failed: {told}" if others_have_one else told
-    assert run_threads(3, run) == [told, others, others]
-
-
-class Broken(Sized):
-    """Cannot say how many batches it has, for this reason."""
-
-    def __len__(self) -> int:
-        assert self.error is not None
-        raise self.error
-
-
-@pytest.mark.parametrize("error", [TypeError("'<' not supported between instances"), OSError("disk")])
-def test_a_length_that_is_an_error(error: Exception) -> None:
-    def run(collective: ThreadCollective) -> str:
-        return outcome(collective, lambda step, place: "", Broken(3, 3, error), steps="loader", works=True)
-
-    assert run_threads(2, run) == [f"{type(error).__name__}: {error}"] * 2
-
-
-def test_no_dummy_can_be_made_where_lengths_are_declared() -> None:
-    def run(collective: ThreadCollective, first: list[Any]) -> str:
-        loader = [] if collective.rank else first
-        return outcome(collective, lambda step, place: "", loader, steps="loader", works=True)
-
-    told = "JoinError: ranks without data need a dummy, and rank 0 cannot make one of its first batch"
-    for text in run_threads(2, lambda collective: run(collective, [torch.ones(2).to_sparse()])):
-        assert text.startswith(told)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_first_batch_that_is_not_there(fails: bool) -> None:
-    def run(collective: ThreadCollective) -> str:
-        loader: Any = Sized(0, 0)
-        if collective.rank == 0:
-            loader = Sized(2, 0, OSError("disk") if fails else None)
-        return outcome(collective, lambda step, place: "", loader, steps="loader", works=True)
-
-    told = "failed: OSError: disk" if fails else "has a loader of len 2 that ended after 0 batches"
-    texts = run_threads(2, run)
-    assert texts[1].startswith(("PeerError: " if fails else "ProtocolError: ") + f"rank 0 {told}")
-    assert texts[0] == ("OSError: disk" if fails else texts[1])
-
-
 def test_early_termination() -> None:
     def run(collective: ThreadCollective) -> str:
         loader = batches(collective.rank, [3, 2, 5][collective.rank])
@@ -619,17 +516,6 @@ def test_a_rank_that_does_not_iterate() -> None:
         assert text.startswith(
             "ProtocolError: 3 active ranks announced different bursts: 1 x Counter, 2 x join.iterate"
         )
-
-
-def test_steps_of_a_loader_without_a_loop() -> None:
-    def run(collective: ThreadCollective) -> None:
-        counter = Counter(collective)
-        with Join([counter], steps="loader"):
-            for _ in range(collective.rank):
-                counter()
-
-    with pytest.warns(UserWarning, match="steps='loader' is for loops over join.iterate, and there was none"):
-        run_threads(2, run)
 
 
 def test_a_rank_that_has_left_the_block() -> None:
@@ -743,10 +629,9 @@ def test_a_loader_is_let_go_with_its_loop(breaks: bool) -> None:
     assert run_threads(2, run) == [True, True]
 
 
-@pytest.mark.parametrize("steps", [None, 2, "loader"])
-def test_disabled(steps: Any) -> None:
+def test_disabled() -> None:
     def run(collective: ThreadCollective) -> list[int]:
-        with Join([Counter(collective)], enable=False, steps=steps) as join:
+        with Join([Counter(collective)], enable=False) as join:
             join.weight = 2
             assert join.weight == 2
             return [int(batch) for batch in join.iterate(batches(0, collective.rank))]
@@ -796,15 +681,11 @@ def test_arguments_that_differ(options: list[dict[str, Any]], told: list[str]) -
         assert text.endswith(f": ranks [0]: {told[0]}; ranks [1]: {told[1]} [J020]")
 
 
-def test_outside_and_with_steps() -> None:
+def test_outside() -> None:
     def run(collective: ThreadCollective) -> None:
         join = Join([Counter(collective)])
         with pytest.raises(JoinError, match="inside of a block"):
             join.iterate([])
-        with pytest.raises(JoinError, match="steps='loader'"), Join([Counter(collective)], steps=1) as join:
-            join.iterate([])
-        with pytest.raises(TypeError, match="with a length"), Join([Counter(collective)], steps="loader") as join:
-            join.iterate(iter([]))
 
     run_threads(1, run)
 

@@ -20,10 +20,10 @@ from tests.join.counter import Counter, Leading
 STEPS = [2, 5, 0]
 
 
-def report_of(collective: Any, steps: list[int], *, declared: bool = False, enable: bool = True) -> JoinReport:
+def report_of(collective: Any, steps: list[int], *, enable: bool = True) -> JoinReport:
     counter = Counter(collective)
     mine = steps[collective.rank]
-    with Join([counter], enable, steps=mine if declared else None) as join:
+    with Join([counter], enable) as join:
         for _ in range(mine):
             counter()
     return join.report
@@ -34,9 +34,8 @@ def rows(count: int) -> tuple[RankReport, ...]:
     return tuple(RankReport(rank, 3, 4, 0.5, 2.0, 0.25, 8, 64, times) for rank in range(count))
 
 
-@pytest.mark.parametrize("declared", [False, True])
-def test_every_step_is_timed(declared: bool) -> None:
-    for report in run_threads(3, lambda collective: report_of(collective, STEPS, declared=declared)):
+def test_every_step_is_timed() -> None:
+    for report in run_threads(3, lambda collective: report_of(collective, STEPS)):
         assert [sum(row.step_times) for row in report.ranks] == [row.steps for row in report.ranks] == STEPS
         assert all(len(row.step_times) == BINS for row in report.ranks)
         assert all(0 < row.joined_at <= row.ended_at for row in report.ranks)
@@ -132,14 +131,6 @@ def test_the_axes_hold_the_report() -> None:
     lines = {line.get_label(): sum(line.get_data().values) for line in times.patches}
     assert lines == {"rank 0": 2, "rank 1": 5}
     assert [axis.get_title() for axis in figure.axes] == ["Who was active when", "Idle", "Step times"]
-
-
-def test_declared_steps_have_no_idle_time() -> None:
-    figure = run_threads(3, lambda collective: report_of(collective, STEPS, declared=True))[0].plot()
-    timeline, idle, times = figure.axes
-    assert [text.get_text() for text in timeline.texts] == ["2", "5", "", "3", "", "5"]
-    assert "with steps=" in idle.texts[0].get_text()
-    assert len(times.patches) == 2
 
 
 def test_one_process_and_no_process(tmp_path: Path) -> None:

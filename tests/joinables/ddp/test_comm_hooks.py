@@ -22,7 +22,7 @@ from tests.pool import Pool
 
 COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
 RANKS = 3
-WAYS = ["plain", "declared", "iterate"]
+WAYS = ["plain", "iterate"]
 
 
 def register(ddp: DistributedDataParallel, hook: str) -> None:
@@ -63,7 +63,7 @@ def train(rank: int, hook: str, way: str, zero: bool) -> dict[str, torch.Tensor]
 
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), cls, **options)
     for epoch, counts in enumerate(COUNTS):
-        join = Join([ddp, optimizer], steps=counts[rank] if way == "declared" else None)
+        join = Join([ddp, optimizer])
         with nullcontext() if padded else join:
             steps = range(max(counts) if padded else counts[rank])
             for step in join.iterate(steps, dummy="last") if way == "iterate" else steps:
@@ -93,7 +93,7 @@ def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[st
     padded = way == "padded"
     for epoch, counts in enumerate(COUNTS):
         steps = accumulation * (max(counts) if padded else counts[rank])
-        join = Join([ddp, optimizer], steps=counts[rank] if way == "declared" else None)
+        join = Join([ddp, optimizer])
         join.weight = 1
         with nullcontext() if padded else join:
             for step, _ in enumerate(join.iterate(range(steps), dummy="last") if way == "iterate" else range(steps)):
@@ -137,7 +137,7 @@ def train_with_buffer_hook(rank: int, location: str, way: str) -> tuple[dict[str
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     counts = [2, 5, 3]  # rank 1, from which the hook broadcasts, goes on longest
     steps = range(max(counts) if way == "padded" else counts[rank])
-    join = Join([ddp, optimizer], steps=counts[rank] if way == "declared" else None)
+    join = Join([ddp, optimizer])
     with nullcontext() if way == "padded" else join:
         for step in join.iterate(steps, dummy="last") if way == "iterate" else steps:
             x, y = batch(rank, 0, step)
@@ -219,8 +219,7 @@ def train_in_groups(rank: int, way: str) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(build("norm"), process_group=group)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     count = (0, 2, 3, 5)[rank]
-    steps = count if way == "declared" else None
-    with Join([ddp, optimizer], divide_by_initial_world_size=False, steps=steps) as join:
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
         mine = [batch(rank, 0, step) for step in range(count)]
         for x, y in join.iterate(mine) if way == "iterate" else mine:
             optimizer.zero_grad()

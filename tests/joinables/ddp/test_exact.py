@@ -182,16 +182,10 @@ def over(loop: Loop) -> Callable[[Case], Case]:
 
 WAYS: dict[str, tuple[Callable[[Case], Case], list[str]]] = {
     "weights": (weighted, [name for name, case in CASES.items() if weighted(case) not in CASES.values()]),
-    # Not those where gradients are kept, whose steps cannot be declared.
-    "declared": (
-        over(Loop(declared=True)),
-        [name for name, case in CASES.items() if case.step.to_none or not case.step.initial],
-    ),
     "replay": (replayed, REPLAYED),
     "lockstep": (over(Loop(iterate="empty")), list(CASES)),
     "lockstep, last": (over(Loop(iterate="last")), OTHERWISE),
     "lockstep, a function": (over(Loop(iterate="a function")), OTHERWISE),
-    "lockstep, declared": (over(Loop(iterate="empty", declared=True)), OTHERWISE),
     "lockstep, ahead": (over(Loop(iterate="empty", lookahead=2)), OTHERWISE),
 }
 """Ways to train, beside a plain block, and the cases that can be trained so."""

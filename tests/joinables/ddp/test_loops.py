@@ -201,17 +201,13 @@ def weight_of(rank: int, step: int) -> int:
     return 1 + (rank + 3 * step) % 4
 
 
-def run(
-    rank: int, name: str, dummy: Any = None, *, weighted: bool = False, declared: bool = False
-) -> dict[str, torch.Tensor]:
+def run(rank: int, name: str, dummy: Any = None, *, weighted: bool = False) -> dict[str, torch.Tensor]:
     """Run a program on one rank; in lockstep, if there is a ``dummy`` for it."""
     program = PROGRAMS[name]
     raw, optimizers = build(program)
     nets = {key: DistributedDataParallel(net, **program.ddp) for key, net in raw.items()}
     for counts in program.counts:
         keywords: dict[str, Any] = {"divide_by_initial_world_size": program.initial}
-        if declared:
-            keywords["steps"] = -(-counts[rank] // program.every)
         listed = [[nets[key], optimizers[key]] for key in nets]
         joins = [Join(each, **keywords) for each in (listed if program.nested else [[*chain.from_iterable(listed)]])]
         with ExitStack() as blocks:
@@ -257,8 +253,8 @@ def reference(name: str, *, weighted: bool = False) -> dict[str, torch.Tensor]:
     return flat_state(*(net.state_dict() for net in nets.values()), *(o.state_dict() for o in optimizers.values()))
 
 
-def check(pool: Pool, name: str, dummy: Any = None, *, weighted: bool = False, declared: bool = False) -> None:
-    way = partial(run, weighted=weighted, declared=declared)
+def check(pool: Pool, name: str, dummy: Any = None, *, weighted: bool = False) -> None:
+    way = partial(run, weighted=weighted)
     states = [*pool.run(way, name, dummy, ranks=RANKS), reference(name, weighted=weighted)]
     if PROGRAMS[name].ddp == OWN_BUFFERS:  # each rank keeps statistics of its own
         states = [{key: value for key, value in s.items() if ".1." not in key} for s in states]
@@ -268,24 +264,12 @@ def check(pool: Pool, name: str, dummy: Any = None, *, weighted: bool = False, d
     assert_same(states[0], expected, TOLERANCE)
 
 
-# One module, and gradients that are zeroed before each backward.
-DECLARED = [
-    "eval forward inside",
-    "eval forward with grad, on one rank",
-    "skipped backward",
-    "skipped backward, batch norm",
-    "two forwards",
-    "three forwards, batch norm",
-    "buffers of one's own",
-    "zero_grad after step",
-    "an optimizer for some parameters",
-]
 # Where modules, and not only forwards, see that a batch has no samples.
 EMPTY = ["encoder and decoder", "GAN 2:1, batch norm", "three forwards, batch norm", "skipped backward, batch norm"]
 
 
 class Row(NamedTuple):
-    """A program, how it is run ("block", "declared", or in lockstep with these dummies), and whether with weights."""
+    """A program, how it is run ("block", or in lockstep with these dummies), and whether with weights."""
 
     name: str
     way: str
@@ -294,12 +278,10 @@ class Row(NamedTuple):
 
 ROWS = [
     *(Row(name, way, weighted) for way in ("block", "last") for name in PROGRAMS for weighted in (False, True)),
-    *(Row(name, "declared", False) for name in DECLARED),
     *(Row(name, "empty", weighted) for name in EMPTY for weighted in (False, True)),
 ]
 
 
 @pytest.mark.parametrize(("name", "way", "weighted"), all_or_some(ROWS, Row._asdict))
 def test_program_equals_one_process(pool: Pool, name: str, way: str, weighted: bool) -> None:
-    dummy = None if way in ("block", "declared") else way
-    check(pool, name, dummy, weighted=weighted, declared=way == "declared")
+    check(pool, name, None if way == "block" else way, weighted=weighted)

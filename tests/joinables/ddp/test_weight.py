@@ -23,15 +23,12 @@ def outcome(
     """Train with ``weights[rank]``, one a step, and tell how it ended."""
     trained: Any = DistributedDataParallel(build("mlp")) if kind == "ddp" else shard()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    steps: Any = {"declared": len(weights[rank]), "known lengths": "loader"}.get(way)
     text = "fine"
     try:
-        join = Join([trained, optimizer], divide_by_initial_world_size=initial, steps=steps)
-        join.weight = None if steps is None else 1
+        join = Join([trained, optimizer], divide_by_initial_world_size=initial)
         with join:
-            in_lockstep = way in ("lockstep", "known lengths")
             mine = [(batch(rank, 0, step)[0], weight) for step, weight in enumerate(weights[rank])]
-            for x, weight in join.iterate(mine) if in_lockstep else mine:
+            for x, weight in join.iterate(mine) if way == "lockstep" else mine:
                 join.weight = weight
                 if way != "kept":
                     trained.zero_grad()
@@ -44,7 +41,7 @@ def outcome(
     return text
 
 
-WAYS = ["plain", "declared", "lockstep", "known lengths"]
+WAYS = ["plain", "lockstep"]
 KINDS = ["ddp", "sharded"]
 every_way = pytest.mark.parametrize(("way", "kind"), [(way, kind) for way in WAYS for kind in KINDS])
 
@@ -57,7 +54,7 @@ def test_a_bad_weight_on_one_rank(pool: Pool, weight: Any) -> None:
     assert f"weight={weight!r} must be" in first
 
 
-@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), ("declared", "ddp"), ("lockstep", "ddp")])
+@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), ("lockstep", "ddp")])
 def test_a_bad_weight_wherever_it_is_set(ending: Ending, way: str, kind: str) -> None:
     first, second, third = ending.run(outcome, ((2, 2, 2), (2, -1, 2), ()), way, kind)
     assert second.startswith("ValueError: weight=-1 must be")
@@ -105,7 +102,7 @@ def test_weight_on_one_rank_only(pool: Pool, weights: tuple[int | None, int], in
     assert first == third == f"PeerError: rank 1 failed: {second}"
 
 
-@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), *[(way, kind) for way in WAYS[2:] for kind in KINDS]])
+@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), *[("lockstep", kind) for kind in KINDS]])
 def test_weight_on_one_rank_only_where_all_see_it(pool: Pool, way: str, kind: str) -> None:
     assert pool.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
 
@@ -116,7 +113,7 @@ CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), 
 
 @pytest.mark.parametrize(
     ("way", "kind", "weights"),
-    [("lockstep", "ddp", CHANGES[0]), ("known lengths", "ddp", CHANGES[1]), ("lockstep", "sharded", CHANGES[1])],
+    [("lockstep", "ddp", CHANGES[0]), ("lockstep", "ddp", CHANGES[1]), ("lockstep", "sharded", CHANGES[1])],
 )
 def test_weight_that_is_set_or_unset_in_a_loop_in_lockstep(ending: Ending, way: str, kind: str, weights: Any) -> None:
     first, *others = ending.run(outcome, weights, way, kind)
@@ -138,14 +135,6 @@ def test_weight_that_is_set_or_unset_in_a_plain_loop(pool: Pool, weights: Any) -
     assert second == third == f"PeerError: rank 0 failed: {first}"
     for text in pool.run(outcome, weights, "plain", "sharded"):
         assert ON_SOME in text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weight_that_is_unset_where_steps_are_declared(ending: Ending, kind: str) -> None:
-    first, *others = ending.run(outcome, CHANGES[0], "declared", kind)
-    assert first.startswith("JoinError: with steps=, all ranks must know on entering whether weights are in use")
-    for text in others:
-        assert text.startswith(f"PeerError: rank 0 failed: {first}")
 
 
 def begins_to_weigh(rank: int, counts: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -79,9 +79,8 @@ def distributed(rank: int, kind: str, way: str) -> list[dict[str, float]]:
     optimizer = torch.optim.Adam(model.parameters())
     try:
         for epoch, counts in enumerate(EPOCHS):
-            steps = counts[rank] if way == "declared" else None
             listed = [model, optimizer, *metrics.values()]
-            with Join(listed, divide_by_initial_world_size=False, steps=steps) as join:
+            with Join(listed, divide_by_initial_world_size=False) as join:
                 mine = range(counts[rank])
                 for step in join.iterate(mine, dummy="last") if way == "lockstep" else mine:
                     optimizer.zero_grad()
@@ -114,7 +113,7 @@ def alone() -> Iterator[dict[str, float]]:
                 metric.reset()
 
 
-ROWS = product(("ddp", "sharded"), ("plain", "declared", "lockstep"))
+ROWS = product(("ddp", "sharded"), ("plain", "lockstep"))
 
 
 @pytest.mark.parametrize(("kind", "way"), all_or_some(ROWS, by_position, together=1))
@@ -230,18 +229,6 @@ def test_no_sample_counts_twice() -> None:
         return [*found, metric.compute().item()]
 
     assert on_threads(3, body) == [[3.0, 9.0, 309.0, 5.0]] * 3
-
-
-def test_declared_steps() -> None:
-    def body(collective: ThreadCollective, counter: Counter) -> float:
-        metric = SumMetric()
-        with Join([counter, metric], steps=collective.rank):
-            for _ in range(collective.rank):
-                counter()
-                metric.update(1.0)
-        return metric.compute().item()
-
-    assert on_threads(3, body) == [3.0] * 3
 
 
 def test_the_last_value_is_not_taken_for_this_ranks_inside_the_next_block() -> None:

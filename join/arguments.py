@@ -55,29 +55,6 @@ def checked_timeout(timeout: Any) -> float | None:
     return timeout
 
 
-def checked_steps(steps: Any, timeout: Any) -> int | Literal["loader"] | None:
-    """Return ``steps`` if it is a number of steps, or ``"loader"``.
-
-    Raises:
-        TypeError: if it is neither.
-        ValueError: if it is negative, or a number given together with ``timeout``.
-    """
-    if steps is None or steps == "loader":
-        return steps
-    if isinstance(steps, bool) or not isinstance(steps, Integral):
-        raise TypeError(
-            f"steps={steps!r} must be a whole number, 'loader' for a loop over join.iterate, or None if it is not known"
-            " [J003]"
-        )
-    if steps < 0:
-        raise ValueError(f"steps={steps} must not be negative [J004]")
-    if timeout is not None:
-        raise ValueError(
-            f"timeout={timeout!r} watches headers, which steps={steps} does without; give one of them [J005]"
-        )
-    return int(steps)
-
-
 def checked_weight(weight: Any, name: str) -> float:
     """Return ``weight`` if it is one; ``name`` says where it comes from.
 

@@ -167,8 +167,8 @@ class Join:
         ``total += loss.item() * join.weight`` is the numerator of a mean.
 
         In a plain block it is set before each forward, on all ranks or on none, to a number that is not negative, and
-        each loss goes through :meth:`scale`. It stays until it is set again or the block ends, after which it is what it
-        was before. Gradients become the mean over all ranks, weighted by it, and under accumulation over the
+        each loss goes through :meth:`scale`. It stays until it is set again or the block ends, after which it is what
+        it was before. Gradients become the mean over all ranks, weighted by it, and under accumulation over the
         micro-batches too, so do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then.
         ``None``, the default: every rank weighs the same.
 
@@ -196,14 +196,14 @@ class Join:
         In a loop over :meth:`iterate` gradients become the weighted mean over the batches of all ranks and of all steps
         of a window, whatever engine reduces them; on a dummy the loss becomes 0, also where it is NaN. There it is
         needed with ``weigh`` and ``window``, with a listed module that is not in ``DistributedDataParallel``, and where
-        a loss combines ranks; call it for each backward, or for none. In a plain block it is needed where :attr:`weight`
-        is set, and changes nothing where it is not.
+        a loss combines ranks; call it for each backward, or for none. In a plain block it is needed where
+        :attr:`weight` is set, and changes nothing where it is not.
 
         Args:
             loss: of this rank's batch: a mean over what is weighed. It is not divided by the number of micro-batches in
                 a window, unless ``loss_divided_by`` of ``Join`` says so.
-            divided_over: by how many the engine divides the sum over ranks: the world size if it is not given, 1 for one
-                that sums.
+            divided_over: by how many the engine divides the sum over ranks: the world size if it is not given, 1 for
+                one that sums.
 
         Raises:
             JoinError: outside a block.
@@ -304,9 +304,9 @@ class Join:
                 ``"last"``: the last batch itself; not where ranks compute together (SyncBatchNorm), for there it would
                 count. A function: what it returns for the last batch, at every step. A rank that never had a batch uses
                 the first one of another rank.
-            lookahead: how many steps one roll call is for, rounded up to a multiple of ``window``. Up to ``2 * lookahead
-                - 1`` batches are read ahead and held, besides the one in use. A loader with a ``state_dict`` is asked
-                for it after each; see :meth:`loader_state`.
+            lookahead: how many steps one roll call is for, rounded up to a multiple of ``window``. Up to
+                ``2 * lookahead - 1`` batches are read ahead and held, besides the one in use. A loader with a
+                ``state_dict`` is asked for it after each; see :meth:`loader_state`.
             weigh: tells what a batch weighs: its number of samples or tokens; 0 leaves it out. Each loss goes through
                 :meth:`scale` then.
             window: the steps whose gradients one optimizer step averages, also in a last window that is not full;
@@ -332,9 +332,7 @@ class Join:
         if self._loops.running is not None:
             self._loops.running.leave(gives_way=True)
         return self._loops.begin(
-            Iteration(
-                self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks
-            )
+            Iteration(self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
         )
 
     def trace(self, path: str | os.PathLike[str]) -> None:
@@ -415,14 +413,14 @@ class Join:
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
             scope = Scope(members, self._throw, self._timeout)
-            self._block = block = OpenBlock(self._collective, scope, None, weighted=False)
+            self._block = block = OpenBlock(self._collective, scope)
         except BaseException as error:
             tell_not_entered(self._collective, error)
             raise
         block.undo.callback(self._unconfigure)
         try:
             told = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            block.begin(entered_with(self._joinables, told, self._divisor, None, weighted=False))
+            block.begin(entered_with(self._joinables, told, self._divisor))
             put_inside(self, self._joinables, enable=True, throw=self._throw)
             block.attach(self)
         except BaseException:

@@ -80,7 +80,7 @@ class Joinable(ABC):
     """Whether ``join_process_group`` matters; ``False`` for what communicates on whatever group the block is on."""
 
     needs_scale: bool = False
-    """Whether a loop over ``Join.iterate`` has to scale its losses by ``Join.scale``: nothing else weighs its gradients."""
+    """Whether a loop over ``Join.iterate`` has to call ``Join.scale``: nothing else weighs this one's gradients."""
 
     _join_config: JoinConfig
 
@@ -168,7 +168,6 @@ class Block(Protocol):
     def shadowing(self) -> bool:
         """Whether the batch that ``Join.iterate`` handed out last is a dummy, which must not count."""
         ...
-
 
 
 class BlockChannel(Protocol):

@@ -4,8 +4,9 @@ A loss that is multiplied by a number gives gradients multiplied by it, whatever
 ranks, the weight w of a batch (0 for a dummy), and S, the sum of the weights over all ranks and all steps of a window::
 
     in a loop over Join.iterate    loss * w * D / S, where the engine divides by D: S is known before the forward
-    in a plain block               loss * w / u, and the reduced gradients are multiplied by u * W / S: S is summed beside
-                                   the buckets, and u, a power of two near the last S / W, keeps gradients at their size
+    in a plain block               loss * w / u, and the reduced gradients are multiplied by u * W / S: S is summed
+                                   beside the buckets; u, a power of two near the last S / W, keeps gradients at the
+                                   size that they have without weights
 
 So the sum over ranks and micro-batches is the weighted mean.
 """

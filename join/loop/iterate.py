@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal, TypeAlias
@@ -245,7 +245,7 @@ class Iteration:
 
     @property
     def _fills_after_this(self) -> bool:
-        """Whether a dummy follows although this rank has batches left: where the first rank to run out ends the loop."""
+        """Whether a dummy follows although this rank may have batches left: a window is filled."""
         counts = self._counts
         return counts.mine == counts.at < counts.steps
 
@@ -412,6 +412,6 @@ def check_loader(loader: Any) -> None:
 def _length_of(loader: Iterable[Any]) -> int | None:
     """How many batches a loader has, if it tells."""
     try:
-        return len(cast("Sized", loader))
+        return len(loader)  # pyright: ignore[reportArgumentType]
     except (TypeError, NotImplementedError):  # a DataLoader asks what it reads, which may have none
         return None

@@ -1,9 +1,9 @@
 """Who has how many batches in the steps to come of a loop in lockstep, and what they weigh: :class:`StepCounts`.
 
 One roll call is held for ``lookahead`` steps, a *round*, on a line of its own beside the group, so that it never meets
-what the loop's body sends. The order is told in ``join.loop.iterate``. In a roll call each rank answers how many batches
-it has for a round, or how it ended, and what each of them weighs, if ``weigh`` is given. Packed with that it tells how
-many bursts it has begun since its last answer: a rank that has begun fewer than another has left one out.
+what the loop's body sends. The order is told in ``join.loop.iterate``. In a roll call each rank answers how many
+batches it has for a round, or how it ended, and what each of them weighs, if ``weigh`` is given. Packed with that it
+tells how many bursts it has begun since its last answer: a rank that has begun fewer than another has left one out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Answers:
         """No packed number is larger."""
 
     def packed(self, answer: int, bursts: int, weights: Sequence[float]) -> int:
-        """An answer, how many bursts its rank has begun since its last one, or the most that can be told, and weights."""
+        """An answer, how many bursts its rank has begun since its last one (or the most that can be told), weights."""
         number = min(bursts, self._most) << self._count_bits | answer
         if self._weighs:
             number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self._bits
@@ -84,9 +84,7 @@ class StepCounts:
         until_first: whether the loop, and so a round, ends with the first rank that runs out.
     """
 
-    def __init__(
-        self, channel: Channel, lockstep: Lockstep, size: int, windows: Windows, *, until_first: bool
-    ) -> None:
+    def __init__(self, channel: Channel, lockstep: Lockstep, size: int, windows: Windows, *, until_first: bool) -> None:
         self._lockstep, self._windows, self._until_first = lockstep, windows, until_first
         self._guard, self._tally, self._collective = channel.guard, channel.headers.tally, channel.collective
         self._rank = self._collective.rank
@@ -132,9 +130,10 @@ class StepCounts:
         self._shares += [(0, self._lockstep.step.first_with_data)] * (self.steps - with_data)
         if windows.weighs:
             weights = [sum(self._weights[rank][step] for rank in having) for step, having in enumerate(ranks)]
+        elif windows.over_all_ranks:
+            weights = [float(world_size)] * self.steps
         else:
-            weights = [float(world_size if windows.over_all_ranks else len(having)) for having in ranks]
-        weights += [float(world_size) if windows.over_all_ranks and not windows.weighs else 0.0] * (self.steps - with_data)
+            weights = [float(len(having)) for having in ranks]
         self._totals = [sum(weights[at : at + windows.size]) for at in range(0, self.steps, windows.size)]
 
     def begin_step(self, weight: float) -> None:

@@ -69,7 +69,7 @@ class Channel:
     def __init__(self, collective: Collective, make_mode: Callable[[Channel], Mode]) -> None:
         self.collective = collective
         self.has_run_out = False
-        """Whether this rank has left the body of a block without an exception, and only takes part in what others do."""
+        """Whether this rank has left the body of a block without an exception, and shadows what others do."""
         self.loop = 0
         """The number of the loop over ``Join.iterate``; of the last one, outside."""
         self.roster = Roster((), collective.world_size)

@@ -15,6 +15,7 @@ import torch
 
 from join.collectives._torch_private import after_backward
 
+
 def after_reduction(callback: Callable[[], None]) -> None:
     """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
     after_backward(partial(after_backward, callback))

@@ -83,8 +83,8 @@ class Contributions:
 
     DDP divides the sum over ranks by their number. The mean over contributors is that times ``world_size /
     contributors``; the weighted mean, of losses that ``Join.scale`` has multiplied by ``weight / unit``, is that times
-    ``world_size * unit / sum of weights``. A comm hook, which may round gradients or carry errors over to the next step,
-    is given parts of that mean itself: there the sum of weights is awaited before the backward.
+    ``world_size * unit / sum of weights``. A comm hook, which may round gradients or carry errors over to the next
+    step, is given parts of that mean itself: there the sum of weights is awaited before the backward.
 
     The module's ``parameters`` are in the reducer's order.
     """
@@ -139,9 +139,9 @@ class Contributions:
         if window.number != number:
             if window.unreduced:
                 raise JoinError(
-                    f"{self._burst.join_name} began, and gradients are left unreduced in {type(self._ddp).__name__} of an"
-                    " earlier step, where a loop over join.iterate does not know of a window of accumulation; give"
-                    " join.iterate(loader, window=k), or call zero_grad() between loops [J471]"
+                    f"{self._burst.join_name} began, and gradients of an earlier step are left unreduced, where a loop"
+                    " over join.iterate knows of no window of accumulation; give join.iterate(loader, window=k), or call"
+                    " zero_grad() between loops [J471]"
                 )
             window = self.window = Window(number=number)
             self.used.begin_window()
@@ -265,7 +265,8 @@ class Contributions:
         """
         self._awaits = self._total = None
         self._unit, self._are_parts = self._channel.scaling.unit, self.weighted and self._has_comm_hook
-        if self._channel.step.contributors is None and (self.weighted or (self.with_buffers and not self.over_all_ranks)):
+        sums = self.weighted or (self.with_buffers and not self.over_all_ranks)
+        if sums and self._channel.step.contributors is None:
             self._awaits = self._channel.sum(mine)
         if self._are_parts:
             factor = self._factor()
@@ -308,4 +309,3 @@ class Contributions:
 
     def _used_anywhere(self) -> Sequence[int]:
         return reducer.used_anywhere(self._ddp, len(self._parameters))
-

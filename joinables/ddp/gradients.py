@@ -164,8 +164,8 @@ class GradientSync(DDPBurst):
         if autograd.will_run(self._accumulators):
             self._begin_backward(synchronised)
             return
-        # This is torch.autograd.grad; or the parameters are behind reentrant checkpoints, which run backwards of their own
-        # inside this one, each with an end of its own.
+        # This is torch.autograd.grad; or the parameters are behind reentrant checkpoints, which run backwards of their
+        # own inside this one, each with an end of its own.
         at_end: list[Callable[[], None]] = []
         self._at_end = at_end.append
         autograd.once_before(self._accumulators, partial(self._begin_backward, synchronised))
@@ -207,9 +207,9 @@ class GradientSync(DDPBurst):
         if reduces:
             self._begin_reduction()
             return
-        if result.kept and not window.unreduced and not channel.is_in_loop_body:
-            if weight is not None or contributions.over_all_ranks:
-                result.set_aside()
+        sets_aside = weight is not None or contributions.over_all_ranks
+        if sets_aside and result.kept and not window.unreduced and not channel.is_in_loop_body:
+            result.set_aside()
         window.unreduced = True
 
     def _weigh(self, weight: float | None) -> None:

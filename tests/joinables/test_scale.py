@@ -291,7 +291,9 @@ def keeps_its_momentum(rank: int) -> torch.Tensor:
     ddp = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     with Join([ddp, optimizer]) as join:
-        for step, x in enumerate(join.iterate([batch(rank, step) for step in range(3)], weigh=lambda x: int(len(x) == 3))):
+        for step, x in enumerate(
+            join.iterate([batch(rank, step) for step in range(3)], weigh=lambda x: int(len(x) == 3))
+        ):
             optimizer.zero_grad()
             join.scale(ddp(x).square().mean()).backward()
             optimizer.step()

@@ -139,8 +139,8 @@ class Contributions:
         if window.number != number:
             if window.unreduced:
                 raise JoinError(
-                    f"{self._burst.join_name} began, and gradients of an earlier step are left unreduced, where a loop"
-                    " over join.iterate knows of no window of accumulation; give join.iterate(loader, window=k), or call"
+                    f"{self._burst.join_name} began, and gradients of an earlier step are left unreduced, where a"
+                    " loop over join.iterate knows of no window; give join.iterate(loader, window=k), or call"
                     " zero_grad() between loops [J471]"
                 )
             window = self.window = Window(number=number)

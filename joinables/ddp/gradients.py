@@ -134,7 +134,7 @@ class GradientSync(DDPBurst):
         # the backward); with buffers it needs a header anyway.
         has_buffers = buffers is not None
         saves = not self._last_result.kept if contributions.over_all_ranks else has_buffers
-        early = channel.announces_in_forward(self, saves_header=saves, has_buffers=has_buffers)
+        early = channel.announces_in_forward(self, saves_header=saves)
         contributions.with_buffers = early and has_buffers
         if early:
             channel.announce(self)

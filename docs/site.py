@@ -41,7 +41,7 @@ NAVIGATION: dict[str, Any] = {
     "When it goes wrong": {
         "Failures": "failures.md",
         "Errors": "errors.md",
-        "Seeing what happens": "trace.md",
+        "Profiling": "profiling.md",
         "Doctor": "doctor.md",
         "Limits by subject": "limits.md",
     },

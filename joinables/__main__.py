@@ -1,4 +1,4 @@
-"""``python -m joinables``: looks at a run after it (``trace``), and at a machine before it (``doctor``)."""
+"""``python -m joinables``: looks at a machine before a run (``doctor``)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from joinables.commands import doctor, trace
+from joinables.commands import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m joinables", description="Tools around join.Join.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (trace, doctor):
-        command.add_to(commands)
+    doctor.add_to(commands)
     told = parser.parse_args(arguments)
     return told.act(told)
 

@@ -10,15 +10,29 @@ import atexit
 import ctypes
 import time
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
 
 pytree = _pytree
 """Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
+
+_NOTHING = nullcontext()
+
+
+def profiled(*name: object) -> AbstractContextManager[object]:
+    """A range ``join: name`` in what ``torch.profiler`` records. Stands in for a way to ask whether anything records.
+
+    Without a profiler nothing is entered, since a ``record_function`` costs microseconds then, too.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"join: {' '.join(map(str, name))}")
+    return _NOTHING
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

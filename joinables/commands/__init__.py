@@ -1,1 +1,1 @@
-"""What ``python -m joinables`` can do: a file for each command, ``trace`` and ``doctor``, and what they are made of."""
+"""What ``python -m joinables`` can do: ``doctor``, and what it is made of."""

@@ -42,7 +42,7 @@ NAVIGATION: dict[str, Any] = {
         "Failures": "failures.md",
         "Errors": "errors.md",
         "Profiling": "profiling.md",
-        "Doctor": "doctor.md",
+        "Checking a machine": "check.md",
         "Limits by subject": "limits.md",
     },
     "Performance": "performance.md",

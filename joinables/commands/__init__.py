@@ -1,1 +1,0 @@
-"""What ``python -m joinables`` can do: ``doctor``, and what it is made of."""

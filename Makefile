@@ -70,6 +70,7 @@ bench: .venv/.demo-installed
 pictures: .venv/.demo-installed
 	$(BIN)/python -m docs.draw
 	$(BIN)/python -m docs.order
+	$(BIN)/python -m docs.timeline
 	$(BIN)/python -m docs.plots
 
 outputs: .venv/.test-installed

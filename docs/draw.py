@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from docs.order import drawn, on_two_ranks
+from docs.order import drawn, on_ranks
 from join import Join
 from joinables.trainer import Callback, Trainer, TrainModule
 
@@ -188,8 +188,8 @@ def main() -> None:
     parent, worker = fit()
     draw(parent, "Trainer.fit, in the process that calls it", "fit")
     draw(worker, "Trainer.fit, in the process of a rank", "fit_rank")
-    active, shadowed = on_two_ranks(plain)
-    _, dummy = on_two_ranks(in_lockstep)
+    active, shadowed = on_ranks(plain)
+    _, dummy = on_ranks(in_lockstep)
     draw(active, "A step of a rank that has data, in a plain block", "active_step")
     draw(shadowed, "What a rank without data does in the end of its block: it shadows", "shadowed_step")
     draw(dummy, "A step over join.iterate, on a dummy", "lockstep_step")

@@ -93,15 +93,16 @@ def train(rank: int) -> list[Entry]:
     return made
 
 
-def on_two_ranks(do: Callable[[int], T]) -> list[T]:
-    """What ``do(rank)`` returns on each of two ranks."""
+def on_ranks(do: Callable[[int], T], world_size: int = 2) -> list[T]:
+    """What ``do(rank)`` returns on each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (do, folder), nprocs=2)
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(2)]
+        mp.spawn(run, (do, folder, world_size), nprocs=world_size)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def run(rank: int, do: Callable[[int], object], folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+def run(rank: int, do: Callable[[int], object], folder: str, world_size: int) -> None:
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     Path(folder, str(rank)).write_bytes(pickle.dumps(do(rank)))
     dist.barrier()
     dist.destroy_process_group()
@@ -151,7 +152,7 @@ def draw(rows: list[tuple[str, Entry, Entry]], axes: Any) -> None:
 
 
 def main() -> None:
-    rows = step_of(*on_two_ranks(train))
+    rows = step_of(*on_ranks(train))
     if any(active != joined for _, active, joined in rows):
         raise SystemExit(f"the joined rank does otherwise: {rows}")
     PICTURE.parent.mkdir(exist_ok=True)

@@ -41,8 +41,8 @@ NAVIGATION: dict[str, Any] = {
     "When it goes wrong": {
         "Failures": "failures.md",
         "Errors": "errors.md",
-        "Seeing what happens": "trace.md",
-        "Doctor": "doctor.md",
+        "Profiling": "profiling.md",
+        "Checking a machine": "check.md",
         "Limits by subject": "limits.md",
     },
     "Performance": "performance.md",

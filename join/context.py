@@ -6,7 +6,6 @@ It checks its arguments, and turns objects into joinables. The order of collecti
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -39,7 +38,6 @@ from join.on_group import NothingListed
 from join.open_block import OpenBlock, channels, tell_not_entered
 from join.protocol.channel import Channel
 from join.protocol.members import Member, Scope
-from join.recording import checked_path
 from join.report import JoinReport
 from join.scaling import checked_engine, factor_in_loop, scaled
 
@@ -334,25 +332,6 @@ class Join:
         return self._loops.begin(
             Iteration(self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
         )
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Record what this rank announces, runs, shadows and waits for, from here on; call it first in the block.
-
-        When a rank leaves the block, also with an exception, it writes a file of its own, such as ``run.rank0.json``
-        for ``run.json``; ``join.recording`` says what is in it, ``python -m joinables trace run.json`` draws them all.
-
-        Args:
-            path: ends in ``.json``, in a folder that exists; files of an earlier block are replaced.
-
-        Raises:
-            JoinError: outside a block, in a loop over :meth:`iterate`, or where the block's group is recorded already.
-            TypeError, ValueError, OSError: if this rank cannot write to ``path``; nothing is sent.
-        """
-        if not self._is_open:
-            raise JoinError("join.trace is for the inside of a block: with Join([...]) as join: ... [J280]")
-        checked = checked_path(path)
-        if self._block is not None:
-            self._block.record(checked)
 
     @property
     def _is_open(self) -> bool:

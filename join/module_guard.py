@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-_OF_A_BLOCK = {"is_last_step", "iterate", "pending", "shadowing", "trace", "weight"}
+_OF_A_BLOCK = {"is_last_step", "iterate", "pending", "shadowing", "weight"}
 
 
 class Package(ModuleType):

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from join.arguments import check_same
 from join.collectives import Collective, Work
+from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
@@ -82,8 +82,9 @@ class OpenBlock:
             ProtocolError: on all ranks, if they have not entered with the same.
         """
         try:
-            check_same(self._collective, "Join", entered_with, self.channel.guard.wait)
-            self.channel.agree()
+            with profiled("enter"):
+                check_same(self._collective, "Join", entered_with, self.channel.guard.wait)
+                self.channel.agree()
         except JoinError:
             raise
         except BaseException as error:  # of which this rank alone knows, while the others wait for it
@@ -108,16 +109,6 @@ class OpenBlock:
         self._started = time.monotonic()
         for member in self._scope.members:
             member.times.start(self._started)
-
-    def record(self, path: Path) -> None:
-        """Record what happens from here on.
-
-        Raises:
-            JoinError: if that is not possible here.
-        """
-        from join.recording.recorder import Recorder
-
-        self.undo.callback(Recorder(self.channel, path, self._started).end)
 
     def notify(self, caller: Any) -> Work | None:
         """Tell all ranks that this one is about to run a burst of ``caller``, if that announces; return the header.
@@ -193,10 +184,12 @@ class OpenBlock:
         headers, mine = self.channel.headers, self._scope.members
         if outcome.even:
             for member in mine:
-                member.joinable.synchronise_own(headers.leader)
+                with profiled("synchronise", member.joinable.join_name):
+                    member.joinable.synchronise_own(headers.leader)
         else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
             for member in self.channel.roster.listed:
-                member.joinable.synchronise(headers.leader)
+                with profiled("synchronise", member.joinable.join_name):
+                    member.joinable.synchronise(headers.leader)
         for member in mine:
             member.hook.post_hook(outcome.last)
         spent, announcing = headers.tally.since(self._tally), self._scope.announcing
@@ -215,7 +208,8 @@ class OpenBlock:
             header_bytes=spent.nbytes,
             step_times=tuple(busiest.times.counts),
         )
-        report = JoinReport.gather(self._collective, row, outcome.even)
+        with profiled("report"):
+            report = JoinReport.gather(self._collective, row, outcome.even)
         if len({row.headers for row in report.ranks}) > 1:
             raise ProtocolError(
                 "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"

@@ -1,23 +1,14 @@
-"""``python -m joinables``: looks at a run after it (``trace``), and at a machine before it (``doctor``)."""
+"""``python -m joinables check``: see :mod:`joinables.check`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from joinables.commands import doctor, trace
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m joinables", description="Tools around join.Join.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (trace, doctor):
-        command.add_to(commands)
-    told = parser.parse_args(arguments)
-    return told.act(told)
-
+from joinables.check import check
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(prog="python -m joinables")
+    parser.add_argument("command", choices=["check"], help="check this machine, and train on two uneven ranks of it")
+    parser.parse_args()
+    sys.exit(check())

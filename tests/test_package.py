@@ -118,7 +118,6 @@ SIGNATURES = {
     "Join.loader_state": "self",
     "Join.notify_join_context": "joinable",
     "Join.open": "self",
-    "Join.trace": "self, path",
     "Joinable.attach": "self, join",
     "Joinable.detach": "self",
     "Joinable.join_hook": "self, **kwargs",
@@ -153,7 +152,7 @@ def test_public_signatures() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "trace", "weight"])
+@pytest.mark.parametrize("name", ["is_last_step", "iterate", "pending", "shadowing", "weight"])
 def test_names_of_a_block_are_not_those_of_the_package(name: str) -> None:
     told = rf"'{name}' is of a block.*`with join.Join\(\[...\]\) as block:`, and use block.{name}"
     with pytest.raises(AttributeError, match=told):

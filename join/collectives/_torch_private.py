@@ -11,11 +11,12 @@ import ctypes
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
@@ -33,6 +34,19 @@ def after_backward(callback: Callable[[], None]) -> None:
     queue another, which runs after all that were queued before.
     """
     _engine.queue_callback(callback)
+
+
+_NOTHING = nullcontext()
+
+
+def profiled(*name: object) -> AbstractContextManager[object]:
+    """A range ``join: name`` in what ``torch.profiler`` records. Stands in for a way to ask whether anything records.
+
+    Without a profiler nothing is entered, since a ``record_function`` costs microseconds then, too.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"join: {' '.join(map(str, name))}")
+    return _NOTHING
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

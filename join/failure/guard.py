@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from join.collectives import Collective, Work
+from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.broken import is_broken
 from join.collectives.timeouts import timeouts
@@ -83,7 +84,8 @@ class Guard:
                 work.wait()
             else:
                 self.doing = doing
-                self._wait_and_look(work)
+                with profiled("wait"):
+                    self._wait_and_look(work)
                 self.doing = ""
             if self.timeout is not None and self._away >= self.timeout / 2:  # the others may have given up this rank
                 self.peers.look_again()

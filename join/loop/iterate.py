@@ -41,6 +41,7 @@ import torch
 
 from join.arguments import check_same
 from join.batch import StepBatch
+from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
 from join.errors import JoinError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
@@ -256,8 +257,9 @@ class Iteration:
                 self._template = emptied(self._template)
         self._dummies += 1
         self._lockstep.step.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
-        dummy = duplicate(self._template)
-        return self._dummy(dummy) if callable(self._dummy) else dummy
+        with profiled("dummy"):
+            dummy = duplicate(self._template)
+            return self._dummy(dummy) if callable(self._dummy) else dummy
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 

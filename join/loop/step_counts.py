@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from join.collectives import RollCall
+from join.collectives._torch_private import profiled
 from join.protocol.channel import Channel
 from join.protocol.lockstep import Lockstep
 
@@ -161,7 +162,8 @@ class StepCounts:
             self._guard.peers.post(error, sends_header=True)
             answer = self.answers.failed
         call, begun = self._roll_call, self._lockstep.progress.begun
-        call.call(self.answers.packed(answer, begun - self._begun, weights))
+        with profiled("roll call"):
+            call.call(self.answers.packed(answer, begun - self._begun, weights))
         self._begun, self.under_way = begun, call
         self._tally.headers += 1
         self._tally.nbytes += call.nbytes
@@ -178,7 +180,8 @@ class StepCounts:
         """
         assert self.under_way is not None
         started = time.monotonic()
-        self._guard.wait(self.under_way, doing)
+        with profiled("roll call"):
+            self._guard.wait(self.under_way, doing)
         if self._lockstep.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
@@ -191,7 +194,8 @@ class StepCounts:
     def is_last(self, doing: str) -> bool:
         """Whether the round is the last one; waits for the roll call under way, which is still to be read."""
         assert self.under_way is not None
-        self._guard.wait(self.under_way, doing)
+        with profiled("roll call"):
+            self._guard.wait(self.under_way, doing)
         return not self._steps_of(self._replies()[0])[0]  # a failure is told when it is read
 
     def _replies(self) -> tuple[list[int], list[Sequence[float]]]:

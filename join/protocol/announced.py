@@ -26,6 +26,7 @@ import torch
 from typing_extensions import override
 
 from join.collectives import Work
+from join.collectives._torch_private import profiled
 from join.errors import JoinError
 from join.joinable import BurstState
 from join.protocol.header import FAILED, FRESH, STOPPING
@@ -48,7 +49,8 @@ class Announced(Mode):
     @override
     def elect(self, candidate: bool) -> int:
         vote = torch.tensor([self._rank if candidate else self._world_size])
-        self._channel.collective.all_reduce(vote, "min").wait()
+        with profiled("elect a leader"):
+            self._channel.collective.all_reduce(vote, "min").wait()
         return int(vote.item())
 
     @override

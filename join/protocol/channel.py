@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from join.batch import Step, StepBatch
 from join.collectives import Collective, Work
+from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
@@ -74,7 +75,7 @@ class Channel:
         """The number of the loop over ``Join.iterate``; of the last one, outside."""
         self.roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
-        self.headers = Headers(collective, self.guard, self.roster, lambda member: self.shadow_member(member))
+        self.headers = Headers(collective, self.guard, self.roster, self.shadow_member)
         self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
         self._use(make_mode(self))
@@ -250,7 +251,8 @@ class Channel:
     def _run_main_hook(self, member: Member) -> None:
         around, self._shadows = self._shadows, member.joinable
         try:
-            member.hook.main_hook()
+            with profiled("shadow", member.joinable.join_name):
+                member.hook.main_hook()
         finally:
             self._shadows = around
 
@@ -285,7 +287,8 @@ class Channel:
         self._outstanding = []  # in a loop, a follower may be left out
         if source is not None:
             for member in self.roster.listed:
-                member.joinable.synchronise_own(source)
+                with profiled("synchronise", member.joinable.join_name):
+                    member.joinable.synchronise_own(source)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 

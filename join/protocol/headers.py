@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from join.collectives import Collective, Sum
+from join.collectives._torch_private import profiled
 from join.errors import ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Burst
@@ -100,7 +101,8 @@ class Headers:
         self._last, self.is_applied, self._leads = None, False, False
         if self._guard.timeout is not None:
             self._guard.come()
-        work = self._work = self._line.sum(roster.code.pack(fields), roster.code.bits)
+        with profiled("header"):
+            work = self._work = self._line.sum(roster.code.pack(fields), roster.code.bits)
         self.tally.headers += 1
         self.tally.nbytes += work.nbytes
         return work
@@ -126,7 +128,8 @@ class Headers:
         """Wait for the last header, without passing judgement on it."""
         if self._last is None:
             assert self._work is not None
-            self._guard.wait(self._work)
+            with profiled("header"):
+                self._guard.wait(self._work)
             self._last = self.roster.code.unpack(self._work.total())
             for index in self._last.announcements:
                 self.roster.announcing[index].header = self._last

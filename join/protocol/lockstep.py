@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from join.collectives import Line, Work
+from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.control_line import BARRIERS, ROLL_CALLS
 from join.collectives.timeouts import timeouts
@@ -147,7 +148,8 @@ class Lockstep(Mode):
             JoinTimeoutError: if another one does not come within ``timeout``.
         """
         try:
-            self._wait_until_all_have_left()
+            with profiled("wait"):
+                self._wait_until_all_have_left()
         except (PeerError, JoinTimeoutError) as error:
             self._guard.close_and_raise(error)  # the others know of it, or this rank has told them
 

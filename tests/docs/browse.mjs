@@ -31,14 +31,14 @@ async function open(path, scheme, width) {
 
 function look() {
   const light = (colour) => colour.match(/[\d.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 3;
-  const article = document.querySelector("article") ?? document.body;
+  const article = document.querySelector("article");
   return {
-    heading: article.querySelector("h1")?.textContent ?? "",
-    text: article.innerText,
+    heading: document.querySelector("article h1")?.textContent ?? "",
+    text: article?.innerText ?? "",
     images: [...document.images].filter((image) => !image.complete || !image.naturalWidth).map((image) => image.src),
     width: Math.max(document.documentElement.scrollWidth, document.body.scrollWidth),
     background: light(getComputedStyle(document.body).backgroundColor),
-    ink: light(getComputedStyle(article).color),
+    ink: light(getComputedStyle(article ?? document.body).color),
   };
 }
 

@@ -1,4 +1,4 @@
-"""The documentation is built without a warning; its pages, and one of a trace, are opened in a headless browser."""
+"""The documentation is built without a warning; its pages are opened in a headless browser."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ from urllib.parse import unquote, urljoin, urlsplit
 import pytest
 
 import join
-from joinables.__main__ import main
-from tests.joinables.commands.made import record
 
 ROOT = Path(join.__file__).parent.parent
 BROWSER = ROOT / ".venv-docs"
 LIMIT = 400  # seconds
-TRACE = "trace-of-a-run/run.html"
-"""What ``python -m joinables trace`` makes, beside the site."""
 PUBLIC = (
     *("join", "join.collectives", "joinables", "joinables.trainer"),
     *(f"joinables.integrations.{name}" for name in ("accelerate", "lightning", "transformers")),
@@ -65,7 +61,7 @@ class Page(HTMLParser):
 
 def pages_of(site: Path) -> list[str]:
     found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
-    return sorted(found - {"404.html", TRACE})
+    return sorted(found - {"404.html"})
 
 
 def test_no_link_is_dead(site: Path) -> None:
@@ -125,9 +121,6 @@ def seen(site: Path) -> dict[str, Any]:
     """What the browser sees of all pages."""
     if not (BROWSER / ".installed").exists() and "CHROMIUM" not in os.environ:
         pytest.skip("needs a headless browser, which `make test-docs` installs")
-    (site / TRACE).parent.mkdir()
-    record((site / TRACE).with_suffix(".json"))
-    assert main(["trace", str((site / TRACE).with_suffix(".json"))]) == 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -135,7 +128,7 @@ def seen(site: Path) -> dict[str, Any]:
     try:
         command = "node", str(Path(__file__).parent / "browse.mjs"), str(BROWSER)
         done = subprocess.run(
-            [*command, f"http://127.0.0.1:{server.server_port}", "index.html", *pages_of(site), TRACE],
+            [*command, f"http://127.0.0.1:{server.server_port}", "index.html", *pages_of(site)],
             capture_output=True,
             text=True,
             timeout=LIMIT,
@@ -152,7 +145,7 @@ def seen(site: Path) -> dict[str, Any]:
 
 @pytest.mark.timeout(LIMIT + 100)
 def test_each_page_renders(seen: dict[str, Any], site: Path) -> None:
-    assert set(seen["pages"]) == {*pages_of(site), TRACE}
+    assert set(seen["pages"]) == set(pages_of(site))
     for path, looks in seen["pages"].items():
         for look in looks.values():
             assert not look["errors"], path

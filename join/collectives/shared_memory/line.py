@@ -18,6 +18,7 @@ from typing import final
 
 from typing_extensions import override
 
+from join.collectives._torch_private import profiled
 from join.collectives.broken import BrokenCollective
 from join.collectives.control_line import FloatSum, Line, RollCall, Sum, SummedRollCall
 from join.collectives.shared_memory.segment import BITS, CELLS, LOW, PLACES, Lane
@@ -104,16 +105,19 @@ class _Arrivals:
             BrokenCollective: if one of them is gone, or does not come within the time limit of the group.
         """
         if self._next < self._lane.world_size and not self.is_completed():
-            self._wait(self._lane.timeout if timeout is None else timeout.total_seconds())
+            started, limit = time.monotonic(), self._lane.timeout if timeout is None else timeout.total_seconds()
+            self._waits_since = self._waits_since or started
+            while not self.is_completed():
+                with profiled("wait for rank", self._next):
+                    self._wait_for(self._next, started, limit)
         if self._failure is not None:
             raise self._failure
         return True
 
-    def _wait(self, limit: float) -> None:
-        started = time.monotonic()
-        self._waits_since = self._waits_since or started
+    def _wait_for(self, rank: int, started: float, limit: float) -> None:
+        """Wait until ``rank`` comes, or does not by ``limit`` seconds after ``started``."""
         looked = 0.0
-        while not self.is_completed():
+        while self._next == rank and not self.is_completed():
             waited = time.monotonic() - started
             if waited >= min(looked + timeouts().look, limit):
                 looked = waited

@@ -1,0 +1,193 @@
+"""``python -m joinables check``: whether ranks will train exactly here, and over what they will talk.
+
+It trains on two ranks of this machine, one of which has a third of the batches of the other, and compares their
+parameters with those of a single process. Each line of the output is ``ok``, a ``note``, or ``WRONG``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import spawn  # pyright: ignore[reportUnknownVariableType]
+from torch.nn.parallel import DistributedDataParallel
+
+import joinables
+from join import Join
+from join.collectives.shared_memory.segment import obstacle_found
+from joinables._torch.versions import SUPPORTED
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+BATCHES = (12, 4)
+"""How many batches each rank has."""
+_LIMIT = 90.0  # seconds that the ranks may take, most of which they need for importing torch
+_TOLERANCE = 1e-12  # between doubles that were summed in another order
+
+
+class Finding(NamedTuple):
+    """One line of the output."""
+
+    kind: Literal["ok", "note", "WRONG"]
+    text: str
+
+
+def check() -> int:
+    """Print what was found; the exit status, 1 if something is wrong."""
+    wrong = 0
+    for look in (look_at_versions, look_at_headers, look_at_gloo, look_at_training):
+        for finding in look():
+            print(f"{finding.kind:<6} {finding.text}", flush=True)
+            wrong += finding.kind == "WRONG"
+    return int(wrong > 0)
+
+
+def look_at_versions() -> Iterator[Finding]:
+    """Which versions are installed, and which of torch are tested."""
+    yield Finding("ok", f"joinables {joinables.__version__}, Python {platform.python_version()}")
+    oldest, newest = (_minor_of(each) for each in SUPPORTED.split(" to "))
+    is_tested = oldest <= _minor_of(torch.__version__) <= newest
+    yield Finding("ok" if is_tested else "note", f"torch {torch.__version__} (tested: {SUPPORTED})")
+
+
+def _minor_of(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2])
+
+
+def look_at_headers() -> Iterator[Finding]:
+    """How headers travel here, and why."""
+    if why := obstacle_found(2):
+        yield Finding(
+            "note", f"headers travel in a small all-reduce, not through shared memory, which is faster: {why}"
+        )
+    else:
+        yield Finding("ok", "headers travel through shared memory; between machines, in a small all-reduce")
+
+
+def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Which address gloo takes: of the interface that is named, else of the host's name, else the loopback."""
+    if names := environment.get(INTERFACE, ""):
+        known = [name for _, name in socket.if_nameindex()]
+        if missing := [name for name in names.split(",") if name not in known]:
+            way_out = f"set it to one of {', '.join(known)}, or unset it"
+            yield Finding("WRONG", f"{INTERFACE}={names}: there is no interface {missing[0]!r}; {way_out}")
+        else:
+            yield Finding("ok", f"gloo takes the address of {names}, as {INTERFACE} says")
+        return
+    name = socket.gethostname()
+    address = _address_of(name)
+    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        yield Finding("ok", f"gloo takes {address}, the address of this host's name {name!r}")
+        return
+    master = environment.get("MASTER_ADDR", "localhost")
+    is_alone = master in ("", "localhost", "0.0.0.0", "::1") or master.startswith("127.")
+    why = f"the address of this host's name {name!r}" if address else f"since {name!r} has no address of this machine"
+    way_out = f"if ranks run on other machines too, set {INTERFACE} to the interface that reaches them"
+    yield Finding(
+        "note" if is_alone else "WRONG",
+        f"gloo takes {address or '127.0.0.1'}, {why}, which only this machine reaches; {way_out}",
+    )
+
+
+def _address_of(name: str) -> str:
+    """The first address of a host's name that this machine can listen on; empty if there is none."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as listener:
+                listener.bind(address)
+                return str(address[0])
+    return ""
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def look_at_training(limit: float = _LIMIT) -> Iterator[Finding]:
+    """Train on two uneven ranks, for at most ``limit`` seconds, and compare with a single process."""
+    if not dist.is_gloo_available():
+        yield Finding("WRONG", "this torch has no gloo, which carries headers on CPU; install one that has")
+        return
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: Any = spawn(_work, (store.port, limit), nprocs=len(BATCHES), join=False, daemon=True)
+    try:
+        ended = _join(ranks, limit)
+    except Exception as error:  # of a rank, whose traceback is its text
+        yield Finding("WRONG", f"two ranks could not train: {str(error).strip().splitlines()[-1]}")
+        return
+    if not ended:
+        way_out = f"set {INTERFACE}=lo and check again: if that helps, the address above cannot be reached"
+        yield Finding("WRONG", f"two ranks did not train within {limit:g} s; {way_out}")
+        return
+    difference = float(store.get("difference"))
+    text = f"two ranks with {BATCHES[0]} and {BATCHES[1]} batches, against one process: largest difference"
+    yield Finding("ok" if difference <= _TOLERANCE else "WRONG", f"{text} {difference:.1e}")
+
+
+def _join(ranks: Any, limit: float) -> bool:
+    """Wait for the ranks; whether they have ended within ``limit`` seconds. Raises what a rank has raised."""
+    deadline = time.monotonic() + limit
+    try:
+        while not (ended := ranks.join(max(deadline - time.monotonic(), 0))) and time.monotonic() < deadline:
+            pass  # one of them has ended
+        return ended
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+
+
+def _work(rank: int, port: int, limit: float) -> None:
+    """Train as one rank; rank 0 leaves the difference to a single process in the store."""
+    torch.set_num_threads(1)
+    seconds = timedelta(seconds=limit)
+    store = dist.TCPStore("127.0.0.1", port, timeout=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(BATCHES), timeout=seconds)
+    network = _network()
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with Join([model, optimizer], divide_by_initial_world_size=False):
+        for step in range(BATCHES[rank]):
+            _train(model, optimizer, _batch(rank, step))
+    difference = (_parameters(network) - _trained_alone()).abs().max()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    if rank == 0:
+        store.set("difference", str(difference.item()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _trained_alone() -> torch.Tensor:
+    """The parameters after a single process has trained on the batches of all ranks."""
+    network = _network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    for step in range(max(BATCHES)):
+        batches = [_batch(rank, step) for rank, count in enumerate(BATCHES) if step < count]
+        _train(network, optimizer, torch.cat(batches))
+    return _parameters(network)
+
+
+def _network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).double()
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def _parameters(network: torch.nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(network.parameters()).detach()

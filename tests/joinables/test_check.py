@@ -1,0 +1,110 @@
+"""``python -m joinables check``: what it says, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import joinables
+from join.collectives.shared_memory import segment
+from joinables import check
+from joinables._torch.versions import SUPPORTED
+
+ROOT = Path(joinables.__file__).parent.parent
+
+
+def run(**environment: str) -> tuple[int, str, str]:
+    """The exit status, the output and the errors of the command."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "joinables", "check"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**kept, "PYTHONPATH": str(ROOT), **environment},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_machine_on_which_all_is_well() -> None:
+    status, output, errors = run(GLOO_SOCKET_IFNAME="lo", JOIN_SHARED_MEMORY="1")
+    assert (status, errors) == (0, "")
+    assert f"torch {torch.__version__} (tested: {SUPPORTED})\n" in output
+    assert "ok     headers travel through shared memory" in output
+    assert "ok     gloo takes the address of lo, as GLOO_SOCKET_IFNAME says\n" in output
+    difference = re.search(r"^ok     two ranks .* largest difference (\S+)$", output, re.MULTILINE)
+    assert difference is not None and float(difference[1]) < 1e-12
+
+
+def test_an_interface_that_is_not_there() -> None:
+    status, output, _ = run(GLOO_SOCKET_IFNAME="lo,no0", JOIN_SHARED_MEMORY="0")
+    assert status == 1
+    assert "note   headers travel in a small all-reduce" in output and "JOIN_SHARED_MEMORY=0 forbids it\n" in output
+    assert re.search(r"^WRONG  GLOO_SOCKET_IFNAME=lo,no0: there is no interface 'no0'; set it to", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("limit", "tolerance", "told"), [(0.01, 1.0, "did not train within"), (90.0, -1.0, "difference")]
+)
+def test_training_goes_wrong(monkeypatch: pytest.MonkeyPatch, limit: float, tolerance: float, told: str) -> None:
+    monkeypatch.setattr(check, "_TOLERANCE", tolerance)
+    (found,) = check.look_at_training(limit)
+    assert found.kind == "WRONG" and told in found.text
+
+
+@pytest.mark.parametrize(
+    ("master", "address", "kind", "told"),
+    [
+        ("", "192.0.2.78", "ok", "gloo takes 192.0.2.78, the address of this host's name"),
+        ("localhost", "127.0.1.1", "note", "127.0.1.1, the address of this host's name"),
+        ("node1", "127.0.1.1", "WRONG", "which only this machine reaches; if ranks run on other machines"),
+        ("node1", "", "WRONG", "gloo takes 127.0.0.1, since"),
+    ],
+)
+def test_gloo(monkeypatch: pytest.MonkeyPatch, master: str, address: str, kind: str, told: str) -> None:
+    monkeypatch.setattr(check, "_address_of", lambda name: address)
+    (found,) = check.look_at_gloo({"MASTER_ADDR": master})
+    assert found.kind == kind and told in found.text
+
+
+def test_an_address_is_one_that_this_machine_can_listen_on() -> None:
+    assert check._address_of("127.0.0.1") == "127.0.0.1"
+    assert check._address_of("192.0.2.78") == ""
+    assert check._address_of("no.such.host.invalid") == ""
+
+
+def no_memory(*_: object) -> None:
+    raise OSError("no space")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (lambda patch: patch.setattr(segment.platform, "machine", lambda: "aarch64"), "aarch64 does not keep"),
+        (lambda patch: patch.setattr(os, "posix_fallocate", no_memory), "no memory for it: no space"),
+        (lambda patch: patch.setattr(segment, "_opened", lambda made: None), "cannot open each other's files"),
+    ],
+)
+def test_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
+    monkeypatch.delenv(segment.SWITCH, raising=False)
+    before = len(os.listdir("/proc/self/fd"))
+    fault(monkeypatch)
+    (found,) = check.look_at_headers()
+    monkeypatch.undo()
+    assert found.kind == "note" and why in found.text
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_tested_versions_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert all(f"| {version}." in page for version in SUPPORTED.split(" to "))

@@ -117,7 +117,7 @@ class Weights:
     def end_refused(self) -> None:
         """Raise ``refused``: the reduction is over, and this rank's collectives were those of the others."""
         refused, self.refused = self.refused, None
-        if refused is not None and not self._channel.leaving:
+        if refused is not None:
             raise refused
 
     # -- how they are applied -----------------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ many is told in one roll call for every window of ``lookahead`` steps::
     window w  roll call w is read                    the same
               read the next; roll call w+1 starts    roll call w+1 starts
               its steps: batches                     its steps: dummies
-    end       last roll call: all say how they ended the same
+    end       last roll call: all have come to it    the same
 
-So nothing waits in the steady state: a roll call has a window's time to come through. A rank whose loader raises says
-so in the next roll call; all ranks raise where that is read.
+So nothing waits in the steady state: a roll call has a window's time to come through.
 
 A rank that leaves the loop by ``break`` waits until all others have left it at the same step::
 
@@ -100,7 +99,6 @@ class Iteration:
         self._template: Any = None  # what dummies are made of
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # in how many of these steps there was no batch
-        self._failed: BaseException | None = None  # what the next roll call says that this rank raises
         self.joined_at: float | None = None
         """When this rank ran out of batches, on the monotonic clock."""
 
@@ -171,11 +169,6 @@ class Iteration:
             self._step += 1
             self._has_data = counts.at < counts.mine
             self._lockstep.begin_step(counts.begin_step())  # from here on, what goes wrong goes wrong in this step
-        except JoinError:
-            self._over()
-            if self._failed is not None:  # what the others are told is this
-                raise self._failed from None
-            raise
         except Exception:
             self._over()
             raise  # an interrupt, of which nobody else knows, is for the end of the block
@@ -220,8 +213,9 @@ class Iteration:
 
     def _tell_next_window(self) -> None:
         count = self.ahead.read(self._lookahead)
-        self._failed = self.ahead.error
-        self._counts.call(count, self._failed)
+        if self.ahead.error is not None:
+            raise self.ahead.error
+        self._counts.call(count)
 
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -257,7 +251,7 @@ class Iteration:
 
     def _end(self) -> None:
         """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
-        self._counts.call(0, None)
+        self._counts.call(0)
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True
@@ -289,10 +283,6 @@ class Iteration:
                     return
             lockstep.agree_to_leave()
             lockstep.end()
-        except JoinError:
-            if self._failed is not None:
-                raise self._failed from None
-            raise
         finally:
             self._over()
 

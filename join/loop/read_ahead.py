@@ -57,7 +57,7 @@ class ReadAhead:
                 if self._has_state:
                     self._state_at_end = self._state_now()
                 return count
-            except BaseException as error:  # also Ctrl-C: here most of it comes, and the others have to be told
+            except BaseException as error:
                 self.ended, self.error = True, error
                 return count
         return wanted

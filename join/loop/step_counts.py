@@ -3,7 +3,7 @@
 A *window* is ``lookahead`` steps, for which one roll call is held, on a line of its own beside the group, so that it
 never meets what the loop's body sends. The order is told in ``join.loop.iterate``.
 
-In a roll call each rank answers how many batches it has for a window, or how it ended. Packed with that it tells how
+In a roll call each rank answers how many batches it has for a window. Packed with that it tells how
 many bursts it has begun since its last answer: a rank that has begun fewer than another has left one out.
 """
 
@@ -27,13 +27,11 @@ class Answers:
     """
 
     def __init__(self, window: int) -> None:
-        self.failed = window + 1
-        """It does not go on: its loader has raised."""
-        self._bits = self.failed.bit_length()
+        self._bits = window.bit_length()
         self.mask = (1 << self._bits) - 1
         """The bits of a packed number that hold the answer; those above count bursts."""
         self._most = (1 << _BURST_BITS + (window - 1).bit_length()) - 1
-        self.largest = self.packed(self.failed, self._most)
+        self.largest = self.packed(window, self._most)
         """The largest packed number."""
 
     def packed(self, answer: int, bursts: int) -> int:
@@ -100,16 +98,8 @@ class StepCounts:
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, answer: int, error: BaseException | None) -> None:
-        """Start a roll call.
-
-        Args:
-            answer: how many batches this rank has.
-            error: why it does not go on, if so; the others raise where they read this call.
-        """
-        if error is not None:
-            self._guard.peers.post(error, sends_header=True)
-            answer = self.answers.failed
+    def call(self, answer: int) -> None:
+        """Start a roll call, in which this rank has ``answer`` batches."""
         call, begun = self._roll_call, self._lockstep.progress.begun
         call.call(self.answers.packed(answer, begun - self._begun))
         self._begun, self.under_way = begun, call
@@ -123,7 +113,7 @@ class StepCounts:
             doing: what this rank does meanwhile, for the others to read.
 
         Raises:
-            PeerError: if the loader of a rank has failed.
+            PeerError: if a rank has failed.
             ProtocolError: if a rank has begun more bursts than this one.
         """
         assert self.under_way is not None
@@ -132,17 +122,13 @@ class StepCounts:
         if self._lockstep.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
-        replies = self.replies
-        if max(replies) == self.answers.failed:
-            others = [rank for rank, reply in enumerate(replies) if reply == self.answers.failed and rank != self._rank]
-            self._guard.close_and_raise(self._guard.peers.peer_error(len(others)))
-        return replies
+        return self.replies
 
     def is_last(self, doing: str) -> bool:
         """Whether the window is the last one; waits for the roll call under way, which is still to be read."""
         assert self.under_way is not None
         self._guard.wait(self.under_way, doing)
-        return not self._steps_of(self.replies)  # a failure is told when it is read
+        return not self._steps_of(self.replies)
 
     @property
     def replies(self) -> list[int]:

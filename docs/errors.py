@@ -1,6 +1,6 @@
 """Write the page of all errors, from the code: ``python -m docs.errors`` writes ``docs/errors.md``.
 
-The text of an error has a code: ``... list it [J053]``. It is written where the text is, and never changes or comes
+The text of an error has a code: ``... list it [J052]``. It is written where the text is, and never changes or comes
 back: people search for it. A text says what is wrong, and then the way out (``WAYS_OUT``). Where that takes more words,
 a comment right above the statement says them on the page; each line of it begins with ``#:``.
 """
@@ -48,13 +48,12 @@ TOP = """# Errors
 
 <!-- Written by `python -m docs.errors`, from the code. -->
 
-The text of an error has a code, such as `[J053]`. Search this page for yours: there is the text, with `<what differs>`
+The text of an error has a code, such as `[J052]`. Search this page for yours: there is the text, with `<what differs>`
 from one error to the next, and after the arrow the way out.
 
 Two kinds of error have no code of their own. `PeerError` is what the other ranks raise when one has failed: it tells of
-that one's error. Look for its code, or mend what it says, then go on from a checkpoint; restart the processes unless
-`error.group_is_usable`. And `EarlyTerminationError`, which `throw_on_early_termination=True` asks for, has torch's own
-texts: a rank has run out of inputs.
+that one's error. Look for its code, or mend what it says, then restart the processes from a checkpoint. And `EarlyTerminationError`,
+which `throw_on_early_termination=True` asks for, has torch's own texts: a rank has run out of inputs.
 """
 
 

@@ -1,24 +1,16 @@
 """What can go wrong inside a :class:`join.Join` block, one class a cause.
 
-A rank that raises leaves its block with its own exception, within seconds. Every other rank ends with
-:class:`PeerError`, which names the first cause: at its next header, or, from inside a collective, when the process of
-that rank has ended.
-``group_is_usable`` of these errors says whether the process group works afterwards. It does where all ranks have
-stopped at the same place, between two bursts of a plain block; the parameters may differ there, so go on from a
-checkpoint. Anywhere else an operation may be half done: restart the processes.
+A rank that raises leaves its block with its own exception, at once. Every other rank ends with :class:`PeerError`,
+which names the first cause: where it waits for the others, or, from inside a collective, when the process of that rank
+has ended. An operation may be half done on the process group then: let the exceptions end the processes, and restart
+from a checkpoint. Only after :class:`EarlyTerminationError` the group works.
 """
 
 from __future__ import annotations
 
 
 class JoinError(RuntimeError):
-    """Base of all errors of this package: a ``Join`` block could not be carried out as written.
-
-    Attributes:
-        group_is_usable: whether the process group can be used afterwards.
-    """
-
-    group_is_usable: bool = True
+    """Base of all errors of this package: a ``Join`` block could not be carried out as written."""
 
 
 def described(error: BaseException) -> str:
@@ -34,7 +26,10 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class EarlyTerminationError(JoinError):
-    """A rank ran out of inputs under ``throw_on_early_termination=True``; raised on every rank at the same step."""
+    """A rank ran out of inputs under ``throw_on_early_termination=True``; raised on every rank at the same step.
+
+    The process group works afterwards.
+    """
 
 
 class PeerError(JoinError):
@@ -53,5 +48,3 @@ class ProtocolError(JoinError):
 
 class JoinTimeoutError(JoinError):
     """A rank did not come within ``timeout`` seconds; the message says who announced what."""
-
-    group_is_usable = False

@@ -236,11 +236,6 @@ class BlockChannel(Protocol):
         ...
 
     @property
-    def leaving(self) -> bool:
-        """Whether this rank leaves the block with an exception."""
-        ...
-
-    @property
     def targets(self) -> Sequence[object]:
         """The objects that are listed in the blocks of the group."""
         ...
@@ -323,8 +318,7 @@ class Burst(Joinable):
     """Whether this burst needs to know the lowest active rank."""
 
     state = BurstState.IDLE
-    """Where its last burst is. A burst that never sets this counts as over if its rank raises, so it may raise only
-    before its first collective or after its last one."""
+    """Where its last burst is."""
 
     @property
     def mixes_ranks(self) -> str:

@@ -171,7 +171,7 @@ class OpenBlock:
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raises what it comes of, if that is another rank's failure."""
-        cause = self.channel.fail(error)
+        cause = self.channel.guard.fail(error)
         if cause is not None:
             raise cause from error
 

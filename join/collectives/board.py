@@ -29,14 +29,12 @@ class Note(NamedTuple):
         cause: the rank that failed first, as far as this one knows: itself, if it did not fail because of another.
         kind: the class of the exception of that rank.
         text: what there is to tell the others: the rank that failed first, and its exception.
-        sends_header: whether this rank still comes to the next header, so that the others can be told there.
     """
 
     rank: int
     cause: int
     kind: str
     text: str
-    sends_header: bool = False
 
 
 class Progress(NamedTuple):

@@ -18,8 +18,6 @@ class Timeouts:
         look: how often a rank that waits looks at what the others have left for it to find, and how often each rank
             looks whether it is asked how far it is.
         note: how long a rank that fails takes at most to post a note that says why.
-        final_header: how long a rank that fails between two bursts waits at most for the others to come to the next
-            header, so that the process group can be used afterwards.
         cause: how long a rank whose collective has broken looks at most for the rank that is to blame.
         still: how long the others must not have moved, before a rank takes it that they wait for it in a collective of
             the loop's body.
@@ -31,7 +29,6 @@ class Timeouts:
 
     look: float = 0.25
     note: float = 2.0
-    final_header: float = 5.0
     cause: float = 3.0
     still: float = 5.0
     silent: float = 30.0

@@ -1,7 +1,7 @@
 """Waiting for other ranks, and leaving with the right error: :class:`Guard`.
 
 A rank that waits looks meanwhile whether another one has failed (``join.failure.peers``), and for no longer than
-``timeout`` allows. A rank that fails posts a note, and if it can, comes to the next header with the others.
+``timeout`` allows. A rank that fails posts a note and sends nothing more.
 """
 
 from __future__ import annotations
@@ -39,17 +39,14 @@ class Guard:
     def __init__(self, collective: Collective, progress: Callable[[], Progress], look: Callable[[], None]) -> None:
         self.closed = ""
         """Why nothing can be announced any more, if so."""
-        self.group_is_usable = True
-        """Whether nothing is half done on the group, after an exception."""
-        self.leaving = False
-        """Whether this rank leaves with an exception; then nothing else is its business."""
+        self.is_lost = False
+        """Whether something may be half done on the group, after an exception."""
         self.timeout: float | None = None
         """Seconds after which a rank that does not come is an error, if any."""
         self.doing = ""
         """What this rank waits for, where that is no header."""
         self._collective, self._progress, self._look = collective, progress, look
         self._came, self._away = time.monotonic(), 0.0
-        self._gives_up_at = 0.0  # when a rank that fails waits for the others no longer
 
     def begin(self) -> None:
         """Begin to look after the ranks; called when the first block of the group opens."""
@@ -58,7 +55,7 @@ class Guard:
     def end(self) -> None:
         """Stop looking after the ranks; called when the last block of the group is closed."""
         self.peers.end()
-        if not self.group_is_usable:
+        if self.is_lost:
             self._collective.hold()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -104,13 +101,9 @@ class Guard:
         limit = float("inf") if self.timeout is None else self.timeout
         while not _is_done_within(work, min(timeouts().look, limit)):
             self.peers.look()
-            if not self.leaving:
-                self._look()
-            now = time.monotonic()
-            if now - started >= limit:
+            self._look()
+            if time.monotonic() - started >= limit:
                 raise self.timeout_error()
-            if self.leaving and now >= self._gives_up_at:
-                raise TimeoutError  # the others do not come to the next header
 
     def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
         """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
@@ -146,8 +139,13 @@ class Guard:
     def close_and_raise(self, error: JoinError) -> NoReturn:
         """Raise ``error``, after which nothing can be announced any more."""
         self.closed = described(error)
-        self.group_is_usable &= error.group_is_usable
+        self.is_lost |= not isinstance(error, EarlyTerminationError)
         raise error
+
+    def break_off(self, error: JoinError) -> NoReturn:
+        """Raise ``error`` for a mistake that this rank alone may have made, after telling the others."""
+        self.fail(error)
+        self.close_and_raise(error)
 
     def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
         """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""
@@ -155,31 +153,20 @@ class Guard:
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         self.close_and_raise(EarlyTerminationError(mine if exhausted else others))
 
-    def fail(self, error: BaseException, final_header: Callable[[], bool] | None) -> JoinError | None:
+    def fail(self, error: BaseException) -> JoinError | None:
         """Leave the block with ``error``, and see to it that the others learn why.
 
         Args:
             error: what this rank raises.
-            final_header: comes to the next header with the others, and says whether they have come; ``None`` where this
-                rank is in the middle of something, so that no header can tell them.
 
         Returns:
             What to raise instead, if ``error`` comes of another rank's failure.
         """
         cause = self.explain(error)
-        if cause is not None or self.closed:
-            return cause
-        self.closed = f"this rank raised {type(error).__name__}"
-        self.leaving = True
-        self.peers.post(error, sends_header=final_header is not None)
-        self._gives_up_at = time.monotonic() + timeouts().final_header
-        if final_header is None or not final_header():
-            self.group_is_usable = False
-            if final_header is not None:
-                self.peers.post(error)
-        if isinstance(error, JoinError):
-            error.group_is_usable = self.group_is_usable
-        return None
+        if cause is None and not self.closed:
+            self.closed, self.is_lost = f"this rank raised {type(error).__name__}", True
+            self.peers.post(error)
+        return cause
 
     def explain(self, error: BaseException) -> JoinError | None:
         """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
@@ -188,7 +175,7 @@ class Guard:
             cause = self.timeout_error(in_collective=True)  # the others are there, but do not come to its end
         if cause is not None:
             self.closed = self.closed or described(cause)
-            self.group_is_usable = False
+            self.is_lost = True
         return cause
 
 

@@ -5,8 +5,7 @@ One rule for all failures (``join.errors`` says what users see)::
     rank that fails                                  every other rank
     ---------------                                  ----------------
     posts a note: its rank, class and text           its loop, or a collective
-    between two bursts: a header that says so        reads that header: PeerError
-    else: sends nothing more                         at its next header, looks at the notes: PeerError
+    sends nothing more                               waits for its next header, and looks at the notes: PeerError
     raises its own exception                         .
     its process ends                                 its collective breaks; looks at the notes: PeerError
 
@@ -22,11 +21,10 @@ from join.collectives import Collective
 from join.collectives.board import Board, Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken
 from join.collectives.timeouts import timeouts
-from join.errors import JoinError, JoinTimeoutError, PeerError, add_note, described
+from join.errors import JoinError, JoinTimeoutError, PeerError, described
 from join.failure.watch import Watch
 
-_USABLE = "The process group works, but parameters may differ between ranks: go on from a checkpoint"
-_UNUSABLE = "The process group cannot be used any more: restart from a checkpoint"
+_LOST = "The process group cannot be used any more: restart from a checkpoint"
 
 
 class Peers:
@@ -61,10 +59,10 @@ class Peers:
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
-    def post(self, error: BaseException, *, sends_header: bool = False) -> None:
-        """Post a note: this rank fails with ``error``; ``sends_header`` as in :class:`Note`."""
+    def post(self, error: BaseException) -> None:
+        """Post a note: this rank fails with ``error``."""
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
-        self._post(Note(self._rank, self._rank, type(error).__name__, text, sends_header))
+        self._post(Note(self._rank, self._rank, type(error).__name__, text))
 
     def _post(self, note: Note) -> None:
         self._watch.post(note, timeouts().note)
@@ -72,33 +70,18 @@ class Peers:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Raise what another rank's note says, if that rank does not come to the next header; waits for nothing.
+        """Raise what another rank's note says; waits for nothing.
 
         Raises:
             PeerError, JoinTimeoutError: that say why the rank failed.
         """
-        notes = [note for note in self._watch.news.notes if not note.sends_header]
-        if notes:
-            raise self._consequence(notes)
+        if self._watch.news.notes:
+            raise self._consequence(self._watch.news.notes)
 
     def look_again(self) -> None:
         """Like :meth:`look`, after reading the board anew."""
         self._watch.refresh(timeouts().note)
         self.look()
-
-    def peer_error(self, count: int) -> PeerError:
-        """The error for so many ranks that have said in a header that they fail."""
-        deadline = time.monotonic() + timeouts().note
-        notes: list[Note] = []
-        while len(notes) < count and time.monotonic() < deadline and self._watch.refresh(timeouts().note, ring=True):
-            notes = self._watch.news.notes
-        is_usable = all(note.sends_header for note in notes)  # else it has not waited for this header
-        text = "; ".join(note.text for note in notes) or "another rank failed"
-        error = PeerError(text)
-        error.rank = notes[0].cause if notes else None
-        error.group_is_usable = is_usable
-        add_note(error, _USABLE if is_usable else _UNUSABLE)
-        return error
 
     def ask(self, *, limit: float = 0.0) -> dict[int, Progress]:
         """How far the other ranks are.
@@ -166,7 +149,7 @@ class Peers:
         first = [note for note in notes if note.rank == note.cause] or notes
         text = "; ".join(dict.fromkeys(note.text for note in first))
         gave_up = all(note.kind == JoinTimeoutError.__name__ for note in first)
-        error = (JoinTimeoutError if gave_up else PeerError)(f"{text}. {_UNUSABLE}")
+        error = (JoinTimeoutError if gave_up else PeerError)(f"{text}. {_LOST}")
         return self._blaming(error, first[0].cause, first[0].kind, text)
 
     def _gone(self, ranks: list[int]) -> JoinError:
@@ -179,10 +162,9 @@ class Peers:
             f"{who}, without an exception that could be told: killed, ended by os._exit, cut off, or never in the"
             " block [J064]"
         )
-        return self._blaming(PeerError(f"{text}. {_UNUSABLE}"), ranks[0] if ranks else None, "", text)
+        return self._blaming(PeerError(f"{text}. {_LOST}"), ranks[0] if ranks else None, "", text)
 
     def _blaming(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:
-        error.group_is_usable = False
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:

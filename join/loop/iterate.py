@@ -14,11 +14,10 @@ many, and what they weigh, is told in one roll call for every round of ``lookahe
     round r   roll call r is read                    the same
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummies
-    end       last roll call: all say how they ended the same
+    end       last roll call: all have come to it    the same
 
-So nothing waits in the steady state: a roll call has a round's time to come through. A rank whose loader raises says
-so in the next roll call; all ranks raise where that is read. A round is a multiple of the window of accumulation, so
-what all batches of a window weigh is known before its first step.
+So nothing waits in the steady state: a roll call has a round's time to come through. A round is a multiple of the
+window of accumulation, so what all batches of a window weigh is known before its first step.
 
 A rank that leaves the loop by ``break`` waits until all others have left it at the same step::
 
@@ -148,7 +147,6 @@ class Iteration:
         self._length: int | None = None  # of the loop, once it has begun, if all loaders have one
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # in how many of these steps there was no batch
-        self._failed: BaseException | None = None  # what the next roll call says that this rank raises
         self.joined_at: float | None = None
         """When this rank ran out of batches, on the monotonic clock."""
 
@@ -226,11 +224,6 @@ class Iteration:
             self._step += 1
             weights = self.ahead.weights
             counts.begin_step(weights[0] if weights else 0.0)  # from here on, what goes wrong goes wrong in this step
-        except JoinError:
-            self._over()
-            if self._failed is not None:  # what the others are told is this
-                raise self._failed from None
-            raise
         except Exception:
             self._over()
             raise  # an interrupt, of which nobody else knows, is for the end of the block
@@ -309,8 +302,9 @@ class Iteration:
         held = batches[self._channel.collective.rank] if batches else 0  # for the round that begins
         ahead.read(self._round - (len(ahead.batches) - held))
         weights = list(ahead.weights)[held:]
-        self._failed = ahead.error
-        self._counts.call(len(weights), self._failed, weights)
+        if ahead.error is not None:
+            raise ahead.error
+        self._counts.call(len(weights), weights)
 
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -346,8 +340,7 @@ class Iteration:
 
     def _end(self) -> None:
         """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
-        self._failed = None
-        self._counts.call(0, None)
+        self._counts.call(0)
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True
@@ -384,10 +377,6 @@ class Iteration:
                     return
             lockstep.agree_to_leave()
             lockstep.end()
-        except JoinError:
-            if self._failed is not None:
-                raise self._failed from None
-            raise
         finally:
             self._over()
 

@@ -2,7 +2,7 @@
 
 One roll call is held for ``lookahead`` steps, a *round*, on a line of its own beside the group, so that it never meets
 what the loop's body sends. The order is told in ``join.loop.iterate``. In a roll call each rank answers how many
-batches it has for a round, or how it ended, and what each of them weighs, if ``weigh`` is given. Packed with that it
+batches it has for a round, and what each of them weighs, if ``weigh`` is given. Packed with that it
 tells how many bursts it has begun since its last answer: a rank that has begun fewer than another has left one out.
 """
 
@@ -48,10 +48,8 @@ class Answers:
     """
 
     def __init__(self, round_size: int, *, weighs: bool) -> None:
-        self.failed = round_size + 1
-        """It does not go on: its loader has raised."""
         self._round, self._weighs = round_size, weighs
-        self._count_bits = self.failed.bit_length()
+        self._count_bits = round_size.bit_length()
         burst_bits = _BURST_BITS + (round_size - 1).bit_length()
         self._most = (1 << burst_bits) - 1
         self._bits = self._count_bits + burst_bits
@@ -150,17 +148,8 @@ class StepCounts:
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 
-    def call(self, answer: int, error: BaseException | None, weights: Sequence[float] = ()) -> None:
-        """Start a roll call.
-
-        Args:
-            answer: how many batches this rank has.
-            error: why it does not go on, if so; the others raise where they read this call.
-            weights: what the batches weigh.
-        """
-        if error is not None:
-            self._guard.peers.post(error, sends_header=True)
-            answer = self.answers.failed
+    def call(self, answer: int, weights: Sequence[float] = ()) -> None:
+        """Start a roll call, in which this rank has ``answer`` batches with these ``weights``."""
         call, begun = self._roll_call, self._lockstep.progress.begun
         with profiled("roll call"):
             call.call(self.answers.packed(answer, begun - self._begun, weights))
@@ -175,7 +164,7 @@ class StepCounts:
             doing: what this rank does meanwhile, for the others to read.
 
         Raises:
-            PeerError: if the loader of a rank has failed.
+            PeerError: if a rank has failed.
             ProtocolError: if a rank has begun more bursts than this one.
         """
         assert self.under_way is not None
@@ -185,18 +174,14 @@ class StepCounts:
         if self._lockstep.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
-        counts, weights = self._replies()
-        if max(counts) == self.answers.failed:
-            others = [rank for rank, count in enumerate(counts) if count == self.answers.failed and rank != self._rank]
-            self._guard.close_and_raise(self._guard.peers.peer_error(len(others)))
-        return counts, weights
+        return self._replies()
 
     def is_last(self, doing: str) -> bool:
         """Whether the round is the last one; waits for the roll call under way, which is still to be read."""
         assert self.under_way is not None
         with profiled("roll call"):
             self._guard.wait(self.under_way, doing)
-        return not self._steps_of(self._replies()[0])[0]  # a failure is told when it is read
+        return not self._steps_of(self._replies()[0])[0]
 
     def _replies(self) -> tuple[list[int], list[Sequence[float]]]:
         """What the ranks answered, after the roll call is done: for the round that begins next.

@@ -19,20 +19,13 @@ anyone needs a leader. Under ``throw_on_early_termination`` or ``timeout`` each 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 import torch
 from typing_extensions import override
 
 from join.collectives import Work
 from join.collectives._torch_private import profiled
-from join.errors import JoinError
-from join.joinable import BurstState
-from join.protocol.header import FAILED, FRESH, STOPPING
+from join.protocol.header import FRESH, STOPPING
 from join.protocol.mode import Mode, Outcome
-
-logger = logging.getLogger("join")
 
 
 class Announced(Mode):
@@ -62,42 +55,12 @@ class Announced(Mode):
             header = headers.exchange([*fields, STOPPING] if throws else fields)
             if header.active == 0:
                 headers.is_applied = True
-                if header.failed:
-                    headers.raise_failed(header)
                 even = header.fresh == self._world_size
                 if not even:
                     headers.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh)
             if throws:
-                headers.raise_stopping(header, exhausted=True)
+                self._guard.raise_early_termination(exhausted=True)
             fresh = False
             channel.shadow(header)
             channel.prepare()
-
-    @override
-    def final_header(self) -> Callable[[], bool] | None:
-        return self._send_final_header if self._is_between_bursts() else None
-
-    def _is_between_bursts(self) -> bool:
-        return not any(burst.state is BurstState.RUNNING for _, burst in self._channel.roster.bursts)
-
-    def _send_final_header(self) -> bool:
-        channel, headers, has_told = self._channel, self._headers, False
-        try:
-            if any(burst.state is BurstState.PENDING for burst in channel.roster.may_be_pending):
-                headers.read()  # the others have come to it, too, or are given up
-            channel.flush()
-            channel.complete_followers()
-            if not headers.is_applied:
-                headers.apply(self.elect)
-            header = headers.exchange([FAILED])
-            has_told = True
-            if header.active and not header.stopping:
-                channel.shadow(header)
-        except JoinError as told:  # the block is over for everybody: nobody listens
-            return told.group_is_usable
-        except Exception as secondary:
-            # The user's exception is under way and must not be replaced by ours.
-            logger.info("could not tell the peers about the exception: %s", secondary)
-            return has_told and self._is_between_bursts()  # it may have come after the collectives
-        return True

@@ -5,18 +5,8 @@ collectives is announced, and what was announced is run by everybody. How ranks 
 business (``join.protocol.mode``); here stands what is the same in all modes.
 
 *Pending bursts.* A burst may be announced before it runs. Until then it is pending (``BurstState.PENDING``); whoever is
-about to announce something else, to leave, or to fail runs it first with nothing to say: it is flushed.
-
-*Failing.* A rank that raises between two bursts of the announced mode flushes what is pending and says in one more
-header that it fails; all others raise when they have read it, and the group works afterwards. One that raises inside a
-burst of its own, whose collectives are half done, or in another mode, sends nothing more. All post a note first
-(``join.failure.peers``)::
-
-    rank that fails between bursts                   every other rank
-    the burst that is pending                        the same, as announced
-    header: FAILED                                   header: what it announces, or has joined
-    main_hook of what was announced, if anything     the burst, or its main_hook
-    raises its own exception                         reads the header: PeerError
+about to announce something else, or to leave, runs it first with nothing to say: it is flushed. A rank that fails sends
+nothing more (``join.failure.peers``).
 
 Blocks that are open at the same time on one group share one channel: its bursts are those of all of them.
 """
@@ -59,7 +49,6 @@ class Channel:
     # Asked by joinables at every step, in which each call of a function in Python would cost a microsecond.
     leader: int = _asks("headers.leader")
     closed: str = _asks("guard.closed")
-    leaving: bool = _asks("guard.leaving")
     is_in_loop_body: bool = _asks("mode.is_in_loop_body")
     all_ranks_run_bursts: bool = _asks("mode.all_ranks_run_bursts")
     step: Step = _asks("mode.step")
@@ -75,7 +64,7 @@ class Channel:
         """The number of the loop over ``Join.iterate``; of the last one, outside."""
         self.roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
-        self.headers = Headers(collective, self.guard, self.roster, self.shadow_member)
+        self.headers = Headers(collective, self.guard, self.roster)
         self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
         self._use(make_mode(self))
@@ -146,7 +135,7 @@ class Channel:
         self.prepare(joinable)
         if not member.interjects:
             if self._outstanding and (left_out := self._left_out_error(joinable)):
-                self.break_off(left_out)
+                self.guard.break_off(left_out)
             self._outstanding = list(member.followers)
         if mode.step.shadowing:
             member.shadowed += 1
@@ -172,7 +161,7 @@ class Channel:
                 " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
                 " derive it from join.Burst [J082]"
             )
-            self.break_off(JoinError(why))
+            self.guard.break_off(JoinError(why))
 
     def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
@@ -292,20 +281,9 @@ class Channel:
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> JoinError | None:
-        """Leave the block with ``error``, of which the others learn; what to raise instead: see :meth:`Guard.fail`."""
-        return self.guard.fail(error, self.mode.final_header())
-
     def protest(self, why: str) -> None:
-        """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst, unless it leaves."""
-        if not self.guard.leaving:
-            self.break_off(ProtocolError(why))
-
-    def break_off(self, error: JoinError) -> NoReturn:
-        """Raise ``error`` for a mistake that this rank alone may have made, after telling the others."""
-        self.fail(error)
-        error.group_is_usable = self.guard.group_is_usable
-        self.guard.close_and_raise(error)
+        """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst."""
+        self.guard.break_off(ProtocolError(why))
 
     # -- what joinables ask for ---------------------------------------------------------------------------------------
 

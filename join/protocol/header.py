@@ -3,12 +3,12 @@
 Every rank, active or joined, contributes 0 or 1 to every counter; the sums are all that anyone needs to know. The
 number of counters depends on the bursts in the list and not on the number of ranks::
 
-    ACTIVE, LEADER, FAILED, STOPPING, FRESH,  then, for each burst,  announced, *flags
+    ACTIVE, LEADER, STOPPING, FRESH,  then, for each burst,  announced, *flags
 
-``ACTIVE`` counts the ranks that announce. ``LEADER`` is 1 while the rank that leads is among them. ``FAILED`` counts
-the ranks that leave with an exception, ``STOPPING`` the exhausted ones under ``throw_on_early_termination``, ``FRESH``
-the ranks for which this is the first header after their last input. A burst's ``announced`` counts the ranks that
-announce it: anything but 0 or ``ACTIVE`` means that the ranks have diverged.
+``ACTIVE`` counts the ranks that announce. ``LEADER`` is 1 while the rank that leads is among them. ``STOPPING`` counts
+the exhausted ranks under ``throw_on_early_termination``, ``FRESH`` those for which this is the first header after their
+last input. A burst's ``announced`` counts the ranks that announce it: anything but 0 or ``ACTIVE`` means that the ranks
+have diverged.
 
 A counter has as many bits as the world size, so sums never run over: those of a DDP module are 63 bits at most up to 31
 ranks. That matters: on gloo, the cost of a small all-reduce grows with its elements.
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-ACTIVE, LEADER, FAILED, STOPPING, FRESH = range(5)
-_FIXED = 5
+ACTIVE, LEADER, STOPPING, FRESH = range(4)
+_FIXED = 4
 
 
 class Header:
@@ -33,7 +33,6 @@ class Header:
     Attributes:
         active: how many ranks announced.
         leader_alive: whether the leading rank announced.
-        failed: how many ranks left with an exception.
         stopping: whether an exhausted rank ends the block for all.
         fresh: how many ranks had just run out of inputs.
         announcements: the bursts that were announced, by index, and by how many ranks each.
@@ -42,7 +41,7 @@ class Header:
 
     def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
         self.counts, self._offsets = counts, offsets
-        self.active, leaders, self.failed, stopping, self.fresh = counts[:_FIXED]
+        self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements = {index: counts[at] for index, at in enumerate(offsets) if counts[at]}
         self.diverged = not {self.active}.issuperset(self.announcements.values())

@@ -1,13 +1,13 @@
 """The headers of a group, one after the other: sending, reading, applying: :class:`Headers`.
 
-To *apply* a header is to act on one that was sent earlier: it raises what the header reports (a failed peer, ranks that
-diverged), and finds a new leader if the old one has left and anyone needs a leader. All ranks apply header i after
-burst i and before header i+1, so what they raise they raise at the same place.
+To *apply* a header is to act on one that was sent earlier: it raises what the header reports (ranks that diverged), and
+finds a new leader if the old one has left and anyone needs a leader. All ranks apply header i after burst i and before
+header i+1.
 
 *Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the group is of that kind
 (``Burst.runs_ahead``), it need not: whoever announced something else reads its header before its burst, finds the
-difference, and shadows the burst that ran ahead before it raises :class:`ProtocolError`. With several of them, each
-reads its header first.
+difference, and raises :class:`ProtocolError`, of which the rank that ran ahead learns as of any failure. With several
+of them, each reads its header first.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ class Headers:
         collective: the ranks.
         guard: waits for them.
         roster: who announces; another one takes its place as blocks open and close.
-        shadow: runs a member's burst with nothing to say.
     """
 
-    def __init__(self, collective: Collective, guard: Guard, roster: Roster, shadow: Callable[[Member], None]) -> None:
+    def __init__(self, collective: Collective, guard: Guard, roster: Roster) -> None:
         self.roster = roster
         self.tally = Tally()
         self.leader = 0
@@ -58,7 +57,7 @@ class Headers:
         """Whose burst this rank announced in the last header, if any."""
         self.is_applied = True
         """Whether the last header was acted on, or there is nothing to do."""
-        self._collective, self._guard, self._shadow = collective, guard, shadow
+        self._collective, self._guard = collective, guard
         self._rank = collective.rank
         self._work: Sum | None = None
         self._last: Header | None = None  # the last header, once it was read
@@ -158,7 +157,7 @@ class Headers:
         """
         header = self.read()
         if header.stopping:
-            self.raise_stopping(header, exhausted=False)
+            self._guard.raise_early_termination(exhausted=False)
         if header.diverged:
             self.raise_diverged(header)
         return header
@@ -171,8 +170,6 @@ class Headers:
         if header.diverged:
             self.raise_diverged(header)
         self.is_applied = True
-        if header.failed:
-            self.raise_failed(header)
         if not (self._leads or header.leader_alive):
             self.lead(elect)
 
@@ -187,27 +184,13 @@ class Headers:
                 self.leader = elect(self.announced_by_me is not None)
         return self.leader
 
-    def raise_failed(self, header: Header) -> NoReturn:
-        """Ranks have said in ``header`` that they fail: raise the :class:`PeerError` that says why."""
-        self._guard.close_and_raise(self._guard.peers.peer_error(header.failed))
-
-    def raise_stopping(self, header: Header, *, exhausted: bool) -> NoReturn:
-        """Raise what ``throw_on_early_termination`` asks for where a rank is exhausted, or what a rank fails with."""
-        if header.failed:
-            self.raise_failed(header)
-        self._guard.raise_early_termination(exhausted=exhausted)
-
     def raise_diverged(self, header: Header) -> NoReturn:
-        """Active ranks announced different bursts: raise, after helping the one that could not wait."""
-        roster, mine = self.roster, self.announced_by_me
-        ahead = roster.ahead if len(roster.announcing) > 1 else roster.announcing[0]
-        others_ran_ahead = ahead is not None and ahead is not mine and not roster.awaits_all
-        if ahead is not None and others_ran_ahead and roster.announcing.index(ahead) in header.announcements:
-            self._shadow(ahead)
-        names = [f"{n} x {roster.announcing[index].joinable.join_name}" for index, n in header.announcements.items()]
+        """Active ranks announced different bursts: raise, and tell those that could not wait for their header."""
+        mine, announcing = self.announced_by_me, self.roster.announcing
+        names = [f"{n} x {announcing[index].joinable.join_name}" for index, n in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         names += [f"{looping} x join.iterate"] if looping else []
-        self._guard.close_and_raise(
+        self._guard.break_off(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
                 f" {self._rank} announced {'none' if mine is None else mine.joinable.join_name}. All ranks"

@@ -55,12 +55,10 @@ def begin_loop(channel: Channel) -> Lockstep:
     channel.prepare()
     headers, world_size = channel.headers, channel.collective.world_size
     header = headers.exchange([], active=True)
-    if header.failed:
-        headers.raise_failed(header)
     if header.announcements:
         headers.confirm()
     if header.active < world_size:
-        channel.break_off(
+        channel.guard.break_off(
             ProtocolError(
                 f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left the"
                 " block. Also a rank without batches loops over join.iterate [J091]"

@@ -79,10 +79,6 @@ class Mode(ABC):
             PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
         """
 
-    def final_header(self) -> Callable[[], bool] | None:
-        """How this rank, which fails, tells the others in the next header, if it can; see ``Guard.fail``."""
-        return None
-
     def look(self) -> None:
         """Raise if this rank, which waits, has left out what others run."""
 

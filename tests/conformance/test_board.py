@@ -44,11 +44,11 @@ def conforms(collective: Collective) -> None:
                 assert told[other].doing.startswith("ümläut ? \n") and len(told[other].doing) <= 450
             collective.barrier()
         text = f"rank {rank} failed: " + "日本\x00" * 5000
-        board.post(Note(rank, 0, "ValueError", "first", sends_header=True))
+        board.post(Note(rank, 0, "ValueError", "first"))
         board.post(Note(rank, 1, "ValueError", text))
         collective.barrier()
         for note in board.notes():
-            assert (note.cause, note.kind, note.sends_header) == (1, "ValueError", False)
+            assert (note.cause, note.kind) == (1, "ValueError")
             assert note.text.startswith(f"rank {note.rank} failed: 日本?日") and len(note.text) <= 3500
         assert {note.rank for note in board.notes()} >= others
         collective.barrier()

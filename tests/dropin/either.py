@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from join.collectives import collective_of
+from tests.ending import Ending
 from tests.pool import Pool
 
 OURS, TORCHS = "join", "torch.distributed.algorithms.join"
@@ -32,13 +33,13 @@ def either(wrong: str = "") -> pytest.MarkDecorator:
     return pytest.mark.parametrize("library", libraries(wrong))
 
 
-def run(pool: Pool, library: str, fn: Callable[..., Any], *args: Any, hangs: bool = False) -> list[Any]:
+def run(ranks: Pool | Ending, library: str, fn: Callable[..., Any], *args: Any, hangs: bool = False) -> list[Any]:
     """Run ``fn(rank, library, *args)`` on three ranks; if torch's ``hangs`` there, that is known in seconds.
 
     Raises:
         AssertionError: with the tracebacks, if it raises on any rank.
     """
-    results = pool.run(_in_rank, library, fn, args, hangs and library == TORCHS, ranks=3)
+    results = ranks.run(_in_rank, library, fn, args, hangs and library == TORCHS, ranks=3)
     told = [text for text, _ in results]
     assert not any(told), "\n".join(told)
     return [result for _, result in results]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from join import Join, JoinError
+from join import Join
 from joinables.trainer import DDPStrategy, Trainer, TrainModule
 from tests.ending import say
 
@@ -68,15 +68,6 @@ def exists(cell: Cell) -> bool:
     if cell.how in ("break", "left out"):  # ranks may leave plain loops when they like; there are no dummies there
         return False
     return cell.how != "hook" or cell.mode != "fully_shard"
-
-
-def goes_on(cell: Cell) -> bool:
-    """Whether the process group works after it: where all ranks stop at the same place."""
-    if cell.mode == "iterate":
-        return cell.how == "loader"
-    if cell.mode == "plain":
-        return cell.how in ("loader", "forward", "step", "sys.exit", "KeyboardInterrupt")
-    return cell.mode == "fully_shard" and cell.how in ("loader", "step", "sys.exit", "KeyboardInterrupt")
 
 
 class Fragile(torch.autograd.Function):
@@ -198,23 +189,8 @@ def train(rank: int, cell: Cell) -> None:
             optimizer.step()
 
 
-def meets(cell: Cell) -> None:
-    """All ranks meet, where the group works."""
-    if goes_on(cell):
-        dist.barrier()
-        say("met", True)
-
-
 def main(rank: int, cell: Cell) -> None:
-    try:
-        train(rank, cell)
-    except JoinError as error:
-        say("usable", error.group_is_usable)
-        meets(cell)
-        raise
-    except BaseException:
-        meets(cell)
-        raise
+    train(rank, cell)
     say("fine", True)
 
 

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.ending import End, Ending, Running
-from tests.failures.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, goes_on, main
+from tests.failures.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, main
 from tests.selection import all_or_some
 
 SECONDS = 10.0  # that the others may take
@@ -83,9 +83,7 @@ def check(cell: Cell, ends: list[End]) -> None:
         cause = OWN.get(cell.how, "is gone")
         assert f"rank {FAILS} failed: {cause}" in end.error or f"rank {FAILS} {cause}" in end.error, told
         assert end.at - max(failed.at, failed_at) < SECONDS, told
-        assert end.said("usable") == str(goes_on(cell)), told
-        assert end.said("met") == ("True" if goes_on(cell) else ""), told
-        assert "restart from a checkpoint" in end.error or goes_on(cell), told
+        assert "restart from a checkpoint" in end.error, told
     assert failed.at - failed_at < SECONDS, told
 
 

@@ -69,13 +69,16 @@ def failing(rank: int) -> str:
     counter = Counter(collective_of(None))
     join = Join([counter]).open()
     try:
-        for step in range(rank + 2):
-            if (rank, step) == (1, 1):
-                raise KeyError("in a hook")
-            counter()
-        join.close()
+        try:
+            for step in range(rank + 2):
+                if (rank, step) == (1, 1):
+                    raise KeyError("in a hook")
+                counter()
+            join.close()
+        except Exception as error:
+            join.close(error)
+            raise
     except (KeyError, PeerError) as error:
-        join.close(error)
         return f"{type(error).__name__}: {error}"
     return "fine"
 

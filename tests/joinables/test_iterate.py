@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 from join import Join, JoinError
 from tests.ending import Ending
 from tests.joinables.ddp.test_loops import RANKS, Data, Nets, compute_all, loss, plain, streams
-from tests.joinables.test_failures import group_works
 from tests.joinables.test_state import Summer
 from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
@@ -619,7 +618,6 @@ def unreadable(rank: int) -> str:
                 dist.all_reduce(torch.ones(1))
     except (OSError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    group_works()  # all ranks learn of it at the same place
     return text
 
 
@@ -628,7 +626,6 @@ def test_a_data_loader_that_raises(ending: Ending) -> None:
     assert one == "OSError: disk"
     for text in (zero, two):
         assert text.startswith(f"PeerError: rank 1 failed: {one}")
-        assert text.endswith(one)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from join.protocol.header import ACTIVE, FAILED, FRESH, LEADER, STOPPING, HeaderCode
+from join.protocol.header import ACTIVE, FRESH, LEADER, STOPPING, HeaderCode
 
 
 @given(st.data())
@@ -13,15 +13,15 @@ def test_sums_of_any_contributions(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 2000))
     flag_counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
     code = HeaderCode(flag_counts, world_size)
-    fields = 5 + sum(1 + count for count in flag_counts)
+    fields = 4 + sum(1 + count for count in flag_counts)
     sums = [data.draw(st.integers(0, world_size)) for _ in range(fields)]
     total = sum(count * code.pack([field]) for field, count in enumerate(sums))
     assert total < 1 << code.bits
     header = code.unpack(total)
     assert list(header.counts) == sums
-    assert (header.active, header.failed, header.fresh) == (sums[ACTIVE], sums[FAILED], sums[FRESH])
+    assert (header.active, header.fresh) == (sums[ACTIVE], sums[FRESH])
     assert (header.leader_alive, header.stopping) == (sums[LEADER] > 0, sums[STOPPING] > 0)
-    start = 5
+    start = 4
     for index, count in enumerate(flag_counts):
         assert header.announcements.get(index, 0) == sums[start]
         assert list(header.flags(index)) == sums[start + 1 : start + 1 + count]
@@ -33,7 +33,7 @@ def test_a_header_is_one_word_for_one_module_and_grows_with_the_logarithm_of_ran
     ddp = [0, 0, 4]  # bucket rebuild, buffers, gradients
     assert HeaderCode(ddp, 3).bits <= 32
     assert HeaderCode(ddp, 31).bits <= 63
-    assert HeaderCode(ddp, 1023).bits == 120
+    assert HeaderCode(ddp, 1023).bits == 110
 
 
 def test_several_fields() -> None:

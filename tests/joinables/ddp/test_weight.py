@@ -1,4 +1,4 @@
-"""``join.weight`` that makes no sense is an error on all ranks, and the group works afterwards."""
+"""``join.weight`` that makes no sense is an error on all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
-from tests.ending import Ending
-from tests.joinables.test_failures import group_works
+from tests.ending import Ending, assert_blamed
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
 from tests.training import shard
@@ -36,8 +35,6 @@ def outcome(
                 optimizer.step()
     except (ValueError, TypeError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    if way in ("plain", "kept"):
-        group_works()
     return text
 
 
@@ -47,8 +44,8 @@ every_way = pytest.mark.parametrize(("way", "kind"), [(way, kind) for way in WAY
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", True])
-def test_a_bad_weight_on_one_rank(pool: Pool, weight: Any) -> None:
-    first, second = pool.run(outcome, ((2, 2), (2, weight)), ranks=2)
+def test_a_bad_weight_on_one_rank(ending: Ending, weight: Any) -> None:
+    first, second = ending.run(outcome, ((2, 2), (2, weight)), ranks=2)
     assert f"weight={weight!r} must be" in second
     assert first.startswith("PeerError: rank 1 failed: ")
     assert f"weight={weight!r} must be" in first
@@ -84,9 +81,9 @@ def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
 
 
 @every_way
-def test_weight_0_on_all_ranks(pool: Pool, way: str, kind: str) -> None:
+def test_weight_0_on_all_ranks(ending: Ending, way: str, kind: str) -> None:
     told = "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean; "
-    texts = pool.run(outcome, ((2, 0), (1, 0), ()), way, kind)
+    texts = ending.run(outcome, ((2, 0), (1, 0), ()), way, kind)
     assert any(text.startswith(told) for text in texts)
     assert all(told in text for text in texts)  # who sees others leave first says that of them
 
@@ -96,15 +93,13 @@ ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1; set it on all
 
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("weights", [(2, 2), (None, 2)])
-def test_weight_on_one_rank_only(pool: Pool, weights: tuple[int | None, int], initial: bool) -> None:
-    first, second, third = pool.run(outcome, ((None, None), weights, ()), "plain", "ddp", initial)
-    assert second == ON_SOME
-    assert first == third == f"PeerError: rank 1 failed: {second}"
+def test_weight_on_one_rank_only(ending: Ending, weights: tuple[int | None, int], initial: bool) -> None:
+    assert_blamed(ending.run(outcome, ((None, None), weights, ()), "plain", "ddp", initial), 1, ON_SOME)
 
 
 @pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), *[("lockstep", kind) for kind in KINDS]])
-def test_weight_on_one_rank_only_where_all_see_it(pool: Pool, way: str, kind: str) -> None:
-    assert pool.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
+def test_weight_on_one_rank_only_where_all_see_it(ending: Ending, way: str, kind: str) -> None:
+    assert ending.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
 
 
 IN_THE_LOOP = "ValueError: join.weight was set or unset inside the loop; set it at every step or at none [J276]"
@@ -129,11 +124,9 @@ def test_weight_that_all_unset_in_a_loop_in_lockstep(ending: Ending) -> None:
 
 
 @pytest.mark.parametrize("weights", CHANGES)
-def test_weight_that_is_set_or_unset_in_a_plain_loop(pool: Pool, weights: Any) -> None:
-    first, second, third = pool.run(outcome, weights)
-    assert first == ON_SOME
-    assert second == third == f"PeerError: rank 0 failed: {first}"
-    for text in pool.run(outcome, weights, "plain", "sharded"):
+def test_weight_that_is_set_or_unset_in_a_plain_loop(ending: Ending, weights: Any) -> None:
+    assert_blamed(ending.run(outcome, weights), 0, ON_SOME)
+    for text in ending.run(outcome, weights, "plain", "sharded"):
         assert ON_SOME in text
 
 
@@ -176,8 +169,6 @@ def changes_in_a_window(rank: int, way: str, weights: tuple[Any, ...]) -> str:
                     ddp.zero_grad()
     except (ValueError, JoinError) as error:
         text = f"{type(error).__name__}: {error}"
-    if way == "plain":
-        group_works()
     return text
 
 
@@ -185,8 +176,8 @@ WINDOWS = [(2, None, 2, 2), (None, 2, 2, 2), (2, 2, 2, None)]
 
 
 @pytest.mark.parametrize("weights", WINDOWS)
-def test_weight_that_is_set_or_unset_in_a_window(pool: Pool, weights: Any) -> None:
-    first, second = pool.run(changes_in_a_window, "plain", weights, ranks=2)
+def test_weight_that_is_set_or_unset_in_a_window(ending: Ending, weights: Any) -> None:
+    first, second = ending.run(changes_in_a_window, "plain", weights, ranks=2)
     assert second.startswith("ValueError: join.weight ")
     assert first.removeprefix("PeerError: rank 1 failed: ").startswith("ValueError: join.weight ")
 
@@ -219,10 +210,8 @@ def test_weight_that_is_set_after_the_forward(pool: Pool, way: str) -> None:
 
 
 @pytest.mark.parametrize("weights", CHANGES)
-def test_weight_that_is_set_or_unset_while_gradients_are_kept(pool: Pool, weights: Any) -> None:
-    first, second = pool.run(outcome, weights[:2], "kept", ranks=2)
-    assert first == ON_SOME
-    assert second == f"PeerError: rank 0 failed: {first}"
+def test_weight_that_is_set_or_unset_while_gradients_are_kept(ending: Ending, weights: Any) -> None:
+    assert_blamed(ending.run(outcome, weights[:2], "kept", ranks=2), 0, ON_SOME)
 
 
 def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:

@@ -70,11 +70,13 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
     block: Any = nullcontext()
     if joining:
         block = Join(listed, divide_by_initial_world_size=initial)
-        block.weight = 3 if "weights" in setup else None
     with block as join:
         numbers: Any = range(TOTAL)
         if joining and "lockstep" in setup:
-            numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1)
+            weigh: Any = (lambda _: 3) if "weights" in setup else None
+            numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1, weigh=weigh)
+        elif "weights" in setup:
+            join.weight = 3
         for number in numbers:
             if number in (2, 2 + STEPS):
                 time.sleep(0.1)  # what is under way is counted when it is done

@@ -251,21 +251,25 @@ def test_a_backward_that_is_skipped_on_a_dummy(
         assert_same(state, whole, TOLERANCE)
 
 
+def len_of_first(data: tuple[torch.Tensor, torch.Tensor]) -> int:
+    return len(data[0])
+
+
 def skipping_together(rank: int, counts: tuple[int, ...], accumulate: int, weighted: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(MLP())
     optimizer: Any = sharded(ddp.parameters(), lr=0.01)
     with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
-        for step, (x, y) in enumerate(join.iterate([streams(0, step)[0] for step in range(counts[rank])])):
-            if weighted:
-                join.weight = len(x)
+        data = [streams(0, step)[0] for step in range(counts[rank])]
+        options: dict[str, Any] = {"weigh": len_of_first if weighted else None, "window": accumulate}
+        for step, (x, y) in enumerate(join.iterate(data, **options)):
             if step % accumulate == 0:
                 optimizer.zero_grad()
             synchronises = (step + 1) % accumulate == 0
             with nullcontext() if synchronises else ddp.no_sync():
                 value = loss(ddp(x), y)
                 if step != 3:  # on all ranks, by agreement
-                    value.backward()
+                    join.scale(value).backward()
             if synchronises and (step != 3 or accumulate == 1):
                 optimizer.step()
     return flat_state(ddp.module.state_dict())
@@ -389,11 +393,12 @@ def accumulating(rank: int, how: dict[str, Any]) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(MLP())
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     with Join([ddp, optimizer]) as join:
-        for step, (x, y) in enumerate(join.iterate([streams(rank, step)[0] for step in range((2, 5, 0)[rank])], **how)):
-            join.weight = len(x)
+        data = [streams(rank, step)[0] for step in range((2, 5, 0)[rank])]
+        for step, (x, y) in enumerate(join.iterate(data, weigh=len_of_first, window=3, **how)):
             synchronises = (step + 1) % 3 == 0 or join.is_last_step
+            assert synchronises == join.ends_window
             with nullcontext() if synchronises else ddp.no_sync():
-                loss(ddp(x), y).backward()
+                join.scale(loss(ddp(x), y)).backward()
             if synchronises:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -570,11 +575,10 @@ def loaded(rank: int) -> tuple[dict[str, torch.Tensor], list[int], bool | None]:
         loader = DataLoader(Samples(rank, counts[rank]), batch_size=2, num_workers=workers)
         block = Join([summer, ddp, optimizer], divide_by_initial_world_size=False)
         with workers_allowed(), block as join:
-            for x, y in join.iterate(loader):
-                join.weight = len(x)
+            for x, y in join.iterate(loader, weigh=len_of_first):
                 summer()
                 optimizer.zero_grad()
-                loss(ddp(x), y).backward()
+                join.scale(loss(ddp(x), y)).backward()
                 optimizer.step()
         totals.append(summer.total)
     return flat_state(ddp.module.state_dict(), optimizer.state_dict()), totals, summer.last

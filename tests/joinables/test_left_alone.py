@@ -122,9 +122,9 @@ def running(rank: int, kind: type[Body], steps: range, place: int, lookahead: in
     try:
         with Join(body.listed, divide_by_initial_world_size=False, **how) as block:
             batches = [batch(rank, 0, number) for number in range((4, 6, 0)[rank])]
-            for at, (x, y) in enumerate(block.iterate(batches, lookahead=lookahead)):
-                if body.weighs:
-                    block.weight = len(x)
+            weigh: Any = (lambda data: len(data[0])) if body.weighs else None
+            for at, (x, y) in enumerate(block.iterate(batches, lookahead=lookahead, weigh=weigh)):
+                body.scale = block.scale
                 if rank == 1 and at in steps and place < 0:
                     continue
                 for where, _ in enumerate(body.places(x, y, at)):

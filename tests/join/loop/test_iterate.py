@@ -622,8 +622,6 @@ def test_a_loader_is_let_go_with_its_loop(breaks: bool) -> None:
 def test_disabled() -> None:
     def run(collective: ThreadCollective) -> list[int]:
         with Join([Counter(collective)], enable=False) as join:
-            join.weight = 2
-            assert join.weight == 2
             return [int(batch) for batch in join.iterate(batches(0, collective.rank))]
 
     assert run_threads(2, run) == [[], [0]]

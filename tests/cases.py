@@ -101,10 +101,10 @@ class Case:
     loop: Loop = field(default_factory=Loop)
     step: Step = field(default_factory=Step)
 
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are the mean over micro-batches, too."""
-        return self.data.weighted or self.step.divided
+    def scales(self, epoch: int) -> bool:
+        """Whether losses go through ``join.scale``: gradients are the mean over micro-batches, too."""
+        in_window = self.in_lockstep(epoch) and (self.step.accumulate > 1 or self.model.synchronised)
+        return self.data.weighted or self.step.divided or in_window
 
     @property
     def replays(self) -> bool:

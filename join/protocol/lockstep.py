@@ -111,7 +111,7 @@ class Lockstep(Mode):
             self._guard.raise_closed()
         step = self.step
         if step.ends_window:
-            self._channel.scaling.begin_window()
+            self._channel.scaling.window += 1
         step.contributors, step.first_with_data = contributors, first_with_data
         step.has_data, step.shadowing = has_data, not has_data
         step.number = self.progress.steps = step.number + 1

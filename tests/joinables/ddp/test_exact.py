@@ -151,7 +151,7 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
 REPLAYED = [
     name
     for name, case in CASES.items()
-    if not (case.averages or case.model.kind in ("opaque", "branches"))
+    if not (case.data.weighted or case.step.divided or case.model.kind in ("opaque", "branches"))
     and name != "zero_grad keeps tensors, accumulation, batch norm"
 ]
 # Where dummies have samples of their own, or windows end between them.

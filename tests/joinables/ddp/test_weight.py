@@ -121,7 +121,7 @@ def changes_in_a_window(rank: int, weights: tuple[Any, ...]) -> str:
 def test_weight_that_is_set_or_unset_in_a_window(ending: Ending, weights: Any) -> None:
     first, second = ending.run(changes_in_a_window, weights, ranks=2)
     assert second.startswith("JoinError: join.weight ")
-    assert first.startswith(f"PeerError: rank 1 failed: {second}")
+    assert first == ON_SOME or first.startswith(f"PeerError: rank 1 failed: {second}")
 
 
 def weighs_late(rank: int) -> str:

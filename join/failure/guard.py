@@ -198,5 +198,5 @@ def _is_done_within(work: Work, seconds: float) -> bool:
 
 def _is_behind(told: Progress, mine: Progress) -> bool:
     """Whether a rank has not come to where this one waits."""
-    places = [(each.headers, each.loop, each.step, each.barriers) for each in (told, mine)]
+    places = [(each.headers, each.loop, each.step, each.bursts) for each in (told, mine)]
     return places[0] < places[1]

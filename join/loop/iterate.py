@@ -304,7 +304,7 @@ class Iteration:
         weights = list(ahead.weights)[held:]
         if ahead.error is not None:
             raise ahead.error
-        self._counts.call(len(weights), weights)
+        self._counts.call(weights)
 
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -340,7 +340,7 @@ class Iteration:
 
     def _end(self) -> None:
         """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
-        self._counts.call(0)
+        self._counts.call(())
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True

@@ -100,13 +100,13 @@ class Lockstep(Mode):
     def _wait_for_all(self, barrier: Line, doing: str) -> None:
         """Wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
         self._guard.come()
-        self.progress.barriers += 1
         self._guard.wait(barrier.sum(0, 1), doing)
 
     def begin_step(self, contributors: int, first_with_data: int, *, has_data: bool) -> None:
         """Begin a step in which so many ranks have data, and whether this one does."""
+        self.progress.steps += 1
         if self._barrier is not None:
-            self._wait_for_all(self._barrier, f"came to step {self.step.number + 1} of join.iterate")
+            self._wait_for_all(self._barrier, f"came to step {self.progress.steps} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()
         step = self.step
@@ -114,7 +114,7 @@ class Lockstep(Mode):
             self._channel.scaling.window += 1
         step.contributors, step.first_with_data = contributors, first_with_data
         step.has_data, step.shadowing = has_data, not has_data
-        step.number = self.progress.steps = step.number + 1
+        step.number = self.progress.steps
 
     def end_step(self) -> None:
         """End a step: first run a backward that this rank has skipped, since the others wait in it."""
@@ -185,12 +185,12 @@ class Lockstep(Mode):
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
         member = self._channel.roster.announcing[index]
+        if not member.interjects:
+            self.progress.begun, self.progress.last = self.progress.begun + 1, member
         if self._barrier is not None:
             self._wait_for_all(
                 self._barrier, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
             )
-        if not member.interjects:
-            self.progress.begun, self.progress.last = self.progress.begun + 1, member
         self._first_in_last_burst = self.step.first_with_data
         leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
         self._headers.assume(index, leader_alive=leads)

@@ -121,6 +121,7 @@ SIGNATURES = {
     "Join.trace": "self, path",
     "Joinable.attach": "self, join",
     "Joinable.detach": "self",
+    "Joinable.equal_values": "self",
     "Joinable.join_hook": "self, **kwargs",
     "Joinable.synchronise": "self, source",
     "Joinable.synchronise_own": "self, source",

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
+from join.agreement import check_equal, values_of
 from join.batch import Step, StepBatch
 from join.collectives import Collective, Work
 from join.collectives.board import Progress
@@ -75,6 +76,8 @@ class Channel:
         self.headers = Headers(collective, self.guard, self.roster, lambda member: self.shadow_member(member))
         self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
+        self.ran_out_last = True
+        """At the end of a block: whether this rank was among the last that had data."""
         self._use(make_mode(self))
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadows: Joinable | None = None  # whose main_hook runs
@@ -231,9 +234,9 @@ class Channel:
         is_at_its_end = headers == self.headers.tally.headers
         outcome = self.mode.drain()
         if outcome.even and with_data and is_at_its_end:
-            # Everybody has made every step, but what is this rank's own (buffers) is that of the dummies.
+            # Everybody has made every step, on dummies where there was no data.
             self.headers.leader = lowest(with_data)
-            return Outcome(even=False, last=bool(with_data >> self.collective.rank & 1))
+            return Outcome(even=False, last=bool(with_data >> self.collective.rank & 1), shadowed=False)
         return outcome
 
     def shadow(self, header: Header) -> None:
@@ -275,13 +278,19 @@ class Channel:
         self._outstanding = []
         self._use(mode)
 
-    def leave_loop(self, mode: Mode, *, begun: int, last_with_data: int | None) -> None:
+    def leave_loop(self, mode: Mode, *, begun: int, last_with_data: int, uneven: bool) -> None:
         """Change back to the mode of the block; called when the loop is over on all ranks.
+
+        Nothing is copied but what each rank has for itself. What all should hold alike is compared.
 
         Args:
             mode: of the block around it.
             begun: how many bursts were begun in the loop.
-            last_with_data: the ranks that had data last, as a bit mask, if some ran out before others.
+            last_with_data: the ranks that had data last, as a bit mask.
+            uneven: whether some ran out before others.
+
+        Raises:
+            ProtocolError: on all ranks, if they hold different values.
         """
         loop = self.mode
         self._place = loop.place() or self._place
@@ -290,11 +299,15 @@ class Channel:
             self.late_use.loop_ended(begun)
             if self.late_use.is_ruled_out:
                 self.late_use = None
-        self._last_with_data = last_with_data, self.headers.tally.headers
+        self._last_with_data = last_with_data if uneven else None, self.headers.tally.headers
         self._outstanding = []  # in a loop, a follower may be left out
-        if last_with_data:
-            for member in self.roster.listed:
-                member.joinable.synchronise_own(lowest(last_with_data))
+        listed = [member.joinable for member in self.roster.listed]
+        for joinable in listed:
+            joinable.synchronise_own(lowest(last_with_data))
+        try:
+            check_equal(self.collective, values_of(listed), self.guard.wait)
+        except ProtocolError as error:
+            self.guard.close_and_raise(error)  # on all ranks
 
     # -- failing ------------------------------------------------------------------------------------------------------
 

@@ -145,4 +145,4 @@ class Declared(Mode):
             self._channel.prepare()
         if not even:
             self._headers.leader = self._steps.index(longest)
-        return Outcome(even=even, last=self._mine == longest)
+        return Outcome(even=even, last=self._mine == longest, shadowed=not even)

@@ -126,8 +126,9 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        last = None if self.step.all_have_data else self._in_last_burst or self.step.contributors
-        self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
+        last = self._in_last_burst or self.step.contributors or self._all_ranks
+        uneven = not self.step.all_have_data
+        self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last, uneven=uneven)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.

@@ -222,6 +222,10 @@ class BlockChannel(Protocol):
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         ...
 
+    def when_led(self, use: Callable[[int], None]) -> None:
+        """Call ``use`` with the rank that :meth:`lead` returns, once it is known without waiting for it."""
+        ...
+
     def protest(self, why: str) -> None:
         """Raise a :class:`join.ProtocolError` for what this rank alone knows, at the end of a burst."""
         ...

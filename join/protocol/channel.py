@@ -75,6 +75,7 @@ class Channel:
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
         self.headers = Headers(collective, self.guard, self.roster, lambda member: self.shadow_member(member))
         self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
+        self.when_led = self.headers.when_led
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
         self.ran_out_last = True
         """At the end of a block: whether this rank was among the last that had data."""

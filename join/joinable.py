@@ -16,7 +16,7 @@ block and reset on leaving it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -113,20 +113,30 @@ class Joinable(ABC):
         """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
 
     def synchronise(self, source: int) -> None:
-        """Take over the state of rank ``source``, a last joiner; called on all ranks, if they were uneven."""
+        """Take over the state of rank ``source``, a last joiner.
+
+        Called on all ranks at the end of a block in which some have shadowed the bursts of others.
+        """
 
     def synchronise_own(self, source: int) -> None:
         """Take over from rank ``source`` what each rank has for itself where all ran the same: BatchNorm's buffers.
 
-        Called on all ranks, if they were even, and at the end of a loop over ``Join.iterate`` in which some had
-        dummies.
+        Called on all ranks at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
         """
+
+    def equal_values(self) -> Mapping[str, Any]:
+        """What is the same on all ranks once these have made the same steps, by name: numbers, texts and the like.
+
+        It is compared at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
+        """
+        return {}
 
     @property
     def own_steps(self) -> int:
         """How many steps this rank has made in the block by itself, announced or not; 0 if there are none such.
 
-        Ranks that leave together with different numbers are uneven: one has made more backwards under ``no_sync``.
+        Those in a loop over ``Join.iterate`` do not count. Ranks that leave together with different numbers are uneven:
+        one has made more backwards under ``no_sync``.
         """
         return 0
 
@@ -211,6 +221,10 @@ class BlockChannel(Protocol):
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         ...
 
+    def when_led(self, use: Callable[[int], None]) -> None:
+        """Call ``use`` with the rank that :meth:`lead` returns, once it is known without waiting for it."""
+        ...
+
     def protest(self, why: str) -> None:
         """Raise a :class:`join.ProtocolError` for what this rank alone knows, at the end of a burst."""
         ...
@@ -238,6 +252,11 @@ class BlockChannel(Protocol):
     @property
     def targets(self) -> Sequence[object]:
         """The objects that are listed in the blocks of the group."""
+        ...
+
+    @property
+    def ran_out_last(self) -> bool:
+        """At the end of a block: whether this rank was among the last that had data."""
         ...
 
     # -- what ranks know without a header -----------------------------------------------------------------------------

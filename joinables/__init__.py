@@ -26,13 +26,14 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.gradients import GradientSync
 from joinables.loss_gate import LossGate
 from joinables.metrics import Metric, is_metric
+from joinables.optimizer_state import OptimizerState
 from joinables.optimizer_step import ShardStep
 from joinables.replay import Replay, refuse_fsdp1
 from joinables.sharding import is_dtensor, is_sharded
 from joinables.shared_call import SharedCall
 from joinables.state import State
 from joinables.torch_joinable import TorchJoinable
-from joinables.wrapped import unwrapped
+from joinables.wrapped import holds_optimizers, unwrapped
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroStep
@@ -77,7 +78,9 @@ def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequ
     """An optimizer is state, unless its parameters are spread; one that joins by torch's rules is ZeRO, or foreign."""
     if not isinstance(optimizer, TorchJoinableBase):
         spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        return ShardStep(optimizer) if spread else State(optimizer)
+        if spread:
+            return ShardStep(optimizer)
+        return State(optimizer) if holds_optimizers(optimizer) else OptimizerState(optimizer)
     from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
     return ZeroStep(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else TorchJoinable(optimizer)

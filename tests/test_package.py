@@ -120,6 +120,7 @@ SIGNATURES = {
     "Join.open": "self",
     "Joinable.attach": "self, join",
     "Joinable.detach": "self",
+    "Joinable.equal_values": "self",
     "Joinable.join_hook": "self, **kwargs",
     "Joinable.synchronise": "self, source",
     "Joinable.synchronise_own": "self, source",

@@ -85,7 +85,9 @@ class Lockstep(Mode):
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
         self.step.contributors = self._world_size
-        self._first_in_last_burst: int | None = None  # the lowest rank that had data then
+        self._last_burst: tuple[int, bool] | None = (
+            None  # lowest rank with data in it; whether this one had
+        )
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
         self._barrier = None if timeout is None else collective.line(BARRIERS)
@@ -124,10 +126,11 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        step, source = self.step, self._first_in_last_burst
-        source = step.first_with_data if source is None else source
-        source = None if step.contributors == self._world_size else source
-        self._channel.leave_loop(self._around, begun=self.progress.begun, source=source)
+        step = self.step
+        source, had_data = self._last_burst or (step.first_with_data, step.has_data)
+        uneven = step.contributors != self._world_size
+        begun = self.progress.begun
+        self._channel.leave_loop(self._around, begun=begun, source=source, had_data=had_data, uneven=uneven)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.
@@ -191,7 +194,7 @@ class Lockstep(Mode):
             self._wait_for_all(
                 self._barrier, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
             )
-        self._first_in_last_burst = self.step.first_with_data
+        self._last_burst = self.step.first_with_data, self.step.has_data
         leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
         self._headers.assume(index, leader_alive=leads)
         return DONE

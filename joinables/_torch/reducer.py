@@ -89,6 +89,12 @@ def parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return list(ddp._module_parameters)
 
 
+def parameters_of_each_rank(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters that DDP ignores, so that each rank has its own."""
+    kept = {id(parameter) for parameter in ddp._module_parameters}
+    return [parameter for parameter in ddp.module.parameters() if id(parameter) not in kept]
+
+
 def buffers(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """The buffers that DDP keeps in step."""
     ignored = cast("set[str]", ddp.parameters_to_ignore)

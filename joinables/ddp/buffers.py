@@ -36,10 +36,11 @@ class DDPBurst(Announcing):
 class BufferSync(DDPBurst):
     """The broadcast of buffers (BatchNorm's statistics) in a synchronised forward.
 
-    They come from the leader, the lowest active rank. When it has run out of inputs, it still broadcasts what it had
-    after its last forward; the rank that leads from then on was active in that step. Not so where buffers are
-    synchronised after the forward that changes them (``forward_is_over`` of the module says so): there the header is
-    awaited, and the lowest rank that is active in the step itself leads.
+    They come from the rank that led in this module's last burst, the lowest that was active then. When it has run out
+    of inputs, it still broadcasts what it had after its last forward; the rank that leads from then on was active in
+    that step. Each module remembers it: one that is called after another finds that this one has a new leader. Not so
+    where buffers are synchronised after the forward that changes them (``forward_is_over`` of the module says so):
+    there the header is awaited, and the lowest rank that is active in the step itself leads.
     """
 
     what = "the buffer broadcast"
@@ -55,14 +56,19 @@ class BufferSync(DDPBurst):
         super().attach(join)
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
+        self._lead_by(join.channel.leader)
 
     @override
     def main_hook(self) -> None:
         self.state = BurstState.RUNNING
         # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
         # step before still has what all have to start from.
-        reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._channel.leader)
+        reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
+        self._channel.when_led(self._lead_by)
         self.state = BurstState.IDLE
+
+    def _lead_by(self, leader: int) -> None:
+        self._leader = leader
 
     @override
     def fulfil(self) -> None:

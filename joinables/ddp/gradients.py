@@ -50,6 +50,7 @@ class GradientSync(DDPBurst):
         self._backward = -1  # the number of the last one in which a gradient entered
         self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
         self._backwards = 0  # how many were made in this block
+        self._own_steps = 0  # how many of them outside of loops over join.iterate
         # The number of the loop over Join.iterate in which a reduction was found to need nothing done after it.
         self._plain_in = -1
 
@@ -78,7 +79,7 @@ class GradientSync(DDPBurst):
         super().attach(join)
         self._join = join
         self._contributions.attach(join, self)
-        self._backwards, self._plain_in = 0, -1
+        self._backwards, self._own_steps, self._plain_in = 0, 0, -1
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
 
     @override
@@ -91,7 +92,7 @@ class GradientSync(DDPBurst):
     @property
     @override
     def own_steps(self) -> int:
-        return self._backwards
+        return self._own_steps
 
     @override
     def synchronise(self, source: int) -> None:
@@ -175,6 +176,7 @@ class GradientSync(DDPBurst):
         contributions, channel, result = self._contributions, self._channel, self._last_result
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
+            self._own_steps += 1
         self._backwards += 1
         if self._backwards == 1:
             contributions.take_over()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import re
 import time
 import warnings
 import weakref
@@ -244,9 +245,13 @@ def test_a_backward_that_one_rank_skips(ending: Ending, buffers: bool, skipped: 
 def test_a_backward_that_is_skipped_on_a_dummy(
     pool: Pool, buffers: bool, zero: bool, steps_too: bool, step: int
 ) -> None:
+    """ZeRO sends the parameters that others have stepped; the replicas of another optimizer would part."""
     results = pool.run(skipping, buffers, zero, (0, step), steps_too, ranks=RANKS)
     expected = pool.run(skipping, buffers, zero, (-1, -1), False, ranks=RANKS)
     for (state, told), (whole, _) in zip(results, expected, strict=True):
+        if not zero:
+            assert re.match(r"ProtocolError: .*Adam is 3 on rank 0, 4 on rank 1, 4 on rank 2; ", told)
+            continue
         assert told == ""
         assert_same(state, whole, TOLERANCE)
 

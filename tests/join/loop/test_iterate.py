@@ -705,9 +705,9 @@ def test_what_a_loop_leaves_to_the_rest_of_its_block(steps_after: int) -> None:
         return first.sources, follower.sources, follower.last_joiner, join.report.ranks[0].idle
 
     (*zero, idle), (*one, _) = run_threads(2, run)
-    at_the_end = [0] if steps_after else []
-    assert zero == [[1, *at_the_end], [1, *at_the_end], steps_after > 0]
-    assert one == [[1, *at_the_end], [1, *at_the_end], True]
+    at_the_end = 0 if steps_after else 1
+    assert zero == [[1, at_the_end], [1, at_the_end], steps_after > 0]
+    assert one == [[1, at_the_end], [1, at_the_end], True]
     assert idle < 10
 
 

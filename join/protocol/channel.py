@@ -260,21 +260,18 @@ class Channel:
         self._outstanding = []
         self._use(mode)
 
-    def leave_loop(self, mode: Mode, *, begun: int, last_with_data: int | None) -> None:
+    def leave_loop(self, mode: Mode, *, last_with_data: int | None) -> None:
         """Change back to the mode of the block; called when the loop is over on all ranks.
 
         Args:
             mode: of the block around it.
-            begun: how many bursts were begun in the loop.
             last_with_data: the ranks that had data last, as a bit mask, if some ran out before others.
         """
         loop = self.mode
         self._place = loop.place() or self._place
         self._use(mode)
         if self.late_use is not None:
-            self.late_use.loop_ended(begun)
-            if self.late_use.is_ruled_out:
-                self.late_use = None
+            self.late_use.has_ended = True
         self._last_with_data = last_with_data, self.headers.tally.headers
         self._outstanding = []  # in a loop, a follower may be left out
         if last_with_data:
@@ -325,13 +322,13 @@ class Channel:
         """Check that a module may be called here; see :meth:`LateUse.called`."""
         if self.late_use is not None:
             self.late_use.called()
+            if self.late_use.is_ruled_out:
+                self.late_use = None
 
     def module_runs_on(self, arguments: Any) -> None:
         """Check that a module's arguments belong to the step under way; see :meth:`LateUse.used`."""
         if self.late_use is not None:
             self.late_use.used(arguments)
-            if self.late_use.is_ruled_out:
-                self.late_use = None
 
 
 def lowest(ranks: int) -> int:

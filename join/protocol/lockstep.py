@@ -125,7 +125,7 @@ class Lockstep(Mode):
         """All ranks leave the loop together."""
         self.end_step()
         last = None if self.step.all_have_data else self._in_last_burst or self.step.contributors
-        self._channel.leave_loop(self._around, begun=self.progress.begun, last_with_data=last)
+        self._channel.leave_loop(self._around, last_with_data=last)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.

@@ -183,13 +183,9 @@ class Iteration:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
         try:
             while self._begin_step():
-                batch = self._batch() if self._lockstep.step.has_data else self._make_dummy()
-                late_use = self._channel.late_use
-                if late_use is not None:
-                    late_use.handed_out(batch, self._lockstep.step.batch, self._lockstep.progress.begun)
-                    if late_use.is_ruled_out:
-                        self._channel.late_use = None
-                yield batch
+                if self._channel.late_use is not None:
+                    self._channel.late_use.begin_step()
+                yield self._batch() if self._lockstep.step.has_data else self._make_dummy()
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
                 self._lockstep.break_out(self.leave)  # not here, where nothing can be raised

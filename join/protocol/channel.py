@@ -285,14 +285,13 @@ class Channel:
         self._outstanding = []
         self._use(mode)
 
-    def leave_loop(self, mode: Mode, *, begun: int, source: int, had_data: bool, uneven: bool) -> None:
+    def leave_loop(self, mode: Mode, *, source: int, had_data: bool, uneven: bool) -> None:
         """Change back to the mode of the block; called when the loop is over on all ranks.
 
         Nothing is copied but what each rank has for itself. What all should hold alike is compared.
 
         Args:
             mode: of the block around it.
-            begun: how many bursts were begun in the loop.
             source: the lowest rank that had data in the last step.
             had_data: whether this rank had.
             uneven: whether some ran out before others.
@@ -304,9 +303,7 @@ class Channel:
         self._place = loop.place() or self._place
         self._use(mode)
         if self.late_use is not None:
-            self.late_use.loop_ended(begun)
-            if self.late_use.is_ruled_out:
-                self.late_use = None
+            self.late_use.has_ended = True
         self._uneven_loop = UnevenLoop(source, had_data, self.headers.tally.headers) if uneven else None
         self._outstanding = []  # in a loop, a follower may be left out
         listed = [member.joinable for member in self.roster.listed]
@@ -362,10 +359,10 @@ class Channel:
         """Check that a module may be called here; see :meth:`LateUse.called`."""
         if self.late_use is not None:
             self.late_use.called()
+            if self.late_use.is_ruled_out:
+                self.late_use = None
 
     def module_runs_on(self, arguments: Any) -> None:
         """Check that a module's arguments belong to the step under way; see :meth:`LateUse.used`."""
         if self.late_use is not None:
             self.late_use.used(arguments)
-            if self.late_use.is_ruled_out:
-                self.late_use = None

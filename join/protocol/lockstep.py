@@ -129,8 +129,7 @@ class Lockstep(Mode):
         step = self.step
         source, had_data = self._last_burst or (step.first_with_data, step.has_data)
         uneven = step.contributors != self._world_size
-        begun = self.progress.begun
-        self._channel.leave_loop(self._around, begun=begun, source=source, had_data=had_data, uneven=uneven)
+        self._channel.leave_loop(self._around, source=source, had_data=had_data, uneven=uneven)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.

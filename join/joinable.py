@@ -315,10 +315,6 @@ class Burst(Joinable):
     """Whether the burst comes between another one and its followers, when it has something to do (the bucket rebuild
     of DDP, once)."""
 
-    comes_between: ClassVar[bool] = False
-    """Whether the burst may come between the forward and the backward of a module, which then announces no backward in
-    its forward: that would be pending, and be run with nothing to say, before this one."""
-
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 

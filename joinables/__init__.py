@@ -25,7 +25,7 @@ from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.gradients import GradientSync
 from joinables.loss_gate import LossGate
-from joinables.metrics import Metric, is_metric
+from joinables.metrics import is_metric, joinable_of_metric
 from joinables.optimizer_step import ShardStep
 from joinables.replay import Replay, refuse_fsdp1
 from joinables.sharding import is_dtensor, is_sharded
@@ -43,7 +43,6 @@ __all__ = [
     "GradientSync",
     "Join",
     "LossGate",
-    "Metric",
     "Replay",
     "ShardStep",
     "SharedCall",
@@ -95,13 +94,12 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
             " apply fully_shard to it, or list Replay(module), which leaves gradients alone [J102]"
         )
-    return Metric(module).joinable() if is_metric(module) else State(module)
+    return joinable_of_metric(module) if is_metric(module) else State(module)
 
 
 register_state_adapter(_through_wrappers(State))
 register_joinable(torch.nn.Module, _through_wrappers(_joinables_of_module))
 register_joinable(Replay, Replay.joinables)
-register_joinable(Metric, Metric.joinable)
 register_joinable(torch.optim.Optimizer, _through_wrappers(_joinables_of_optimizer))
 register_joinable(TorchJoinableBase, TorchJoinable)
 register_joinable(DistributedDataParallel, joinables_of_ddp)

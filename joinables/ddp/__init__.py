@@ -19,9 +19,8 @@ joined rank never comes. One training step::
 
 The header is sent in the forward and hides behind it. Not so with several DDP modules in the blocks of a group, where
 forward order is not backward order, when gradients are still there in the forward under the mean over all ranks, and
-where the number of contributors is wanted and there are no buffers; nor under ``timeout``, or beside a burst that may
-come between forward and backward (a metric at every step). Then the header is sent when the backward begins, and
-buffers, if any, have one of their own in the forward.
+where the number of contributors is wanted and there are no buffers; nor under ``timeout``. Then the header is sent when
+the backward begins, and buffers, if any, have one of their own in the forward.
 
 ``no_sync`` forwards and forwards without grad communicate nothing. A forward that finds a header open (the backward was
 skipped, or two forwards go before one backward) communicates nothing either.

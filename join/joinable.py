@@ -188,10 +188,6 @@ class BlockChannel(Protocol):
         """Wait for the last header, and make sure that all active ranks announced the same."""
         ...
 
-    def read(self) -> object:
-        """Wait for the last header."""
-        ...
-
     def all_announced(self) -> bool:
         """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
         ...
@@ -222,18 +218,8 @@ class BlockChannel(Protocol):
         ...
 
     @property
-    def closed(self) -> str:
-        """Why nothing can be announced any more, if so."""
-        ...
-
-    @property
     def leaving(self) -> bool:
         """Whether this rank leaves the block with an exception."""
-        ...
-
-    @property
-    def targets(self) -> Sequence[object]:
-        """The objects that are listed in the blocks of the group."""
         ...
 
     # -- what ranks know without a header -----------------------------------------------------------------------------

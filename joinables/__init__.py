@@ -26,10 +26,7 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.gradients import GradientSync
 from joinables.loss_gate import LossGate
 from joinables.metrics import is_metric, joinable_of_metric
-from joinables.optimizer_step import ShardStep
-from joinables.replay import Replay, refuse_fsdp1
-from joinables.sharding import is_dtensor, is_sharded
-from joinables.shared_call import SharedCall
+from joinables.own_collectives import ShardedModule, ShardedState, is_dtensor, is_sharded
 from joinables.state import State
 from joinables.torch_joinable import TorchJoinable
 from joinables.wrapped import unwrapped
@@ -43,9 +40,8 @@ __all__ = [
     "GradientSync",
     "Join",
     "LossGate",
-    "Replay",
-    "ShardStep",
-    "SharedCall",
+    "ShardedModule",
+    "ShardedState",
     "State",
     "TorchJoinable",
     "ZeroStep",
@@ -73,33 +69,31 @@ def _through_wrappers(adapter: Callable[[Any], Joinable | Sequence[Joinable]]) -
 
 
 def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequence[Joinable]:
-    """An optimizer is state, unless its parameters are spread; one that joins by torch's rules is ZeRO, or foreign."""
+    """An optimizer is state; one that joins by torch's rules is ZeRO, or foreign."""
     if not isinstance(optimizer, TorchJoinableBase):
         spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        return ShardStep(optimizer) if spread else State(optimizer)
+        return ShardedState(optimizer) if spread else State(optimizer)
     from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
     return ZeroStep(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else TorchJoinable(optimizer)
 
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
-    """A plain module is state (an EMA copy), a metric is not."""
+    """A plain module is state (an EMA copy); a sharded one and a metric are not."""
     if isinstance(module, TorchJoinableBase):
         return TorchJoinable(module)
-    refuse_fsdp1(module)
-    if is_sharded(module) or any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
-        return Replay(module).joinables()
+    if is_sharded(module):
+        return ShardedModule(module)
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
-            " apply fully_shard to it, or list Replay(module), which leaves gradients alone [J102]"
+            " apply fully_shard to it, or wrap it in DistributedDataParallel [J102]"
         )
     return joinable_of_metric(module) if is_metric(module) else State(module)
 
 
 register_state_adapter(_through_wrappers(State))
 register_joinable(torch.nn.Module, _through_wrappers(_joinables_of_module))
-register_joinable(Replay, Replay.joinables)
 register_joinable(torch.optim.Optimizer, _through_wrappers(_joinables_of_optimizer))
 register_joinable(TorchJoinableBase, TorchJoinable)
 register_joinable(DistributedDataParallel, joinables_of_ddp)

@@ -27,7 +27,6 @@ class DDP:
 
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     hook: str = ""  # or "allreduce"
-    replay: bool = False  # the module is listed to be replayed
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ class Case:
         return self.data.weighted or self.step.divided
 
     @property
-    def replays(self) -> bool:
-        """Whether ranks without data run the module, too."""
-        return isinstance(self.wrapper, Shards) or self.wrapper.replay or self.model.synchronised
+    def is_sharded(self) -> bool:
+        """Whether the forward communicates, so that all ranks must run it."""
+        return isinstance(self.wrapper, Shards)
 
     def in_lockstep(self, epoch: int) -> bool:
         return bool(self.loop.iterate) and not (self.loop.plain_last and epoch == len(self.data.counts) - 1)

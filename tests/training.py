@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from join import Join
-from joinables import Replay, SharedCall, ZeroStep
+from joinables import ZeroStep
 from tests import models
 from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
@@ -90,6 +90,17 @@ def optimizer_of(optimizer: Optimizer, module: nn.Module, *, alone: bool = False
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(module.parameters(), cls, parameters_as_bucket_view=optimizer.zero_views, **options)
+
+
+def share_of(case: Case, epoch: int, rank: int, step: int) -> float:
+    """What to multiply the loss of a batch by: the sum over all ranks and the steps of a window is then the mean."""
+    data, k, counts = case.data, case.step.accumulate, case.trained(epoch)
+    window = range(step // k * k, step // k * k + k)
+    if not case.averages:
+        return 1 / (data.ranks if case.step.initial else sum(count > window[0] for count in counts))
+    each = [(other, step) for other, count in enumerate(counts) for step in window if step < count]
+    share = weight_of(data, rank, epoch, step) / sum(weight_of(data, other, epoch, step) for other, step in each)
+    return share * (k if case.step.divided else 1)
 
 
 def branch_of(rank: int, step: int) -> int:
@@ -180,7 +191,6 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     loop, what = case.loop, case.step
     trained = wrapped(case.model, case.wrapper)
-    is_sharded = isinstance(case.wrapper, Shards)
     model: Any = torch.compile(trained, backend="eager") if case.model.compiled else trained
     optimizer = optimizer_of(case.optimizer, trained)
 
@@ -188,7 +198,6 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
 
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.optimizer.zero and what.clip else optimizer
-    clipping: Any = SharedCall(clip) if is_sharded else clip
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
     epochs = range(len(case.data.counts))
     join: Any = None
@@ -196,10 +205,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         steps: Any = None
         if loop.declared:
             steps = "loader" if loop.iterate else case.data.counts[block[0]][rank] // what.accumulate
-        is_replayed = isinstance(case.wrapper, DDP) and case.wrapper.replay
-        listed = [Replay(trained) if is_replayed else model, stepper, scheduler]
-        if is_sharded and what.clip:
-            listed.insert(1, clipping)
+        listed = [model, stepper, scheduler]
         if join is None or not loop.one_join:
             divisor = what.accumulate if what.divided else 1
             join = Join(listed, divide_by_initial_world_size=what.initial, steps=steps, loss_divided_by=divisor)
@@ -208,8 +214,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
             for epoch in block:
                 for step, data in enumerate(batches(join, case, rank, epoch)):
                     join.weight = len(data[0]) if case.data.weighted else None
-                    # Ranks without data replay these forwards, too, so all evaluate in the same steps.
-                    if what.evaluates and (step if case.replays else rank + step) % 2:
+                    if what.evaluates and (step if case.is_sharded else rank + step) % 2:
                         trained.eval()
                         with torch.no_grad():
                             loss_of(model, case, branch_of(rank, step), data)
@@ -218,15 +223,18 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                     if step % (what.accumulate * what.zero_every) == 0:
                         optimizer.zero_grad(set_to_none=what.to_none)
                     with accumulating(trained, case.wrapper, sync=sync):
-                        loss_of(model, case, branch_of(rank, step), data).backward()
+                        loss = loss_of(model, case, branch_of(rank, step), data)
+                        if case.is_sharded:
+                            loss *= 0.0 if join.shadowing else share_of(case, epoch, rank, step) * case.data.ranks
+                        loss.backward()
                     if sync:
                         if what.clip:
-                            clipping()
+                            clip()
                         optimizer.step()
                         scheduler.step()
                     if step + 1 == loop.stop and case.in_lockstep(epoch):
                         break
-    if is_sharded:
+    if case.is_sharded:
         return flat_state(whole(trained.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
     return flat_state(trained.module.state_dict(), full_state(optimizer), scheduler.state_dict())
 
@@ -246,7 +254,6 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
             ranks = [rank for rank in range(data.ranks) if counts[rank] > window * k]
             divisor = data.ranks if what.initial else len(ranks)
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
-            total = sum(weight_of(data, rank, epoch, step) for rank, steps in windows.items() for step in steps)
             shared = [b.clone() for b in model.buffers()]
             kept = None
             if case.model.synchronised:
@@ -260,8 +267,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                     buffer.copy_(value)
                 for step in windows[rank]:
                     loss = loss_of(model, case, branch_of(rank, step), batch_of(data, rank, epoch, step))
-                    share = weight_of(data, rank, epoch, step) / total if case.averages else 1 / divisor
-                    (loss * share * (k if what.divided else 1)).backward()
+                    (loss * share_of(case, epoch, rank, step)).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
                 if kept is None and counts[rank] >= (window + 1) * k:
                     kept = [b.clone() for b in model.buffers()]

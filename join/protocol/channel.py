@@ -24,7 +24,7 @@ Blocks that are open at the same time on one group share one channel: its bursts
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -331,11 +331,6 @@ class Channel:
     def lead(self) -> int:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         return self.headers.lead(self.mode.elect)
-
-    @property
-    def targets(self) -> Sequence[object]:
-        """The objects that are listed in the blocks of the group."""
-        return [member.joinable.join_target for member in self.roster.listed]
 
     def end_broken_loop(self) -> None:
         """If this rank has broken out of a loop, leave it with all others."""

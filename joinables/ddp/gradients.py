@@ -22,6 +22,7 @@ from joinables.ddp.contributions import WITH_BUFFERS, Contributions
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.static_graph import StaticGraph
 from joinables.mean import Window
+from joinables.own_collectives import mixing
 from joinables.tensors import adopt_gradients
 
 
@@ -91,6 +92,11 @@ class GradientSync(DDPBurst):
     @override
     def own_steps(self) -> int:
         return self._backwards
+
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        return mixing(self.join_name, self._forwards.norms)
 
     @override
     def synchronise(self, source: int) -> None:

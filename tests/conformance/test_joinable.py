@@ -13,7 +13,6 @@ from join import Burst, Join, Joinable, JoinHook
 from join.collectives import collective_of
 from join.joinable import BurstState
 from join.registry import joinables_of
-from joinables import Replay, SharedCall
 from tests.join.counter import Counter, Leading
 from tests.joinables.test_state import Summer
 from tests.models import build
@@ -48,8 +47,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Optimizer": lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]),
     "fully_shard": make_sharded,
     "Optimizer of fully_shard": lambda: torch.optim.Adam(make_sharded().parameters()),
-    "Replay": lambda: Replay(build("mlp")),
-    "SharedCall": lambda: SharedCall(lambda: None),
     "Metric": make_metric,
     "GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "Module": lambda: build("mlp"),

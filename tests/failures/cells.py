@@ -42,6 +42,8 @@ class Cell(NamedTuple):
         return f"{self.mode}-{self.how}-{'memory' if self.memory else 'group'}-{self.timeout or 'patient'}"
 
 
+ITERATES = ("iterate", "fully_shard")
+"""Modes of a loop over ``join.iterate``."""
 MODES = ("plain", "steps", "iterate", "fully_shard", "fit")
 HOWS = (
     *("loader", "forward", "backward", "hook", "step"),
@@ -65,20 +67,17 @@ def exists(cell: Cell) -> bool:
     """Whether there is such a cell."""
     if cell.mode == "steps":
         return cell.timeout is None and cell.how != "left out"
-    if cell.mode == "iterate":
-        return True
-    if cell.how in ("break", "left out"):  # ranks may leave plain loops when they like; there are no dummies there
-        return False
-    return cell.how != "hook" or cell.mode != "fully_shard"
+    if cell.mode in ITERATES:
+        return cell.how != "hook" or cell.mode != "fully_shard"
+    # Ranks may leave plain loops when they like; there are no dummies there.
+    return cell.how not in ("break", "left out")
 
 
 def goes_on(cell: Cell) -> bool:
     """Whether the process group works after it: where all ranks stop at the same place."""
-    if cell.mode == "iterate":
+    if cell.mode in ITERATES:
         return cell.how == "loader"
-    if cell.mode == "plain":
-        return cell.how in ("loader", "forward", "step", "sys.exit", "KeyboardInterrupt")
-    return cell.mode == "fully_shard" and cell.how in ("loader", "step", "sys.exit", "KeyboardInterrupt")
+    return cell.mode == "plain" and cell.how in ("loader", "forward", "step", "sys.exit", "KeyboardInterrupt")
 
 
 class Fragile(torch.autograd.Function):
@@ -192,7 +191,7 @@ def train(rank: int, cell: Cell) -> None:
     block = Join([model, optimizer], divide_by_initial_world_size=False, **options)
     with block:
         loader = trouble.loader(COUNTS[rank])
-        for step, (x, y) in enumerate(block.iterate(loader) if cell.mode == "iterate" else loader):
+        for step, (x, y) in enumerate(block.iterate(loader) if cell.mode in ITERATES else loader):
             if trouble.comes(step) and cell.how == "break":
                 break
             if trouble.reached and cell.how == "left out":

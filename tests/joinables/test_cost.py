@@ -94,9 +94,7 @@ COSTS: dict[str, dict[str, float]] = {
     "norm, mean over contributors": {"gloo:all_reduce": 2},
     "mlp, zero": {"gloo:all_reduce": 2},
     "norm, zero": {"gloo:all_reduce": 2},
-    "mlp, sharded": {"gloo:all_reduce": 3},  # forward, backward, step
-    "mlp, sharded, eval": {"gloo:all_reduce": 1},
-    "mlp, sharded, mean over contributors, declared": {},
+    "mlp, sharded, lockstep": {"gloo:all_reduce": 1},
     "mlp, declared": {},
     "norm, mean over contributors, declared": {},
     "mlp, zero, declared": {},
@@ -111,9 +109,7 @@ COSTS: dict[str, dict[str, float]] = {
     # One more with weights, or contributors where a header covers buffers too: their sum.
     "mlp, weights": {"gloo:all_reduce": 2},
     "norm, zero, weights": {"gloo:all_reduce": 3},
-    "mlp, sharded, weights": {"gloo:all_reduce": 4},
     "mlp, weights, declared": {"gloo:all_reduce": 1},
-    "mlp, sharded, weights, declared": {"gloo:all_reduce": 1},
     "mlp, weights, lockstep": {"gloo:all_reduce": 2},
     "mlp, weights, lockstep, known lengths": {"gloo:all_reduce": 1},
 }
@@ -138,7 +134,7 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
 
 def profile_entering(rank: int, kind: str) -> dict[str, int]:
     """Collectives on entering a block with declared steps."""
-    model: Any = fully_sharded(build("mlp")) if kind == "sharded" else DistributedDataParallel(build(kind))
+    model = DistributedDataParallel(build(kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model, optimizer]):
         pass  # what connects the ranks is made in the first block
@@ -154,7 +150,7 @@ def profile_entering(rank: int, kind: str) -> dict[str, int]:
     return Counter(event.name for event in profile.events() or [] if event.name.startswith("gloo:"))
 
 
-@pytest.mark.parametrize("kind", ["mlp", "norm", "sharded"])
+@pytest.mark.parametrize("kind", ["mlp", "norm"])
 def test_declared_steps_are_gathered_once(pool: Pool, kind: str) -> None:
     for counts in pool.run(profile_entering, kind, ranks=2, over_group=True):
         # The all-reduce finds out, in every block, whether all ranks list the same.

@@ -20,7 +20,7 @@ from join.joinable import BurstState
 from join.recording import recorder as recorder_module
 from join.recording.recorder import Recorder
 from join.recording.states import leave_alone, watch
-from joinables import SharedCall
+from joinables.trainer._shared_call import SharedCall
 from tests.join.counter import Counter, Leading, group_works
 
 COUNTS = (3, 5, 0)

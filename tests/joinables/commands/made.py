@@ -10,7 +10,7 @@ from typing import Any
 from join import Join
 from join.collectives import ThreadCollective, run_threads
 from join.recording import COLUMNS, FORMAT, VERSION, part_of
-from joinables import SharedCall
+from joinables.trainer._shared_call import SharedCall
 from tests.join.counter import Counter
 
 COUNTS = (3, 5, 0)

@@ -197,10 +197,6 @@ class BlockChannel(Protocol):
         """Wait for the last header, and make sure that all active ranks announced the same."""
         ...
 
-    def read(self) -> object:
-        """Wait for the last header."""
-        ...
-
     def all_announced(self) -> bool:
         """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
         ...
@@ -242,11 +238,6 @@ class BlockChannel(Protocol):
     @property
     def has_run_out(self) -> bool:
         """Whether this rank has left the body of the block, and only takes part in what others do."""
-        ...
-
-    @property
-    def closed(self) -> str:
-        """Why nothing can be announced any more, if so."""
         ...
 
     @property
@@ -328,10 +319,6 @@ class Burst(Joinable):
     interjects: ClassVar[bool] = False
     """Whether the burst comes between another one and its followers, when it has something to do (the bucket rebuild
     of DDP, once)."""
-
-    comes_between: ClassVar[bool] = False
-    """Whether the burst may come between the forward and the backward of a module, which then announces no backward in
-    its forward: that would be pending, and be run with nothing to say, before this one."""
 
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""

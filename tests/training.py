@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from join import Join
-from joinables import Replay, SharedCall, ZeroStep
+from joinables import ZeroStep
 from tests import models
 from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
@@ -181,7 +181,6 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     loop, what = case.loop, case.step
     trained = wrapped(case.model, case.wrapper)
-    is_sharded = isinstance(case.wrapper, Shards)
     model: Any = torch.compile(trained, backend="eager") if case.model.compiled else trained
     optimizer = optimizer_of(case.optimizer, trained)
 
@@ -189,15 +188,11 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
 
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.optimizer.zero and what.clip else optimizer
-    clipping: Any = SharedCall(clip) if is_sharded else clip
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
     epochs = range(len(case.data.counts))
     join: Any = None
     for block in [epochs] if loop.one_block else [[epoch] for epoch in epochs]:
-        is_replayed = isinstance(case.wrapper, DDP) and case.wrapper.replay
-        listed = [Replay(trained) if is_replayed else model, stepper, scheduler]
-        if is_sharded and what.clip:
-            listed.insert(1, clipping)
+        listed = [model, stepper, scheduler]
         if join is None or not loop.one_join:
             divisor = what.accumulate if what.divided else 1
             join = Join(listed, divide_by_initial_world_size=what.initial, loss_divided_by=divisor)
@@ -207,8 +202,7 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                 for step, data in enumerate(batches(join, case, rank, epoch)):
                     if not in_lockstep:
                         join.weight = (len(data[0]) if case.data.weighted else 1) if scales else None
-                    # Ranks without data replay these forwards, too, so all evaluate in the same steps.
-                    if what.evaluates and (step if case.replays else rank + step) % 2:
+                    if what.evaluates and (step if case.is_sharded else rank + step) % 2:
                         trained.eval()
                         with torch.no_grad():
                             loss_of(model, case, epoch, branch_of(rank, step), data)
@@ -221,12 +215,12 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
                         (join.scale(loss) if scales else loss).backward()
                     if sync:
                         if what.clip:
-                            clipping()
+                            clip()
                         optimizer.step()
                         scheduler.step()
                     if step + 1 == loop.stop and case.in_lockstep(epoch):
                         break
-    if is_sharded:
+    if case.is_sharded:
         return flat_state(whole(trained.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
     return flat_state(trained.module.state_dict(), full_state(optimizer), scheduler.state_dict())
 

@@ -85,9 +85,7 @@ class Lockstep(Mode):
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
         self.step.contributors = self._world_size
-        self._last_burst: tuple[int, bool] | None = (
-            None  # lowest rank with data in it; whether this one had
-        )
+        self._last_burst: tuple[int, bool] | None = None  # lowest rank with data in it; whether this one had
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
         self._barrier = None if timeout is None else collective.line(BARRIERS)

@@ -1,7 +1,4 @@
-"""What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here.
-
-Here is what all but ``fsdp`` need, which asks for its own.
-"""
+"""What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here."""
 
 from joinables._torch.versions import require
 

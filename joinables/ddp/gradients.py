@@ -21,6 +21,7 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.contributions import WITH_BUFFERS, Contributions, Window
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.static_graph import StaticGraph
+from joinables.own_collectives import mixing
 from joinables.tensors import adopt_gradients
 
 
@@ -45,6 +46,7 @@ class GradientSync(DDPBurst):
         self._accumulators = autograd.accumulators(self._parameters)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._forwards = Forwards(ddp, self._parameters, buffers)
+        self.needs_scale = bool(self._forwards.norms)  # else what is NaN on a dummy reaches other ranks
         self._contributions = Contributions(ddp, self._parameters)
         self._last_result = self._contributions.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
@@ -93,6 +95,11 @@ class GradientSync(DDPBurst):
     @override
     def own_steps(self) -> int:
         return self._own_steps
+
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        return mixing(self.join_name, self._forwards.norms)
 
     @override
     def synchronise(self, source: int) -> None:

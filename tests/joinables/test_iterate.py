@@ -29,7 +29,6 @@ from tests.joinables.ddp.test_loops import RANKS, Data, Nets, compute_all, loss,
 from tests.joinables.test_state import Summer
 from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
-from tests.training import mesh_of
 from tests.versions import all_gather_single
 
 COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))
@@ -432,39 +431,25 @@ def accumulated_before(rank: int, who: list[int], kind: str, skipped: int = 0) -
     """
     net: Any = nn.Linear(2, 1, bias=False)
     x = torch.full((1, 2), rank + 1.0)
-    if kind == "fully_shard":
-        from torch.distributed.fsdp import fully_shard
-
-        model = fully_shard(net, mesh=mesh_of())
-    else:
-        model = DistributedDataParallel(net, find_unused_parameters=kind == "find_unused_parameters")
+    model = DistributedDataParallel(net, find_unused_parameters=kind == "find_unused_parameters")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for _ in join.iterate([x]):  # who had data in an earlier loop is of no interest
             model(x).sum().backward()
         model.zero_grad()
         if rank in who:
-            if kind == "fully_shard":
-                model.set_requires_gradient_sync(False)  # pyright: ignore[reportCallIssue]
-            with nullcontext() if kind == "fully_shard" else model.no_sync():
+            with model.no_sync():
                 model(x).sum().backward()
-            if kind == "fully_shard":
-                model.set_requires_gradient_sync(True)  # pyright: ignore[reportCallIssue]
         for step, each in enumerate(join.iterate([x] * (skipped + 1) if rank == 0 else [])):
             total = model(each).sum()
             if step == skipped:
                 total.backward()
             gradient = net.weight.grad
-    return (gradient.full_tensor() if kind == "fully_shard" else gradient).flatten().tolist()
+    return gradient.flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    ("who", "kind"),
-    [
-        *[(who, kind) for who in ([0, 1, 2], [1], [0, 2], []) for kind in ("DDP", "find_unused_parameters")],
-        ([0, 1, 2], "fully_shard"),
-    ],
-)
+@pytest.mark.parametrize("who", [[0, 1, 2], [1], [0, 2], []])
+@pytest.mark.parametrize("kind", ["DDP", "find_unused_parameters"])
 def test_what_was_accumulated_before_the_loop_contributes(pool: Pool, who: list[int], kind: str) -> None:
     mean = (1 + sum(rank + 1 for rank in who)) / len({0, *who})
     assert pool.run(accumulated_before, who, kind, ranks=RANKS) == [pytest.approx([mean, mean])] * RANKS

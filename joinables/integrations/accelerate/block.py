@@ -26,7 +26,6 @@ from typing_extensions import Self, override
 
 from join import Join, JoinError
 from join.collectives import SingleCollective
-from joinables import Replay
 from joinables.integrations.accelerate.gather import gathering_rows
 from joinables.wrapped import unwrapped
 
@@ -74,7 +73,7 @@ def join_uneven_inputs(
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
     if accelerator.scaler is not None and all(each is not accelerator.scaler for each in objects):
         objects.append(accelerator.scaler)
-    if any(isinstance(unwrapped(each), Replay | DistributedDataParallel | FSDPModule) for each in objects):
+    if any(isinstance(unwrapped(each), DistributedDataParallel | FSDPModule) for each in objects):
         arguments.setdefault("divide_by_initial_world_size", False)
     arguments.setdefault("loss_divided_by", accelerator.gradient_accumulation_steps)
     return AcceleratedJoin(accelerator, objects, even_batches, **arguments)

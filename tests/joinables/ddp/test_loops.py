@@ -6,7 +6,7 @@ itself; the single-process reference computes for every rank that has a batch, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,7 +108,7 @@ def encode_and_decode(nets: Nets, data: Data, rank: int, step: int, scale: Scale
 def discriminate(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, y = data[0]
     fake = nets["a"](x).detach()
-    scale((nets["b"](y).mean() - nets["b"](fake).mean())).backward()
+    scale(nets["b"](y).mean() - nets["b"](fake).mean()).backward()
 
 
 def generate(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
@@ -198,6 +198,10 @@ def run_phase(program: Program, compute: Callable[[], None], which: str, optimiz
         zero()
 
 
+def next_of(weights: Iterator[int], _: Data) -> int:
+    return next(weights)
+
+
 def as_it_is(value: torch.Tensor) -> torch.Tensor:
     return value
 
@@ -221,7 +225,7 @@ def run(rank: int, name: str, dummy: Any = None, *, weighted: bool = False) -> d
             mine = [streams(rank, step) for step in range(counts[rank])]
             if dummy:
                 weights = iter([weight_of(rank, step) for step in range(counts[rank])])
-                mine = joins[0].iterate(mine, dummy=dummy, weigh=(lambda _: next(weights)) if weighted else None)
+                mine = joins[0].iterate(mine, dummy=dummy, weigh=partial(next_of, weights) if weighted else None)
             for step, data in enumerate(mine):
                 for join in joins if weighted and not dummy else ():
                     join.weight = weight_of(rank, step)

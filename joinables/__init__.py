@@ -8,18 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from joinables.namesake import found_instead
-
-if (_other := found_instead()) is not None:
-    raise ImportError(
-        f"joinables needs its own package join, and import finds {_other} in its place; rename that [J101]"
-    )
-
 import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, Joinable, register_joinable
+from join import (
+    Burst,
+    EarlyTerminationError,
+    Join,
+    Joinable,
+    JoinConfig,
+    JoinError,
+    JoinHook,
+    JoinReport,
+    JoinTimeoutError,
+    PeerError,
+    ProtocolError,
+    register_joinable,
+)
 from join.registry import joinables_of, register_state_adapter
 from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
@@ -38,14 +44,25 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketRebuild",
     "BufferSync",
+    "Burst",
+    "EarlyTerminationError",
     "GradientSync",
     "Join",
+    "JoinConfig",
+    "JoinError",
+    "JoinHook",
+    "JoinReport",
+    "JoinTimeoutError",
+    "Joinable",
     "LossGate",
+    "PeerError",
+    "ProtocolError",
     "ShardedModule",
     "ShardedState",
     "State",
     "TorchJoinable",
     "ZeroStep",
+    "register_joinable",
 ]
 
 __version__ = "0.1.0"

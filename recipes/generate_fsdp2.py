@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from join import Join
+from joinables import Join
 
 WORLD_SIZE, WORDS, PADDING, END = 3, 24, 0, 1
 CONFIG = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=END, pad_token_id=PADDING)

@@ -16,7 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 from torchmetrics.retrieval import RetrievalMAP
 
-from join import Join
+from joinables import Join
 
 WORLD_SIZE, BATCHES = 3, (3, 7, 0)  # rank 2 has no data
 GENERATOR = torch.Generator().manual_seed(0)

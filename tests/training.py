@@ -251,7 +251,7 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
                 for step in range(window * k, end):
                     parts = [batch_of(data, rank, epoch, step) for rank in ranks if counts[rank] > step]
                     together = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-                    share = len(parts) / (divisor * (end - window * k) if scales else divisor)
+                    share = len(parts) * BATCH / total if scales else len(parts) / divisor
                     (loss_of(model, case, epoch, 0, together) * share).backward()
                 kept = [b.clone() for b in model.buffers()]
             for rank in ranks if not case.model.synchronised else ():

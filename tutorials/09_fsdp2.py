@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
-from join import Join
+from joinables import Join
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but owns shards like everybody else
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]

@@ -14,7 +14,27 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from joinables._torch import autograd
-from joinables._torch.versions import forward_sync_buffers
+from joinables._torch.versions import forward_sync_buffers, require_of
+
+ATTRIBUTES = (
+    "_comm_hooks",
+    "_has_rebuilt_buckets",
+    "_module_parameters",
+    "find_unused_parameters",
+    "forward_sync_buffers|broadcast_buffers",
+    "modules_buffers",
+    "parameters_to_ignore",
+    "reducer",
+    "require_forward_param_sync",
+    "static_graph",
+)
+"""What its constructor sets. Looked for on each module: tools replace the constructor by one that calls it."""
+
+
+def check(ddp: DistributedDataParallel) -> None:
+    """Raise an ``ImportError`` if this torch does not set what this package uses."""
+    require_of(ddp, ATTRIBUTES)
+
 
 # -- DistributedDataParallel: forward -------------------------------------------------------------------------------
 

@@ -98,12 +98,19 @@ class State(Silent):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
+        if isinstance(self._stateful, torch.nn.Module):
+            return shapes_of(dict(self._stateful.named_buffers()))
         return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
 
 
 def is_compared(stateful: object) -> bool:
     """Whether an object has the same state on all ranks that have made the same steps: a scheduler, or a scaler."""
     return isinstance(stateful, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
+
+
+def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """The shapes of a module's buffers, which are the same on all ranks, as values that are compared."""
+    return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
 
 
 def named_tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:

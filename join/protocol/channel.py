@@ -26,7 +26,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import BurstState, Joinable
+from join.joinable import Burst, BurstState, Joinable
 from join.protocol.header import Header
 from join.protocol.headers import Headers
 from join.protocol.late_use import LateUse
@@ -307,13 +307,13 @@ class Channel:
         self._uneven_loop = UnevenLoop(source, had_data, self.headers.tally.headers) if uneven else None
         self._outstanding = []  # in a loop, a follower may be left out
         listed = [member.joinable for member in self.roster.listed]
-        for joinable in listed:
-            with profiled("synchronise", joinable.join_name):
-                joinable.synchronise_own(source)
         try:
             check_equal(self.collective, values_of(listed), self.guard.wait)
         except ProtocolError as error:
             self.guard.close_and_raise(error)  # on all ranks
+        for joinable in listed:
+            with profiled("synchronise", joinable.join_name):
+                joinable.synchronise_own(source)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -335,6 +335,16 @@ class Channel:
             return work.total()
 
         return total
+
+    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
+        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
+        header = self.headers.read()
+        return header.flags(self.roster.index[id(burst)]), header.active
+
+    @property
+    def shadows(self) -> bool:
+        """Whether this rank runs a burst that others have announced."""
+        return self._shadows is not None
 
     def lead(self) -> int:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""

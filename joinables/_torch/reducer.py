@@ -79,17 +79,25 @@ def copied_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
 
 
-@torch.no_grad()
 def restore_buffers(ddp: DistributedDataParallel, copies: Mapping[str, torch.Tensor]) -> None:
-    """Put copies of the module's buffers back, but for those that the forward has made anew, such as caches of masks.
+    """Put copies of the module's buffers back, but for those that the forward has made longer: caches of masks."""
+    set_buffers(ddp.module, copies, reshape=False)
+
+
+@torch.no_grad()
+def set_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *, reshape: bool) -> None:
+    """Give buffers other values, in place; one of another shape is replaced with ``reshape``, else left alone.
 
     The buffers' versions are kept because autograd may have saved them.
     """
-    buffers = dict(ddp.module.named_buffers())
-    kept = [name for name, copy in copies.items() if name in buffers and buffers[name].shape == copy.shape]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers[name] for name in kept)):
-        for name in kept:
-            buffers[name].copy_(copies[name])
+    buffers = dict(module.named_buffers())
+    same = [name for name, value in values.items() if name in buffers and buffers[name].shape == value.shape]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers[name] for name in same)):
+        for name in same:
+            buffers[name].copy_(values[name])
+    for name in (values.keys() & buffers.keys()) - set(same) if reshape else ():
+        owner, _, last = name.rpartition(".")
+        module.get_submodule(owner)._buffers[last] = values[name].to(buffers[name].device)
 
 
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
@@ -115,10 +123,19 @@ def parameters_of_each_rank(ddp: DistributedDataParallel) -> list[torch.nn.Param
     return [parameter for parameter in ddp.module.parameters() if id(parameter) not in kept]
 
 
-def buffers(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    """The buffers that DDP keeps in step."""
+def buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """The buffers that DDP keeps in step, by name."""
     ignored = cast("set[str]", ddp.parameters_to_ignore)
-    return [buffer for name, buffer in ddp.module.named_buffers() if name not in ignored]
+    return {name: buffer for name, buffer in ddp.module.named_buffers() if name not in ignored}
+
+
+def buffer_places(ddp: DistributedDataParallel) -> dict[str, tuple[dict[str, torch.Tensor | None], str]]:
+    """Where a module looks up the buffers that DDP keeps in step: a dictionary and a key, by name.
+
+    Stands in for ``named_buffers()``, which takes ten times as long.
+    """
+    parts = {name: name.rpartition(".") for name in buffers(ddp)}
+    return {name: (ddp.module.get_submodule(owner)._buffers, last) for name, (owner, _, last) in parts.items()}
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:

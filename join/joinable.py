@@ -211,6 +211,10 @@ class BlockChannel(Protocol):
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         ...
 
+    def lead_in_step(self) -> None:
+        """Let the lowest rank with data in this step of a loop lead, though nothing is announced in it."""
+        ...
+
     def protest(self, why: str) -> None:
         """Raise a :class:`join.ProtocolError` for what this rank alone knows, at the end of a burst."""
         ...

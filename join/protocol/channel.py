@@ -304,6 +304,10 @@ class Channel:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         return self.headers.lead(self.mode.elect)
 
+    def lead_in_step(self) -> None:
+        """Let the lowest rank with data in this step of a loop lead, though nothing is announced in it."""
+        self.headers.leader = self.step.first_with_data
+
     @property
     def targets(self) -> Sequence[object]:
         """The objects that are listed in the blocks of the group."""

@@ -122,7 +122,10 @@ class GradientSync(DDPBurst):
         if self._ddp.find_unused_parameters:
             self._watch_use()
         contributions, channel, buffers = self._contributions, self._channel, self._buffers
-        if not self._ddp.require_backward_grad_sync or self.state is BurstState.PENDING:
+        synchronises = self._ddp.require_backward_grad_sync
+        if channel.is_in_loop_body and not synchronises:
+            channel.lead_in_step()  # the forward changes buffers of ranks with data
+        if not synchronises or self.state is BurstState.PENDING:
             return
         if not channel.is_in_loop_body:
             channel.end_broken_loop()

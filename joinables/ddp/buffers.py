@@ -71,7 +71,7 @@ class BufferSync(DDPBurst):
         super().attach(join)
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
-        self._lead_by(join.channel.leader)
+        self.lead_by(join.channel.leader)
         self._places = reducer.buffer_places(self._ddp)
         self._changed, self._shapes = [], _shapes.setdefault(self._ddp, self._shapes_now())
 
@@ -102,16 +102,17 @@ class BufferSync(DDPBurst):
         self.state = BurstState.RUNNING
         if self._takes_over_shapes():
             self._take_over(self._leader)
-            self._channel.when_led(self._lead_by)
+            self._channel.when_led(self.lead_by)
             self.state = BurstState.IDLE
             return
         # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
         # step before still has what all have to start from.
         reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
-        self._channel.when_led(self._lead_by)
+        self._channel.when_led(self.lead_by)
         self.state = BurstState.IDLE
 
-    def _lead_by(self, leader: int) -> None:
+    def lead_by(self, leader: int) -> None:
+        """Let this rank's buffers be taken next."""
         self._leader = leader
 
     def _takes_over_shapes(self) -> bool:

@@ -130,7 +130,10 @@ class GradientSync(DDPBurst):
         if self._ddp.find_unused_parameters:
             self._watch_use()
         contributions, channel, buffers = self._contributions, self._channel, self._buffers
-        if not self._ddp.require_backward_grad_sync or self.state is BurstState.PENDING:
+        synchronises = self._ddp.require_backward_grad_sync
+        if buffers is not None and channel.is_in_loop_body and not synchronises:
+            buffers.lead_by(channel.step.first_with_data)  # nothing is announced, and the forward changes them
+        if not synchronises or self.state is BurstState.PENDING:
             return
         if not channel.is_in_loop_body:
             channel.end_broken_loop()

@@ -80,8 +80,9 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         for epoch in range(len(COUNTS)):
             with join_uneven_inputs(accelerate, [model, optimizer, scheduler]) as join:
                 loader = loader_of(case, rank, epoch)
-                for x, y in join.iterate(loader) if case.iterate else loader:
-                    if case.weighted:
+                weigh = (lambda data: len(data[0])) if case.weighted else None
+                for x, y in join.iterate(loader, weigh=weigh) if case.iterate else loader:
+                    if case.weighted and not case.iterate:
                         join.weight = len(x)
                     with accelerate.accumulate(model):
                         accelerate.backward(((model(x) - y) ** 2).mean())

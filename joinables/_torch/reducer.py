@@ -157,6 +157,15 @@ def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor
     ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
 
 
+def has_finished(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has reduced all it waited for. Stands in for asking it; DDP asks in its next forward."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def first_static_backward(ddp: DistributedDataParallel) -> bool:
     """Whether the next synchronised backward is the first of a static graph, which the reducer treats differently.
 

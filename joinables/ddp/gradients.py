@@ -113,6 +113,10 @@ class GradientSync(DDPBurst):
         if not own:
             self._last_result.kept = kept
 
+    @override
+    def synchronise_own(self, source: int) -> None:
+        self._check_finished()
+
     # -- the header ---------------------------------------------------------------------------------------------------
 
     @override
@@ -272,14 +276,32 @@ class GradientSync(DDPBurst):
             self._plain_in = channel.loop  # the next one is as plain
             self._end_reduction()
         else:
-            self._at_end(self._end_reduction)
+            self._at_end(self._end_plain_reduction)
 
     def _end_reduction(self) -> None:
         self.state = BurstState.IDLE
         self._forwards.armed, self._last_result.kept = False, True
         self._contributions.window = Window()
 
+    def _end_plain_reduction(self) -> None:
+        self._check_finished()
+        self._end_reduction()
+
+    def _check_finished(self) -> None:
+        """Check that the backward has reached all parameters: ranks without data reduce them all.
+
+        Raises:
+            JoinError: if ``backward(inputs=...)`` has left some out, or none of the module's outputs depends on them.
+        """
+        if not reducer.has_finished(self._ddp):
+            raise JoinError(
+                f"{self.join_name} did not reach all parameters that the module waits for; name them all in"
+                " backward(inputs=...), leave it out, or build the module with find_unused_parameters=True where a loss"
+                " does not depend on all of them [J473]"
+            )
+
     def _finish_reduction(self) -> None:
+        self._check_finished()
         try:
             self._contributions.end()
         finally:

@@ -213,11 +213,6 @@ class BlockChannel(Protocol):
         """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
         ...
 
-    @property
-    def shadows(self) -> bool:
-        """Whether this rank runs a burst that others have announced."""
-        ...
-
     def sum(self, number: float) -> Callable[[], float]:
         """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it."""
         ...

@@ -11,7 +11,7 @@ of their own, ``joinables.optimizer_state``. Nothing is sent in the loop. At the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -82,9 +82,11 @@ class State(Silent):
         if not names or is_compared(stateful):
             return
         state = stateful.state_dict()
-        matching = [
-            tensor for name, tensor in named_tensors(state) if is_plain(tensor) and names.get(name) == tensor.shape
-        ]
+        matching: list[torch.Tensor] = []
+        for path, leaf in flattened(state):
+            name = getattr(path[-1], "key", None) if path else None
+            if isinstance(leaf, torch.Tensor) and is_plain(leaf) and name in names and leaf.shape == names[name]:
+                matching.append(leaf)
         if matching:
             broadcast_tensors(self._collective, matching, source)
             stateful.load_state_dict(state)  # which may have been a copy
@@ -113,22 +115,18 @@ def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
     return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
 
 
-def named_tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested containers, each with the last text in its path."""
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            keys = [key for entry in path if isinstance(key := getattr(entry, "key", None), str)]
-            yield (keys[-1] if keys else ""), leaf
+def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of nested containers, each with its path."""
+    return pytree.tree_flatten_with_path(tree)[0]
 
 
 def plain_values(tree: Any) -> dict[str, Any]:
     """The numbers, texts and small tensors of nested containers, by path; what else there is is left out."""
     found: dict[str, Any] = {}
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.tolist() if leaf.numel() == 1 else None
-        if isinstance(leaf, (bool, int, float, complex, str)):
-            found[pytree.keystr(path)] = float(leaf) if isinstance(leaf, float) else leaf  # numpy's are floats, too
+    for path, leaf in flattened(tree):
+        value = leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
+        if isinstance(value, (bool, int, float, complex, str)):
+            found[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # numpy's are floats, too
     return found
 
 

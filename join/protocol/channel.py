@@ -341,11 +341,6 @@ class Channel:
         header = self.headers.read()
         return header.flags(self.roster.index[id(burst)]), header.active
 
-    @property
-    def shadows(self) -> bool:
-        """Whether this rank runs a burst that others have announced."""
-        return self._shadows is not None
-
     def lead(self) -> int:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         return self.headers.lead(self.mode.elect)

@@ -99,15 +99,17 @@ class BufferSync(DDPBurst):
 
     @override
     def main_hook(self) -> None:
+        self.look()
+        self._run(shadows=True)
+
+    def _run(self, *, shadows: bool = False) -> None:
         self.state = BurstState.RUNNING
-        if self._takes_over_shapes():
+        if (shadows or self._changed) and not self._after_forward and self._takes_over_shapes():
             self._take_over(self._leader)
-            self._channel.when_led(self.lead_by)
-            self.state = BurstState.IDLE
-            return
-        # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
-        # step before still has what all have to start from.
-        reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
+        else:
+            # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of
+            # the step before still has what all have to start from.
+            reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
         self._channel.when_led(self.lead_by)
         self.state = BurstState.IDLE
 
@@ -117,22 +119,15 @@ class BufferSync(DDPBurst):
 
     def _takes_over_shapes(self) -> bool:
         """Whether all active ranks have changed the shapes of buffers, so that all ranks have to take them over."""
-        channel = self._channel
-        if self._after_forward or not (self._changed or channel.shadows):
-            return False
-        if channel.all_ranks_run_bursts:
+        if self._channel.all_ranks_run_bursts:
             if not self._all_changed:
                 self._protest("but another rank had no data")
             self._changed, self._shapes = [], self._shapes_now()
             return False
-        if channel.shadows:
-            self.look()
-        (changed,), active = channel.flags_beside(self)
-        if changed == active:
-            return True
-        if changed or self._changed:
+        (changed,), active = self._channel.flags_beside(self)
+        if changed != active and (changed or self._changed):
             self._protest(f"so they did on {changed} of {active} ranks with data")
-        return False
+        return changed == active
 
     def _protest(self, who: str) -> None:
         names = ", ".join(self._changed) or "of some ranks"
@@ -151,18 +146,18 @@ class BufferSync(DDPBurst):
 
     @override
     def fulfil(self) -> None:
-        self.main_hook()
+        self._run()
 
     def announced(self) -> None:
         """Broadcast the buffers, whose header was sent; after the forward, if a comm hook asks for that."""
         self.state = BurstState.PENDING
         if not self._after_forward:
-            self.main_hook()
+            self._run()
 
     def forward_ended(self) -> None:
         """Broadcast buffers that had to wait for the end of the forward."""
         if self.state is BurstState.PENDING:
-            self.main_hook()
+            self._run()
 
     @override
     def synchronise(self, source: int) -> None:

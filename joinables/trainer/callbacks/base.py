@@ -55,9 +55,6 @@ class Callback:
     ) -> None:
         """Called after a training step, and after the optimizer's step if one followed."""
 
-    def on_shadowed_step(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called on a rank that has run out of data, for each step in which it shadowed the others."""
-
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Called after an epoch and its validation; ``trainer.callback_metrics`` is up to date."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """A progress bar on rank 0. It counts the batches of the rank that has most, also while rank 0 is out of data.
+    """A progress bar on rank 0, of its batches, of which there are as many as on any rank where the trainer deals them out.
 
     Args:
         disable: whether to show none; ``None`` shows it on a terminal only, and not in log files and pipes.
@@ -31,18 +31,14 @@ class ProgressBar(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        total = None if trainer.plan is None else trainer.plan.longest
+        total = None if trainer.plan is None else trainer.plan.lengths[0]
         self._open(trainer, f"epoch {trainer.current_epoch}", total)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._advance(trainer, 1)
-
-    @override
-    def on_shadowed_step(self, trainer: Trainer, module: TrainModule) -> None:
-        self._advance(trainer, trainer.accumulate_grad_batches)
+        self._advance(trainer)
 
     @override
     def on_evaluation_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -54,7 +50,7 @@ class ProgressBar(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
     ) -> None:
         if stage == trainer.run.task.stage:  # not the validation within an epoch
-            self._advance(trainer, 1)
+            self._advance(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -71,12 +67,10 @@ class ProgressBar(Callback):
         if trainer.is_global_zero:
             self._bar = _tqdm()(total=total, desc=what, unit="batch", dynamic_ncols=True, disable=self._disable)
 
-    def _advance(self, trainer: Trainer, batches: int) -> None:
-        """Count batches, and show the values that were logged last."""
+    def _advance(self, trainer: Trainer) -> None:
+        """Count a batch, and show the values that were logged last."""
         if self._bar is not None:
-            if self._bar.total is not None:
-                batches = min(batches, self._bar.total - self._bar.n)
-            self._bar.update(batches)
+            self._bar.update(1)
             latest = trainer.latest
             if latest:
                 self._bar.set_postfix({name: f"{value:.4g}" for name, value in latest.items()}, refresh=False)

@@ -1,17 +1,15 @@
-"""What the trainer itself lists in an epoch's block: :class:`Counters`, :class:`Ticker`, :class:`CollectiveCall`."""
+"""What the trainer itself lists in an epoch's block: :class:`Counters`, :class:`CollectiveCall`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from typing_extensions import override
 
-from join import Join
 from join.collectives import Collective
+from join.joinable import Block, Burst, BurstState
 from join.on_group import OnGroup
-from joinables.shared_call import SharedCall
 
 T = TypeVar("T")
 
@@ -36,41 +34,36 @@ class Counters:
         self.global_step, self.epochs = state["global_step"], state["epochs"]
 
 
-class Ticker(OnGroup):
-    """Calls ``tick`` on a rank that has run out of data, once for each backward of the others that it shadows.
-
-    It has no collective of its own.
-    """
-
-    def __init__(self, collective: Collective, tick: Callable[[], None]) -> None:
-        super().__init__(collective)
-        self._tick = tick
-
-    def __call__(self) -> None:
-        """Note that this rank, which has data, has run a backward."""
-        if self.join_config.enable:
-            Join.notify_join_context(self)
-
-    @override
-    def main_hook(self) -> None:
-        self._tick()
-
-
-class CollectiveCall(SharedCall[T]):
+class CollectiveCall(OnGroup, Burst, Generic[T]):
     """A call with collectives that all ranks make together, also those that have run out of data.
 
-    The argument of ``function`` says whether this rank still has data.
+    Args:
+        collective: the ranks.
+        function: its argument says whether this rank still has data.
     """
 
     def __init__(self, collective: Collective, function: Callable[[bool], T]) -> None:
-        super().__init__(partial(function, True), collective)
-        self._shadow = partial(function, False)
+        super().__init__(collective)
+        self._function = function
+        self._join: Block | None = None  # while a block is open
 
-    @property
+    def __call__(self) -> T:
+        """Call the function, and have joined ranks call it, too."""
+        if self._join is not None:
+            self._join.channel.announce(self)
+        self.state = BurstState.RUNNING
+        result = self._function(True)
+        self.state = BurstState.IDLE
+        return result
+
     @override
-    def join_name(self) -> str:
-        return type(self).__name__
+    def attach(self, join: Block) -> None:
+        self._join, self.state = join, BurstState.IDLE
+
+    @override
+    def detach(self) -> None:
+        self._join = None
 
     @override
     def main_hook(self) -> None:
-        self._shadow()
+        self._function(False)

@@ -209,11 +209,6 @@ class Plan:
         return None if None in self.lengths else min(cast("tuple[int, ...]", self.lengths))
 
     @property
-    def longest(self) -> int | None:
-        """The largest number of batches; ``None`` if it is unknown."""
-        return None if None in self.lengths else max(cast("tuple[int, ...]", self.lengths))
-
-    @property
     def even(self) -> bool:
         """Whether it is known that all ranks have the same number of batches."""
         return len(self.lengths) == 1 or (None not in self.lengths and len(set(self.lengths)) == 1)

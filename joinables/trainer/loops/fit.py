@@ -201,7 +201,6 @@ class FitLoop:
         run.is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
-            run.ticker,
             *run.optimizers,
             *(each.scheduler for each in run.schedulers),
             *([] if run.scaler is None else [run.scaler]),

@@ -16,7 +16,7 @@ import torch
 
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
-from joinables.trainer.loops.collective_calls import CollectiveCall, Counters, Ticker
+from joinables.trainer.loops.collective_calls import CollectiveCall, Counters
 from joinables.trainer.loops.metrics import MetricStore
 from joinables.trainer.loops.optimizers import Scheduler
 from joinables.trainer.loops.position import Position
@@ -113,7 +113,6 @@ class FitRun(Run):
     def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
         super().__init__(trainer, module, task)
         self.counters = Counters()
-        self.ticker = Ticker(self.collective, lambda: self.call("on_shadowed_step"))
         self.is_weighted = False
         """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
         self.position = Position(self.store)
@@ -124,5 +123,3 @@ class FitRun(Run):
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
         self.strategy.backward(loss, float(self.samples) if self.is_weighted else None, sync=sync, **options)
-        if sync:
-            self.ticker()

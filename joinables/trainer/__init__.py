@@ -17,9 +17,7 @@ from joinables.trainer.callbacks.early_stopping import EarlyStopping
 from joinables.trainer.callbacks.files import CSVMetrics, TensorBoardMetrics
 from joinables.trainer.callbacks.progress import ProgressBar
 from joinables.trainer.ddp_strategy import DDPStrategy
-from joinables.trainer.launch.environment import Environment, LocalEnvironment, Place
-from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
-from joinables.trainer.launch.launcher import Launcher
+from joinables.trainer.launch import Launcher, LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.loops.data import UnevenDistributedSampler
 from joinables.trainer.module import TrainModule
 from joinables.trainer.result import Result
@@ -31,13 +29,10 @@ __all__ = [
     "Callback",
     "DDPStrategy",
     "EarlyStopping",
-    "Environment",
     "LaunchError",
     "Launcher",
-    "LocalEnvironment",
     "ModelCheckpoint",
     "NotPicklable",
-    "Place",
     "ProgressBar",
     "RemoteTraceback",
     "Result",

@@ -17,8 +17,8 @@ from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.callbacks.files import MetricFiles
 from joinables.trainer.callbacks.progress import ProgressBar
 from joinables.trainer.ddp_strategy import DDPStrategy
+from joinables.trainer.environment import detect_environment
 from joinables.trainer.hooks import check_callback_hooks, check_hooks, check_step
-from joinables.trainer.launch.launched import detect_environment
 from joinables.trainer.loops.data import copied_sampler
 from joinables.trainer.module import TrainModule
 from joinables.trainer.strategy import Strategy, strategy_of
@@ -65,17 +65,17 @@ def world_size_for(devices: Any, num_nodes: Any, accelerator: str) -> int:
     check_count("num_nodes", num_nodes)
     environment = detect_environment()
     there = torch.cuda.device_count() if accelerator == "cuda" else None
-    if num_nodes > 1 and environment.creates_processes:
+    if num_nodes > 1 and environment is None:
         raise ValueError(
             f"num_nodes={num_nodes}: processes on other nodes must be started there; use torchrun, SLURM or MPI [J170]"
         )
     if devices == "auto":
-        return there or 1 if environment.creates_processes else environment.place().world_size
+        return there or 1 if environment is None else environment.place.world_size
     check_count("devices", devices)
     if there is not None and devices > there:
         raise ValueError(f"devices={devices} and torch finds {there} GPUs; ask for as many at most [J171]")
     wanted = devices * num_nodes
-    if wanted > 1 and not environment.creates_processes and (started := environment.place().world_size) != wanted:
+    if wanted > 1 and environment is not None and (started := environment.place.world_size) != wanted:
         raise ValueError(
             f"devices={devices} and num_nodes={num_nodes}, but {environment.name} started {started} processes; leave"
             " devices out to train on all of them [J172]"
@@ -87,7 +87,7 @@ def checked_strategy(strategy: str | Strategy, world_size: int, devices: Any) ->
     """Return the strategy to train with; ``"auto"`` is ``"single"`` for one process, and ``"ddp"`` for several."""
     environment = detect_environment()
     if strategy == "auto":
-        if world_size == 1 and not environment.creates_processes and (there := environment.place().world_size) > 1:
+        if world_size == 1 and environment is not None and (there := environment.place.world_size) > 1:
             raise ValueError(
                 f"devices={devices}, and {environment.name} started {there} processes, each of which would train"
                 " alone; leave devices out to train on all of them, or pass strategy='single' if that is meant [J173]"

@@ -26,7 +26,7 @@ from join import Join
 from join.arguments import checked_timeout, did_you_mean
 from join.collectives import Collective, collective_of
 from joinables.loss_gate import LossGate
-from joinables.trainer.launch.launcher import Launcher, StartMethod, checked_start_method
+from joinables.trainer.launch import Launcher, StartMethod
 from joinables.trainer.strategy import Strategy, check_not_wrapped, register_strategy
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class DDPStrategy(Strategy):
     Raises:
         TypeError: for an argument that neither this class nor ``DistributedDataParallel`` takes, or that the strategy
             gives to it itself.
-        ValueError: for an unknown ``start_method``, a ``timeout`` that is none, or a wrapper without a hook.
+        ValueError: for a ``timeout`` that is none, or a wrapper without a hook.
     """
 
     is_distributed = True
@@ -73,7 +73,7 @@ class DDPStrategy(Strategy):
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
             raise ValueError("ddp_comm_wrapper wraps ddp_comm_hook, which is not given; give both or neither [J204]")
         _check_ddp_kwargs(ddp_kwargs)
-        self.start_method: StartMethod = checked_start_method(start_method)
+        self.start_method: StartMethod = start_method
         self.sync_batchnorm = sync_batchnorm
         self.shards_optimizers = shard_optimizers
         self._find_unused = find_unused_parameters

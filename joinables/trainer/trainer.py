@@ -8,6 +8,7 @@ everything back: weights, optimizer state, counters, metrics. So a second ``fit`
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,8 @@ from joinables.trainer.callbacks.base import Callback
 from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
 from joinables.trainer.checkpoints import snapshot
 from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
+from joinables.trainer.environment import detect_environment
 from joinables.trainer.keywords import checks_keywords
-from joinables.trainer.launch.folders import temporary_folder
-from joinables.trainer.launch.launched import detect_environment
 from joinables.trainer.loops import rng
 from joinables.trainer.loops.data import Plan
 from joinables.trainer.loops.precision import Precision
@@ -207,7 +207,8 @@ class Trainer:
             for name, loader in loaders.items():
                 if loader is not None:
                     arguments.warn_if_not_dealt_out(name, loader, self.world_size)
-        with temporary_folder() as folder:
+        with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
             path = None if ckpt_path is None else Path(ckpt_path)
             if stage == "fit" and path is None and self._last.state is not None:
                 path = folder / "last-fit"
@@ -286,7 +287,8 @@ class Trainer:
         """The rank of this process; outside a run 0, or what torchrun, SLURM or MPI say."""
         if self._run is not None:
             return self._run.rank
-        return detect_environment().place().rank if self.strategy.is_distributed else 0
+        environment = detect_environment() if self.strategy.is_distributed else None
+        return 0 if environment is None else environment.place.rank
 
     @property
     def is_global_zero(self) -> bool:
@@ -380,6 +382,6 @@ class Trainer:
         if self._accelerator == "cpu":
             return torch.device("cpu")
         environment = detect_environment()
-        local_rank = rank if environment.creates_processes else environment.place().local_rank
+        local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
         return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """A progress bar on rank 0, of its batches, of which there are as many as on any rank where the trainer deals them out.
+    """A progress bar on rank 0, of its batches: no rank has more, where the trainer deals them out.
 
     Args:
         disable: whether to show none; ``None`` shows it on a terminal only, and not in log files and pipes.

@@ -165,11 +165,11 @@ def classes_called(name: str, path: Path) -> Iterator[tuple[ast.ClassDef, Path]]
 
 
 def test_attributes_of_base_classes_count() -> None:
-    path = PATHS["joinables.trainer.loops.collective_calls"]
+    path = PATHS["joinables.trainer.run"]
     [(call, where)] = classes_called("CollectiveCall", path)
     assert where == path
     assert attributes_set(call, path) >= {"_join", "_function", "_group"}  # the last by a class in another file
-    assert list(classes_called("Join", PATHS["joinables.trainer.ddp_strategy"]))  # imported from a package that has it from a module
+    assert list(classes_called("Join", PATHS["joinables.trainer.strategy"]))  # imported from a package that has it from a module
     assert not list(classes_called("TypeVar", path))
 
 

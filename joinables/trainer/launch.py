@@ -50,7 +50,6 @@ from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
 from join.collectives import TorchCollective
-from join.collectives._torch_private import pytree
 from join.collectives.broken import is_broken
 from join.collectives.fresh_store import fresh_store
 from join.collectives.timeouts import timeouts
@@ -181,7 +180,7 @@ class Launcher:
         with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
             if not forks:
                 # Not by torch.multiprocessing, which would have the workers share the tensors of this process.
-                _pickle((fn, args), Path(folder, "call"))
+                _write((fn, args), Path(folder, "call"))
             context = multiprocessing.get_context(self._start_method)
             ranks = self._world_size
             threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -195,7 +194,7 @@ class Launcher:
                     told = (f"rank {other.rank} failed too: {other.text[:200]}" for other in others)
                     add_note(first.error, "; ".join(told))
                 raise first.error
-            return pickle.loads(Path(folder, "result").read_bytes())
+            return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)
 
 
 @dataclass(frozen=True)
@@ -316,11 +315,11 @@ def _work(rank: int, job: _Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(job.threads)
     try:
-        fn, args = job.call or pickle.loads((job.folder / "call").read_bytes())
+        fn, args = job.call or torch.load(job.folder / "call", weights_only=False)
         store = dist.TCPStore(LOOPBACK, job.ports.get(), is_master=False)
         result = _as_rank(Place(rank, job.world_size, rank), store, job.backend, job.timeout, fn, args)
         if rank == 0:
-            _pickle(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result), job.folder / "result")
+            _write(result, job.folder / "result")
     except SystemExit:
         raise  # fn wants the process to end with this code; the parent sees it
     except BaseException as error:
@@ -364,18 +363,15 @@ def _as_rank(
     return result
 
 
-def _pickle(value: Any, path: Path) -> None:
+def _write(value: Any, path: Path) -> None:
     """Write ``value`` for another process.
 
     Raises:
         NotPicklable: if it cannot be pickled.
     """
     try:
-        with path.open("wb") as file:
-            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
-    except OSError:
-        raise  # the disk is full
-    except Exception as error:
+        torch.save(value, path)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise NotPicklable(
             f"the {path.name} cannot be pickled for another process: {described(error)}. Use functions and classes"
             " from the top level of a file, or start processes by fork (start_method='fork'; of a trainer,"

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from join import PeerError
 from joinables.trainer import Callback, ModelCheckpoint
-from tests.joinables.trainer.loops.test_fit import Interrupt
 from tests.joinables.trainer.modules import Classifier, dataset
 from tests.joinables.trainer.ranks import trainer
+from tests.joinables.trainer.test_loop import Interrupt
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 

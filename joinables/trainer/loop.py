@@ -6,9 +6,8 @@ The order of collectives, on every rank::
     an epoch   one object all-gather: the numbers and sizes of all ranks' batches
                the block: see joinables.ddp; a rank that is out of data shadows the others
                    with uneven="stop" and unknown lengths, a vote before each batch: has every rank another one?
-                   with uneven="error" and unknown lengths, once a rank runs out, one object all-gather: which have?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
-               checkpoints at its end: see joinables.trainer.checkpoints.snapshot
+               checkpoints at its end: see joinables.trainer.checkpoint
 
 Within a block, a rank that accumulates k batches runs one synchronised backward for every k of them, and one for the
 rest at its end. So the n-th synchronised backward of one rank meets the n-th of every other.
@@ -17,71 +16,70 @@ rest at its end. So the n-th synchronised backward of one rank meets the n-th of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 
-from join import EarlyTerminationError
 from join.transfer import broadcast_tree
-from joinables.trainer.callbacks.base import Callback
-from joinables.trainer.checkpoints import snapshot
-from joinables.trainer.loops import rng
-from joinables.trainer.loops.collective_calls import CollectiveCall
-from joinables.trainer.loops.data import Plan, distribute, sampler_of
-from joinables.trainer.loops.evaluate import evaluate, local_loader
-from joinables.trainer.loops.optimizers import check_closure, parse_optimizers, retarget
-from joinables.trainer.loops.run import FitRun
-
-_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+from joinables.trainer import checkpoint, rng
+from joinables.trainer.callbacks import Callback
+from joinables.trainer.data import Plan, distribute, sampler_of
+from joinables.trainer.evaluate import evaluate, local_loader
+from joinables.trainer.metrics import monitored
+from joinables.trainer.run import CollectiveCall, Run
 
 
 class FitLoop:
     """Trains a module on one rank, and validates on ``val_loader``, if there is one, after every epoch."""
 
-    def __init__(self, run: FitRun, train_loader: Any, val_loader: Any) -> None:
+    def __init__(self, run: Run, train_loader: Any, val_loader: Any) -> None:
         self._run = run
-        self._trainer, self._module, self._strategy = run.trainer, run.module, run.strategy
+        self._trainer, self._module, self._strategy = run.trainer, run.module, run.trainer.strategy
         self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
         run.position.sampler = sampler_of(self._loader)
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._hooks: list[Any] = []
-        run.take_snapshot = CollectiveCall(run.collective, lambda active: snapshot.take(run, active))
+        run.take_snapshot = CollectiveCall(run.collective, partial(checkpoint.take, run))
         self._has_another = False
         self._all_have_another = CollectiveCall(
             run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
         )
 
-    def start(self, saved: Any) -> None:
-        """Wrap the module, build its optimizers, and resume from the snapshot that rank 0 has ``saved``, if any."""
+    def start(self) -> None:
+        """Wrap the module, build its optimizers, and resume from the snapshot that rank 0 has been given, if any."""
         run, trainer, module = self._run, self._trainer, self._module
-        automatic = module.automatic_optimization
-        self._strategy.wrap(module, run.device, several_backwards=not automatic)
+        self._wrap()
         optimizers, run.schedulers = parse_optimizers(module.configure_optimizers())
-        if automatic and len(optimizers) > 1:
+        if module.automatic_optimization and len(optimizers) > 1:
             raise ValueError(
                 f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
                 " do with one; set automatic_optimization = False and step them in training_step [J236]"
             )
-        for optimizer in optimizers:
-            check_closure(optimizer, automatic, run.collective.world_size)
-            if run.rank == 0:
-                _warn_of_foreign_parameters(optimizer, module)
+        if run.collective.world_size > 1 and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise ValueError(
+                "LBFGS evaluates its closure as often as the loss tells it to, another number on each rank; train with"
+                " devices=1 and automatic_optimization = False, or take another optimizer [J249]"
+            )
         run.optimizers = self._strategy.shard(optimizers)
         for scheduler in run.schedulers:
             for mine, given in zip(run.optimizers, optimizers, strict=True):
                 if mine is not given and scheduler.scheduler.optimizer is given:
-                    retarget(scheduler.scheduler, mine)
-        if not automatic:
+                    # A scheduler marks the step of its optimizer, and warns if the mark is gone; one that changes
+                    # nothing sets it.
+                    torch.optim.lr_scheduler.LambdaLR(mine, lambda _: 1.0)
+                    scheduler.scheduler.optimizer = mine
+        if not module.automatic_optimization:
             for optimizer in run.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
                 self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
             rng.seed_all(trainer.seed + run.rank)
-        state = broadcast_tree(run.collective, saved, 0)
+        state = broadcast_tree(run.collective, run.task.saved, 0)
         if state is not None:
-            snapshot.resume(run, state)
+            checkpoint.resume(run, state)
 
     def run(self) -> None:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
@@ -95,7 +93,12 @@ class FitLoop:
             steps, is_resumed = run.counters.global_step, run.position.resume_from is not None
             self._epoch()
             if run.counters.global_step == steps and not is_resumed:
-                self._warn_of_no_step()
+                if run.rank == 0:
+                    warnings.warn(
+                        "an epoch made no optimizer step: there was no batch (on one of the ranks, with uneven='stop'),"
+                        " or training_step stepped no optimizer",
+                        stacklevel=2,
+                    )
                 if trainer.max_epochs is None:
                     break  # the steps would never be enough
         with run.fresh_metrics():  # those of an epoch that max_steps has cut short are kept for the fit that ends it
@@ -108,37 +111,25 @@ class FitLoop:
         self._loader = self._val_loader = None
         self._module.zero_grad(set_to_none=True)
 
+    def _wrap(self) -> None:
+        """Wrap the module, unless it is: a hook may have frozen or unfrozen parameters, and then the wrapper is new."""
+        several = not self._module.automatic_optimization
+        self._strategy.wrap(self._module, self._run.device, several_backwards=several)
+
     def _set_modes(self) -> None:
         """Put the module into training mode; parts that alone are in eval mode stay in it."""
-        module = self._module
-        parts = dict(cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules()))
-        frozen = {name: part for name, part in parts.items() if module.training and not part.training}
-        module.train()  # which the user may have overridden, to freeze parts there
-        for part in frozen.values():
+        frozen = [part for part in self._module.modules() if self._module.training and not part.training]
+        self._module.train()  # which the user may have overridden, to freeze parts there
+        for part in frozen:
             part.training = False
         # BatchNorm and frozen layers are put into eval mode on purpose. A pretrained model comes in it as a whole.
-        found = [
-            name
-            for name, part in frozen.items()
-            if not isinstance(part, _BATCH_NORMS)
-            if any(parameter.requires_grad for parameter in part.parameters(recurse=False))
-        ]
-        if found and self._run.rank == 0:
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        trained = [part for part in frozen if any(each.requires_grad for each in part.parameters(recurse=False))]
+        if self._run.rank == 0 and not all("BatchNorm" in type(part).__name__ for part in trained):
             warnings.warn(
-                f"{type(module).__name__} has parts in eval mode that are trained, and stay in it:"
-                f" {', '.join(found[:5])}{more}. Unless that is meant, call train() on them in __init__",
+                f"{type(self._module).__name__} has parts in eval mode that are trained, and stay in it, such as"
+                f" {trained[0]!r}. Unless that is meant, call train() on them in __init__",
                 stacklevel=2,
             )
-
-    def _warn_of_no_step(self) -> None:
-        """Warn, on rank 0, of an epoch in which no optimizer was stepped, and say why."""
-        if self._run.rank == 0:
-            why = "train_loader gave no batch" if self._module.automatic_optimization else "no optimizer was stepped"
-            stops = self._trainer.uneven == "stop"
-            some = "on one of the ranks, with which uneven='stop' stops all" if stops else "on any rank"
-            end = ", so the fit ends before max_steps" if self._trainer.max_epochs is None else ""
-            warnings.warn(f"an epoch made no optimizer step: {why} {some}{end}", stacklevel=2)
 
     @property
     def _has_enough_epochs(self) -> bool:
@@ -158,8 +149,7 @@ class FitLoop:
         trainer.plan = plan = Plan.agree(run.collective, self._loader)
         self._module.on_train_epoch_start()
         run.call("on_train_epoch_start")
-        # A hook may have frozen or unfrozen parameters: then a fresh wrapper.
-        self._strategy.wrap(self._module, run.device, several_backwards=not self._module.automatic_optimization)
+        self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
         finished = run.collective.reduce_boolean_decision(self._train(plan))
         run.reduce_metrics()
@@ -168,14 +158,12 @@ class FitLoop:
         run.position.redo_from_here()
         if self._val_loader is not None:
             evaluate(run, self._val_loader, "validate")
-        for scheduler in run.schedulers:
-            # Before the first optimizer step of all there is nothing to schedule, and torch warns.
-            if scheduler.interval == "epoch" and self._module.automatic_optimization and run.counters.global_step:
-                scheduler.step(trainer.metrics)
+        # Before the first optimizer step of all there is nothing to schedule, and torch warns.
+        if self._module.automatic_optimization and run.counters.global_step:
+            self._schedule("epoch")
         run.counters.epochs += 1
         run.position.end_epoch()
         self._tell("on_train_epoch_end")
-        run.store.reduced.clear()
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def _tell(self, hook: str) -> None:
@@ -209,52 +197,28 @@ class FitLoop:
             run.take_snapshot,
             *([self._all_have_another] if vote else []),
         ]
-        block = self._strategy.block(
-            listed,
-            enable=not even or run.is_weighted,
-            throw=unknown and uneven == "error",
-            transform_gradients=self._prepare_gradients,
-        )
-        limit = plan.shortest if uneven == "stop" else None
-        finished: bool | None = None
-        try:
-            with block:
-                finished = self._train_batches(limit, vote=vote)
-                run.samples = 0  # what this rank logs while it shadows others weighs nothing
-        except EarlyTerminationError as error:
-            raise self._uneven_error(ran_out=finished is not None) from error
+        enable, throw = not even or run.is_weighted, unknown and uneven == "error"
+        with self._strategy.block(listed, enable=enable, throw=throw, transform_gradients=self._prepare_gradients):
+            finished = self._train_batches(plan.shortest if uneven == "stop" else None, vote=vote)
+            run.samples = 0  # what this rank logs while it shadows others weighs nothing
         return finished
 
-    def _uneven_error(self, *, ran_out: bool) -> EarlyTerminationError:
-        """The error that all ranks raise at the same step, with who ran out: one object all-gather."""
-        run = self._run
-        counts: list[int | None] = run.collective.all_gather_object(run.position.batches_read if ran_out else None)
-        told = ", ".join(f"rank {rank} after {count} batches" for rank, count in enumerate(counts) if count is not None)
-        return EarlyTerminationError(
-            f"uneven='error' and the ranks have different numbers of batches: there are no more on {told}; make them"
-            " even, or use uneven='join' [J238]"
-        )
-
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
-        run = self._run
-        voting = self._while_all_have_one if vote else None
-        for index, batch, is_last in run.position.batches(self._loader, limit, voting):
+        run, module = self._run, self._module
+        for index, batch, is_last in run.position.batches(
+            self._loader, limit, self._while_all_have_one if vote else None
+        ):
             batch = run.take(batch)
-            if cast("Any", self._module.on_train_batch_start(batch, index)) == -1:
-                raise ValueError(
-                    "on_train_batch_start returned -1, and the trainer does not skip the rest of an epoch; return"
-                    " nothing [J239]"
-                )
+            module.on_train_batch_start(batch, index)
             run.call("on_train_batch_start", batch, index)
-            if self._module.automatic_optimization:
+            if module.automatic_optimization:
                 outputs = self._automatic_step(batch, index, is_last)
             else:
-                with run.precision.forward_context():
-                    outputs = self._module.training_step(batch, index)
+                with run.autocast():
+                    outputs = module.training_step(batch, index)
             run.position.advance()
-            self._module.on_train_batch_end(outputs, batch, index)
+            module.on_train_batch_end(outputs, batch, index)
             run.call("on_train_batch_end", outputs, batch, index)
-            run.store.singles.clear()
             if self._has_enough_steps:
                 return is_last
         return True
@@ -272,22 +236,16 @@ class FitLoop:
 
     def _automatic_step(self, batch: Any, index: int, is_last: bool) -> Any:
         run, k = self._run, self._trainer.accumulate_grad_batches
-        optimizer = run.optimizers[0]
+        (optimizer,) = run.optimizers
         if index % k == 0:
             optimizer.zero_grad()
-        with run.precision.forward_context():
+        with run.autocast():
             outputs: Any = self._module.training_step(batch, index)
         loss = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
-        if not isinstance(loss, torch.Tensor):
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(
-                f"training_step of {type(self._module).__name__} returned {outputs!r}; return the loss, a tensor, or a"
-                ' dict with it under "loss" [J240]'
-            )
-        if loss.numel() != 1 or not loss.requires_grad:
-            what = "does not depend on a parameter" if loss.numel() == 1 else f"has the shape {list(loss.shape)}"
-            raise ValueError(
-                f"the loss that training_step of {type(self._module).__name__} returned {what}; return the mean over"
-                " the samples, computed from the module's outputs [J241]"
+                f"training_step of {type(self._module).__name__} returned {outputs!r}; return the loss, a tensor with"
+                " the mean over the samples, computed from the module's outputs, or a dict with it under 'loss' [J240]"
             )
         sync = is_last or (index + 1) % k == 0
         run.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
@@ -306,9 +264,14 @@ class FitLoop:
             run.scaler.step(optimizer)
             run.scaler.update()
         run.counters.global_step += 1
-        for scheduler in run.schedulers:
-            if scheduler.interval == "step":
-                scheduler.step(self._trainer.metrics)
+        self._schedule("step")
+
+    def _schedule(self, interval: str) -> None:
+        """Step the schedulers of this interval."""
+        for each in self._run.schedulers:
+            if each.interval == interval:
+                plateau = isinstance(each.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                each.scheduler.step(*([monitored(self._trainer.metrics, each.monitor)] if plateau else []))
 
     def _prepare_gradients(self) -> None:
         """Change gradients before the optimizer's step; under manual optimization, the user's step does that."""
@@ -327,13 +290,54 @@ class FitLoop:
         self._run.counters.global_step += 1
 
 
-def _warn_of_foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """Warn of an optimizer that has no parameter of the module."""
-    mine = set(map(id, module.parameters()))
-    if not any(id(each) in mine for group in optimizer.param_groups for each in group["params"]):
-        kind = type(module).__name__
-        warnings.warn(
-            f"the {type(optimizer).__name__} that configure_optimizers returned has none of the parameters of {kind},"
-            " and trains nothing of it; make it there, from self.parameters()",
-            stacklevel=2,
-        )
+# -- what configure_optimizers returns --------------------------------------------------------------------------------
+
+
+@dataclass
+class Scheduler:
+    """A scheduler and when it steps.
+
+    Attributes:
+        interval: ``"epoch"`` or ``"step"``.
+        monitor: the metric it steps on, for ``ReduceLROnPlateau``.
+        name: is not looked at.
+        frequency: after how many intervals it steps; 1.
+        strict: is not looked at.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    monitor: str | None = None
+    name: str | None = None
+    frequency: int = 1
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.scheduler, "step") or self.interval not in ("epoch", "step") or self.frequency != 1:
+            raise ValueError(
+                f"configure_optimizers returned {self!r}; the scheduler must have a method step, interval must be"
+                " 'epoch' or 'step', and frequency 1 [J253]"
+            )
+
+
+def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
+    """Return the optimizers and schedulers in what ``configure_optimizers`` has returned."""
+    optimizers: list[torch.optim.Optimizer] = []
+    schedulers: list[Scheduler] = []
+    found = list(cast("Sequence[Any]", configured)) if isinstance(configured, (list, tuple)) else [configured]
+    if isinstance(configured, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found):
+        found = [*found[0], *({"lr_scheduler": each} for each in found[1])]
+    for each in found:
+        options: Any = {"optimizer": each} if isinstance(each, torch.optim.Optimizer) else each
+        if not isinstance(options, dict) or not options.keys() <= {"optimizer", "lr_scheduler", "monitor"}:
+            raise TypeError(
+                f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"
+                ' [schedulers]), or {"optimizer": ..., "lr_scheduler": ..., "monitor": ...} [J247]'
+            )
+        options = cast("dict[str, Any]", options)
+        optimizers += [options["optimizer"]] if "optimizer" in options else []
+        given = options.get("lr_scheduler")
+        if given is not None:
+            own = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {"scheduler": given}
+            schedulers.append(Scheduler(**{"monitor": options.get("monitor"), **own}))
+    return optimizers, schedulers

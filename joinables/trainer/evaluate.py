@@ -13,9 +13,9 @@ import torch
 
 from join.batch import map_tensors
 from joinables.train_mode import keeping_modes
-from joinables.trainer.loops import rng
-from joinables.trainer.loops.data import distribute
-from joinables.trainer.loops.run import Run
+from joinables.trainer import rng
+from joinables.trainer.data import distribute
+from joinables.trainer.run import Run
 
 _IN_HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
 
@@ -65,17 +65,16 @@ def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] 
     # No generator: in one, a step's StopIteration would become another error.
     module, name = run.module, _IN_HOOKS[stage]
     step = getattr(module, f"{name}_step")
-    on_batch_start, on_batch_end = getattr(module, f"on_{name}_batch_start"), getattr(module, f"on_{name}_batch_end")
     run.call("on_evaluation_start", stage)
     run.samples = 1  # a hook's values weigh the same on all ranks
     getattr(module, f"on_{name}_start")()
     getattr(module, f"on_{name}_epoch_start")()
     for index, batch in enumerate(rng.iterate(local)):
         batch = run.take(batch)
-        on_batch_start(batch, index)
-        with run.precision.forward_context():
+        getattr(module, f"on_{name}_batch_start")(batch, index)
+        with run.autocast():
             output = step(batch, index)
-        on_batch_end(output, batch, index)
+        getattr(module, f"on_{name}_batch_end")(output, batch, index)
         run.call("on_evaluation_batch_end", output, batch, index, stage)
         if keep is not None:
             keep(output)

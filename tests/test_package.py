@@ -55,7 +55,6 @@ def test_public_names() -> None:
         "ZeroStep",
     ]
     assert joinables.trainer.__all__ == [
-        "CSVMetrics",
         "Callback",
         "DDPStrategy",
         "EarlyStopping",
@@ -63,12 +62,9 @@ def test_public_names() -> None:
         "Launcher",
         "ModelCheckpoint",
         "NotPicklable",
-        "ProgressBar",
         "RemoteTraceback",
         "Result",
-        "SingleStrategy",
         "Strategy",
-        "TensorBoardMetrics",
         "TrainModule",
         "Trainer",
         "UnevenDistributedSampler",

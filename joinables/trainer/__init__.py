@@ -5,18 +5,18 @@
     trainer             what users call, and one rank's part of a run
     module              what is trained
     strategy            how a module is wrapped, and how its gradients are made
-    launch, environment one function on all ranks, in processes started here or by others
-    loop, evaluate, run fit, evaluation and prediction on one rank, and what is known there
+    launch              one function on all ranks, in processes started here or by others
+    loop, run           fit, evaluation and prediction on one rank, and what is known there
     data, metrics, rng  who gets which batch; means over all samples; random states
     callbacks           what is called during a run
     checkpoint          what a fit resumes from
 """
 
-from joinables.trainer.callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar
+from joinables.trainer.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from joinables.trainer.data import UnevenDistributedSampler
 from joinables.trainer.launch import Launcher, LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.module import TrainModule
-from joinables.trainer.strategy import DDPStrategy, SingleStrategy, Strategy, register_strategy, strategies
+from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
 from joinables.trainer.trainer import Result, Trainer
 
 __all__ = [
@@ -27,10 +27,8 @@ __all__ = [
     "Launcher",
     "ModelCheckpoint",
     "NotPicklable",
-    "ProgressBar",
     "RemoteTraceback",
     "Result",
-    "SingleStrategy",
     "Strategy",
     "TrainModule",
     "Trainer",

@@ -1,7 +1,7 @@
 """Objects that a trainer calls at certain points of a run: :class:`Callback`, and those that come with the trainer.
 
 Every hook runs on every rank. Those of an epoch or a run are called by all ranks together, so they may communicate, on
-``trainer.collective``. Those of a batch must not: they are not called on a rank that has run out of data.
+``trainer.run.collective``. Those of a batch must not: they are not called on a rank that has run out of data.
 
 Hooks take the whole ``Trainer``: users annotate them so, and use all of it. Its type is imported for type checkers
 only, since the trainer imports this file.
@@ -9,7 +9,6 @@ only, since the trainer imports this file.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
@@ -215,7 +214,7 @@ class ModelCheckpoint(Callback):
         discarded: list[str] = []
         if self._top_k and not only_last:
             score = 0.0 if self._monitor is None else monitored(metrics, self._monitor)
-            path = self._free(folder / f"{self._name(trainer, is_epoch_end)}.ckpt", others)
+            path = self._free(folder / f"{self._name(trainer)}.ckpt", others)
             self._kept[path] = score
             discarded = self._best_first()[self._top_k :] if self._top_k > 0 else []
             for each in discarded:
@@ -244,15 +243,15 @@ class ModelCheckpoint(Callback):
         names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(taken) + 1)))
         return next(str(name) for name in names if str(name) not in taken)
 
-    def _name(self, trainer: Trainer, is_epoch_end: bool) -> str:
-        """``filename`` with its fields filled in; in the middle of an epoch, a metric that is not there is NaN."""
+    def _name(self, trainer: Trainer) -> str:
+        """``filename`` with its fields filled in; a metric that is not there is NaN."""
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
-        def fill(field: re.Match[str]) -> str:
-            value = monitored(values, field[1]) if is_epoch_end else values.get(field[1], math.nan)
-            return f"{field[1]}={format(value, field[2] or '')}".replace("/", "_")
-
-        return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, self._filename)
+        return re.sub(
+            r"\{([^{}:]+)(?::([^{}]*))?\}",
+            lambda field: f"{field[1]}={format(values.get(field[1], math.nan), field[2] or '')}".replace("/", "_"),
+            self._filename,
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -333,65 +332,3 @@ class EarlyStopping(Callback):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best, self._waited, self._latest = state["best"], state["waited"], state["latest"]
-
-
-class ProgressBar(Callback):
-    """A progress bar on rank 0, of its batches: no rank has more, where the trainer deals them out.
-
-    Args:
-        disable: whether to show none; ``None`` shows it on a terminal only, and not in log files and pipes.
-
-    Raises:
-        ImportError: if tqdm is not installed.
-    """
-
-    def __init__(self, disable: bool | None = None) -> None:
-        self._tqdm = importlib.import_module("tqdm").tqdm
-        self._disable = disable
-        self._bar: Any = None  # on rank 0, while batches are counted
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._open(trainer, f"epoch {trainer.current_epoch}", None if trainer.plan is None else trainer.plan.lengths[0])
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._advance(trainer)
-
-    @override
-    def on_evaluation_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if self._bar is None:
-            self._open(trainer, stage, None)
-
-    @override
-    def on_evaluation_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
-    ) -> None:
-        if stage == trainer.run.task.stage:  # not the validation within an epoch
-            self._advance(trainer)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix({name: f"{value:.4g}" for name, value in trainer.metrics.items()})
-        self.on_end(trainer, module, "fit")
-
-    @override
-    def on_end(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def _open(self, trainer: Trainer, what: str, total: int | None) -> None:
-        if trainer.is_global_zero:
-            self._bar = self._tqdm(total=total, desc=what, unit="batch", dynamic_ncols=True, disable=self._disable)
-
-    def _advance(self, trainer: Trainer) -> None:
-        """Count a batch, and show the values that were logged last."""
-        if self._bar is not None:
-            self._bar.update(1)
-            shown = {name: f"{each.last:.4g}" for name, each in trainer.run.store.metrics.items() if each.prog_bar}
-            if shown:
-                self._bar.set_postfix(shown, refresh=False)

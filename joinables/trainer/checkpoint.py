@@ -39,7 +39,6 @@ from typing import Any, BinaryIO, cast
 import torch
 from typing_extensions import override
 
-from join.collectives._torch_private import pytree
 from joinables._torch.optimizers import mark_stepped
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.run import Run
@@ -190,7 +189,6 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
             the folder that could not be made. The old file stays, and there is no temporary one left.
         TypeError: if the state holds more: it could be written, but not read again.
     """
-    _check_readable(state)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
@@ -203,25 +201,19 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
                 raise sealed.error
             file.flush()
             os.fsync(file.fileno())
+        torch.load(part, map_location="cpu", weights_only=True, mmap=True)
         part.replace(path)
+    except pickle.UnpicklingError as error:
+        part.unlink()
+        raise TypeError(
+            f"the checkpoint holds more than plain data and tensors, which could not be read again; mend it: {error}"
+            " [J200]"
+        ) from error
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)  # it has none, or that of the part
         raise
-
-
-def _check_readable(state: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        file = io.BytesIO()
-        torch.save(pytree.tree_map_only(torch.Tensor, lambda _: None, value), file)
-        file.seek(0)
-        unreadable = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        if unreadable:
-            raise TypeError(
-                f"the checkpoint's {key!r} holds {' and '.join(sorted(unreadable))}, which could not be read again;"
-                " give plain data and tensors [J200]"
-            )
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -19,8 +19,15 @@ The parent and a worker, where the launcher starts the processes::
 Processes that torchrun, SLURM or MPI has started do the worker's middle part, and each keeps what ``fn`` returns or
 raises.
 
+These launchers say in environment variables which process this is, and where the processes meet. The variables are
+read, never set.
+
 Whatever may be long goes through a file. So no pipe can be full while its reader waits for the writer to end, and a
 message is there as a whole or not at all when its writer is killed.
+
+Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
+"Environment variables set for MPI applications" in Open MPI's documentation; Hydra's variables as MPICH and Intel MPI
+set them.
 """
 
 from __future__ import annotations
@@ -28,20 +35,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,11 +63,12 @@ from join.collectives.broken import is_broken
 from join.collectives.fresh_store import fresh_store
 from join.collectives.timeouts import timeouts
 from join.errors import add_note, described
-from joinables.trainer.environment import LOOPBACK, Place, detect_environment
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
+
+_LOOPBACK = "127.0.0.1"  # the address of this machine, for processes that are all on it
 
 
 class LaunchError(RuntimeError):
@@ -77,22 +87,13 @@ class WorkerDied(LaunchError):
         super().__init__(rank, exit_code)  # the arguments and not the text, so that it can be pickled
         self.rank, self.exit_code = rank, exit_code
 
-    @property
-    def signal(self) -> str | None:
-        """The name of the signal that killed the worker, if one did."""
-        if self.exit_code >= 0:
-            return None
-        try:
-            return signal.Signals(-self.exit_code).name
-        except ValueError:  # real-time signals have no name of their own
-            return f"signal {-self.exit_code}"
-
     @override
     def __str__(self) -> str:
-        if self.signal is not None:
+        if self.exit_code < 0:
+            known = {each.value: each.name for each in signal.Signals}  # real-time signals have no name of their own
             #: SIGKILL comes when memory has run out (the kernel's log says so), or from who ended the job; SIGABRT and
             #: SIGSEGV come from native code, whose last words are in the output.
-            return f"rank {self.rank} was killed by {self.signal} [J214]"
+            return f"rank {self.rank} was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')} [J214]"
         #: Something called sys.exit or os._exit on that rank, or its main script could not be imported; see the output.
         return (
             f"rank {self.rank} exited with code {self.exit_code} before it returned a result. If that was while it"
@@ -145,7 +146,7 @@ class Launcher:
             raise ValueError(f"world_size={world_size} must be at least 1, and as many as were started, if any [J411]")
         multiprocessing.get_context(start_method)  # an unknown one is its ValueError
         self._world_size, self._start_method = world_size, start_method
-        self._backend, self._timeout = backend, timeout
+        self._options = {"backend": backend, "timeout": timeout}
 
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
         """Run ``fn(*args)`` on all ranks, with the default process group set up.
@@ -170,7 +171,7 @@ class Launcher:
         """
         environment = self._environment
         if environment is not None:
-            return _as_rank(environment.place, environment.store(), self._backend, self._timeout, fn, args)
+            return _as_rank(environment.place, environment.store(), self._options, fn, args)
         forks = self._start_method == "fork"
         if forks and dist.is_initialized():
             raise LaunchError(
@@ -186,7 +187,7 @@ class Launcher:
             threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
             call = (fn, args) if forks else None
             queues = context.SimpleQueue(), context.SimpleQueue()
-            job = _Job(ranks, self._backend, self._timeout, threads, Path(folder), *queues, call)
+            job = _Job(ranks, self._options, threads, Path(folder), *queues, call)
             failures = _run(job, self._start_method)
             if failures:
                 first, *others = sorted(failures, key=lambda failure: (failure.blame, failure.rank))
@@ -202,6 +203,7 @@ class _Job:
     """What every worker is told.
 
     Attributes:
+        options: of the process group.
         ports: the port of the store, once for each worker. It is served when all workers are forked: a fork copies
             locks as they are, and the store's thread takes the C library's when somebody connects.
         messages: one from each worker, with its rank and whether ``fn`` has returned.
@@ -209,13 +211,146 @@ class _Job:
     """
 
     world_size: int
-    backend: str
-    timeout: timedelta | None
+    options: dict[str, Any]
     threads: int
     folder: Path
     ports: Any
     messages: Any
     call: tuple[Callable[..., Any], tuple[Any, ...]] | None
+
+
+# -- processes that somebody else has started -------------------------------------------------------------------------
+
+_served: dict[tuple[str, int], dist.TCPStore] = {}
+"""The stores that this process serves as rank 0, until it ends: other ranks may need them longer."""
+
+_FIRST_PORT, _PORTS = 15000, 10000  # below the range from which systems hand out ports to clients
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its run.
+
+    Attributes:
+        rank: its number among all processes, from 0.
+        world_size: the number of processes.
+        local_rank: its number among the processes of the same node, from 0.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A launcher that has started this process and says so in environment variables.
+
+    With torchrun, its agent serves the store where the processes meet (``TORCHELASTIC_USE_AGENT_STORE``), with what
+    ranks from before a restart have put there; elsewhere rank 0 does. With SLURM that is on the first node of the step,
+    unless ``MASTER_ADDR`` says something else, and the port follows from the job's number: two steps of one job at the
+    same time need a ``MASTER_PORT`` each. A batch script that calls python without srun looks like task 0 of them all,
+    and waits for the others in vain. MPI does not say where rank 0 is: a run on several nodes needs both variables; on
+    one node the port follows from the job's name (``PMIX_NAMESPACE``), which Open MPI sets, and Hydra does not.
+
+    Attributes:
+        name: for messages.
+        environ: the variables.
+        names: of the variables with the rank, the number of ranks, and the rank on this node.
+    """
+
+    name: str
+    environ: Mapping[str, str]
+    names: tuple[str, str, str]
+
+    @property
+    def place(self) -> Place:
+        """Where this process stands.
+
+        Raises:
+            ValueError: if a variable is missing or makes no sense.
+        """
+        place = Place(*map(self._number, self.names))
+        if place.rank >= place.world_size:
+            self._refuse(f"{self.names[0]}={place.rank} must be below {self.names[1]}={place.world_size}")
+        return place
+
+    def store(self) -> dist.Store:
+        """Connect to the store where the processes meet; rank 0 may have to serve it.
+
+        Raises:
+            ValueError: as for ``place``, if the variables do not say where that is.
+            torch.distributed.DistError: if it cannot be reached within 5 minutes, or its port is taken.
+        """
+        place, address = self.place, self.address()
+        if place.rank != 0 or self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            return dist.TCPStore(*address, place.world_size, is_master=False)
+        if address not in _served:
+            # Multi-tenant: the script itself may have made a process group on the same port.
+            _served[address] = dist.TCPStore(
+                *address, place.world_size, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
+        return _served[address]
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of the store."""
+        get = self.environ.get
+        host, port = get("MASTER_ADDR"), self._number("MASTER_PORT") if get("MASTER_PORT") else None
+        if self.names[0] == "SLURM_PROCID":
+            host = host or _first_host(get("SLURM_STEP_NODELIST") or get("SLURM_JOB_NODELIST") or "")
+            port = port or _FIRST_PORT + self._number("SLURM_JOB_ID") % _PORTS
+        elif str(self.place.world_size) in (get("OMPI_COMM_WORLD_LOCAL_SIZE"), get("MPI_LOCALNRANKS")):
+            host = host or _LOOPBACK
+            if job := get("PMIX_NAMESPACE"):
+                port = port or _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+        if not host or not port:
+            self._refuse("MASTER_ADDR and MASTER_PORT must be set, to the name of rank 0's node and a free port of it")
+        return host, port
+
+    def _number(self, name: str) -> int:
+        text = self.environ.get(name, "")
+        if not re.fullmatch(r"\d+", text):
+            self._refuse(f"{name}={text!r} must be a whole number")
+        return int(text)
+
+    def _refuse(self, wrong: str) -> NoReturn:
+        raise ValueError(
+            f"{wrong}; {self.name} has started this process, or should have: start the script with it, such that all"
+            " processes have this variable, or unset its variables [J410]"
+        )
+
+
+def detect_environment(environ: Mapping[str, str] | None = None) -> Environment | None:
+    """Find out what started this process: torchrun, else SLURM, else MPI; ``None`` for nothing of these.
+
+    Args:
+        environ: the variables; those of this process by default.
+    """
+    environ = os.environ if environ is None else environ
+    # torchrun is often called by srun or mpirun, once a node: the innermost launcher started this process.
+    # RANK alone is too common a name to tell anything.
+    by_hand = "RANK" in environ and ("WORLD_SIZE" in environ or "LOCAL_RANK" in environ)
+    if by_hand or "TORCHELASTIC_RUN_ID" in environ:
+        return Environment("torchrun", environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # mpirun inside an allocation of SLURM: its processes all inherit the number of the task that called it.
+    by_mpi = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
+    if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ and not by_mpi:
+        # salloc's shell may be a step of its own, of one task; what srun starts from there has its name, too.
+        job, alone = environ.get("SLURM_JOB_NAME"), environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+        if job != "bash" and not (job == "interactive" and alone):
+            return Environment("SLURM's srun", environ, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        of_mpi = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+        return Environment("MPI's mpirun", environ, of_mpi)
+    if "PMI_RANK" in environ:
+        return Environment("MPI's mpiexec", environ, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"))
+    return None
+
+
+def _first_host(nodes: str) -> str:
+    """The first name in a list of nodes as SLURM writes it: ``node003`` in ``node[003-005,9],login``; or ``""``."""
+    found = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", found.group()) if found else ""
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
@@ -242,9 +377,9 @@ def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
         assert started is not None
         # Port 0: the system picks a free one, so that two runs never meet. Without a socket of ours, the store would
         # listen on all interfaces. Waiting for workers, which wait for the port, would block.
-        listening = socket.create_server((LOOPBACK, 0))
+        listening = socket.create_server((_LOOPBACK, 0))
         port, fd = listening.getsockname()[1], listening.detach()
-        store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        store = dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         try:
             for _ in range(job.world_size):
                 job.ports.put(port)
@@ -316,8 +451,8 @@ def _work(rank: int, job: _Job) -> None:
     torch.set_num_threads(job.threads)
     try:
         fn, args = job.call or torch.load(job.folder / "call", weights_only=False)
-        store = dist.TCPStore(LOOPBACK, job.ports.get(), is_master=False)
-        result = _as_rank(Place(rank, job.world_size, rank), store, job.backend, job.timeout, fn, args)
+        store = dist.TCPStore(_LOOPBACK, job.ports.get(), is_master=False)
+        result = _as_rank(Place(rank, job.world_size, rank), store, job.options, fn, args)
         if rank == 0:
             _write(result, job.folder / "result")
     except SystemExit:
@@ -340,17 +475,12 @@ def _work(rank: int, job: _Job) -> None:
 
 
 def _as_rank(
-    place: Place,
-    store: dist.Store,
-    backend: str,
-    timeout: timedelta | None,
-    fn: Callable[..., _T],
-    args: Sequence[Any],
+    place: Place, store: dist.Store, options: dict[str, Any], fn: Callable[..., _T], args: Sequence[Any]
 ) -> _T:
     """Run ``fn(*args)`` as one rank of the default process group; all ranks call it, equally often."""
     # Keys of an earlier launch, or of ranks that were killed, must not be taken for this one's.
     store = fresh_store(store, place.rank, place.world_size)
-    collective = TorchCollective(backend=backend, store=store, timeout=timeout)
+    collective = TorchCollective(store=store, **options)
     collective.setup(place.rank, place.world_size)
     result = fn(*args)
     if dist.is_initialized():  # fn may have destroyed it

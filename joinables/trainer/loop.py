@@ -1,4 +1,4 @@
-"""The training loop of one rank: :class:`FitLoop`.
+"""The loops of one rank: :class:`FitLoop`, :func:`evaluate`, :func:`predict`.
 
 The order of collectives, on every rank::
 
@@ -16,18 +16,20 @@ rest at its end. So the n-th synchronised backward of one rank meets the n-th of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 
+from join.batch import map_tensors
 from join.transfer import broadcast_tree
+from joinables.train_mode import keeping_modes
 from joinables.trainer import checkpoint, rng
 from joinables.trainer.callbacks import Callback
 from joinables.trainer.data import Plan, distribute, sampler_of
-from joinables.trainer.evaluate import evaluate, local_loader
 from joinables.trainer.metrics import monitored
 from joinables.trainer.run import CollectiveCall, Run
 
@@ -89,7 +91,11 @@ class FitLoop:
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
-        while not self._has_enough_epochs and not self._has_enough_steps and not trainer.should_stop:
+        while not (
+            _reached(trainer.max_epochs, run.counters.epochs)
+            or _reached(trainer.max_steps, run.counters.global_step)
+            or trainer.should_stop
+        ):
             steps, is_resumed = run.counters.global_step, run.position.resume_from is not None
             self._epoch()
             if run.counters.global_step == steps and not is_resumed:
@@ -122,31 +128,13 @@ class FitLoop:
         self._module.train()  # which the user may have overridden, to freeze parts there
         for part in frozen:
             part.training = False
-        # BatchNorm and frozen layers are put into eval mode on purpose. A pretrained model comes in it as a whole.
-        trained = [part for part in frozen if any(each.requires_grad for each in part.parameters(recurse=False))]
-        if self._run.rank == 0 and not all("BatchNorm" in type(part).__name__ for part in trained):
-            warnings.warn(
-                f"{type(self._module).__name__} has parts in eval mode that are trained, and stay in it, such as"
-                f" {trained[0]!r}. Unless that is meant, call train() on them in __init__",
-                stacklevel=2,
-            )
-
-    @property
-    def _has_enough_epochs(self) -> bool:
-        limit = self._trainer.max_epochs
-        return limit is not None and self._run.counters.epochs >= limit
-
-    @property
-    def _has_enough_steps(self) -> bool:
-        limit = self._trainer.max_steps
-        return limit is not None and self._run.counters.global_step >= limit
 
     # -- an epoch -----------------------------------------------------------------------------------------------------
 
     def _epoch(self) -> None:
         run, trainer = self._run, self._trainer
         run.position.begin_epoch(run.counters.epochs, self._loader)
-        trainer.plan = plan = Plan.agree(run.collective, self._loader)
+        plan = Plan.agree(run.collective, self._loader)
         self._module.on_train_epoch_start()
         run.call("on_train_epoch_start")
         self._wrap()
@@ -174,7 +162,7 @@ class FitLoop:
         for call in (getattr(run.module, hook), *callbacks):
             call()
             run.reduce_metrics()
-            run.store.metrics.clear()
+            run.store.clear()
 
     def _train(self, plan: Plan) -> bool:
         """Train on one epoch's batches; return whether this rank came to their end."""
@@ -219,7 +207,7 @@ class FitLoop:
             run.position.advance()
             module.on_train_batch_end(outputs, batch, index)
             run.call("on_train_batch_end", outputs, batch, index)
-            if self._has_enough_steps:
+            if _reached(self._trainer.max_steps, run.counters.global_step):
                 return is_last
         return True
 
@@ -288,6 +276,93 @@ class FitLoop:
 
     def _count_step(self, *_: Any) -> None:
         self._run.counters.global_step += 1
+
+
+def _reached(limit: int | None, count: int) -> bool:
+    return limit is not None and count >= limit
+
+
+# -- validation, test and prediction ----------------------------------------------------------------------------------
+
+# Each rank goes through its own batches without communicating, so nothing is shadowed; metrics are gathered at the end.
+
+_IN_HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
+    """Go through ``loader`` and return what was logged, over all ranks; ``stage`` is ``"validate"`` or ``"test"``."""
+    with _evaluating(run.module), run.fresh_metrics():
+        _go_through(run, local_loader(run, loader), stage)
+        metrics = run.reduce_metrics()
+        run.store.clear()
+        _end(run, stage)
+        return {**metrics, **run.reduce_metrics()}
+
+
+def predict(run: Run, loader: Any) -> list[Any]:
+    """Go through ``loader`` and return the outputs of all ranks, by batch, in the order of the data set.
+
+    Where the trainer did not deal out the data, all outputs of rank 0 come first, then those of rank 1, and so on.
+    """
+    local = local_loader(run, loader)
+    mine: list[Any] = []
+    with _evaluating(run.module):
+        _go_through(run, local, "predict", lambda output: mine.append(map_tensors(_kept, output)))
+        parts: list[list[Any]] = run.collective.all_gather_object(mine)
+        _end(run, "predict")
+    if local is loader:
+        return [output for part in parts for output in part]
+    rounds = max(map(len, parts))
+    return [part[index] for index in range(rounds) for part in parts if index < len(part)]
+
+
+def local_loader(run: Run, loader: Any) -> Any:
+    """This rank's part of a loader, in order; a loader that was dealt out already stays as it is."""
+    return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, in a storage of its own size: of a view, the whole storage would be kept and sent."""
+    tensor = tensor.cpu()
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
+
+
+def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] | None = None) -> None:
+    """Run the steps and hooks of an evaluation over this rank's batches; ``keep`` gets each step's output."""
+    # No generator: in one, a step's StopIteration would become another error.
+    module, name = run.module, _IN_HOOKS[stage]
+    step = getattr(module, f"{name}_step")
+    run.call("on_evaluation_start", stage)
+    run.samples = 1  # a hook's values weigh the same on all ranks
+    getattr(module, f"on_{name}_start")()
+    getattr(module, f"on_{name}_epoch_start")()
+    for index, batch in enumerate(rng.iterate(local)):
+        batch = run.take(batch)
+        getattr(module, f"on_{name}_batch_start")(batch, index)
+        with run.autocast():
+            output = step(batch, index)
+        getattr(module, f"on_{name}_batch_end")(output, batch, index)
+        run.call("on_evaluation_batch_end", output, batch, index, stage)
+        if keep is not None:
+            keep(output)
+    run.samples = 1
+    getattr(module, f"on_{name}_epoch_end")()
+
+
+def _end(run: Run, stage: str) -> None:
+    """Call the hooks of the end of an evaluation, whose metrics are reduced by now."""
+    getattr(run.module, f"on_{_IN_HOOKS[stage]}_end")()
+    run.call("on_evaluation_end", stage)
+
+
+@contextmanager
+def _evaluating(module: torch.nn.Module) -> Generator[None]:
+    """Switch off grad and put the module into eval mode; afterwards, each part is back in its own mode."""
+    with keeping_modes(module), torch.no_grad():
+        module.eval()
+        yield
 
 
 # -- what configure_optimizers returns --------------------------------------------------------------------------------

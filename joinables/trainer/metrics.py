@@ -50,15 +50,11 @@ class Metric:
         reduce_fx: how values become one.
         parts: the exact sum of values (times weights for a mean); for a minimum or maximum, the value so far.
         weight: the sum of weights.
-        last: the latest value.
-        prog_bar: whether the progress bar shows it.
     """
 
     reduce_fx: Reduction
     parts: list[float] = field(default_factory=list[float])
     weight: float = 0.0
-    last: float = math.nan
-    prog_bar: bool = False
 
     def add(self, values: Sequence[float], weight: float) -> None:
         """Record values, with the sum of their weights."""
@@ -79,14 +75,11 @@ class Metric:
         return total if self.parts or self.reduce_fx == "sum" else math.nan
 
 
-class MetricStore:
+class MetricStore(dict[str, Metric]):
     """The metrics of one epoch on this rank, by name."""
 
-    def __init__(self) -> None:
-        self.metrics: dict[str, Metric] = {}
-
-    def _metric(self, name: str, reduce_fx: Reduction, prog_bar: bool) -> Metric:
-        metric = self.metrics.setdefault(name, Metric(reduce_fx, prog_bar=prog_bar))
+    def _metric(self, name: str, reduce_fx: Reduction) -> Metric:
+        metric = self.setdefault(name, Metric(reduce_fx))
         if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
             raise ValueError(
                 f"reduce_fx={reduce_fx!r} of metric {name!r} must be one of {', '.join(get_args(Reduction))}, and the"
@@ -94,35 +87,23 @@ class MetricStore:
             )
         return metric
 
-    def record(
-        self,
-        name: str,
-        value: float | torch.Tensor,
-        weight: float,
-        reduce_fx: Reduction = "mean",
-        prog_bar: bool = False,
-    ) -> None:
+    def record(self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean") -> None:
         """Add a value; arguments as of ``TrainModule.log``, with the value's weight."""
-        metric = self._metric(name, reduce_fx, prog_bar)
-        metric.last = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        metric.add([metric.last * weight if reduce_fx == "mean" else metric.last], weight)
+        number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        self._metric(name, reduce_fx).add([number * weight if reduce_fx == "mean" else number], weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
         merged = MetricStore()
         for part in collective.all_gather_object(self.state_dict()):
             merged.merge(part)
-        return {name: metric.value for name, metric in sorted(merged.metrics.items())}
+        return {name: metric.value for name, metric in sorted(merged.items())}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Add what another store has recorded, as its ``state_dict`` says."""
         for name, values in state.items():
-            self._metric(name, values["reduce_fx"], values["prog_bar"]).add(values["parts"], values["weight"])
+            self._metric(name, values["reduce_fx"]).add(values["parts"], values["weight"])
 
     def state_dict(self) -> dict[str, Any]:
         """What was recorded, as plain data."""
-        return {name: asdict(metric) for name, metric in self.metrics.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was recorded."""
-        self.metrics = {name: Metric(**values) for name, values in state.items()}
+        return {name: asdict(metric) for name, metric in self.items()}

@@ -19,7 +19,7 @@ The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,7 +201,7 @@ class TrainModule(torch.nn.Module):
         Args:
             name: its name.
             value: a number, or a tensor with one element; for ``"mean"``, the mean over the samples of the batch.
-            prog_bar: whether the progress bar shows the latest value.
+            prog_bar: accepted for familiarity.
             reduce_fx: how values become one; ``"mean"`` is weighted by the number of samples.
             batch_size: the number of samples in the batch; by default, the length of the batch's first tensor.
             logger: accepted for familiarity, as are those that follow; values are always reduced over the epoch, and
@@ -214,7 +214,7 @@ class TrainModule(torch.nn.Module):
             ValueError: for an unknown ``reduce_fx``.
             RuntimeError: for a tensor with several elements; in a prediction.
         """
-        self.trainer.run.log(name, value, batch_size, reduce_fx=reduce_fx, prog_bar=prog_bar)
+        self.trainer.run.log(name, value, batch_size, reduce_fx)
 
     def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
         """Record several metrics; ``options`` are those of :meth:`log`."""
@@ -223,15 +223,11 @@ class TrainModule(torch.nn.Module):
 
     def optimizers(self) -> Any:
         """The optimizer of the run, or the list of them if there are several."""
-        optimizers = self.trainer.optimizers
-        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        return _one_or_all(self.trainer.run.optimizers)
 
     def lr_schedulers(self) -> Any:
         """The scheduler of the run, or the list of them if there are several; ``None`` without any."""
-        schedulers = [each.scheduler for each in self.trainer.schedulers]
-        if not schedulers:
-            return None
-        return schedulers[0] if len(schedulers) == 1 else schedulers
+        return _one_or_all([each.scheduler for each in self.trainer.run.schedulers]) or None
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``.
@@ -273,6 +269,10 @@ class TrainModule(torch.nn.Module):
         state = dict(super().__getstate__())
         state.pop("_trainer", None)  # a copy of the module is in no run
         return state
+
+
+def _one_or_all(found: Sequence[Any]) -> Any:
+    return found[0] if len(found) == 1 else list(found)
 
 
 _NAMES = """

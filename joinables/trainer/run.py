@@ -21,7 +21,7 @@ from join.joinable import Block, Burst, BurstState
 from join.on_group import OnGroup
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
-from joinables.trainer.metrics import MetricStore
+from joinables.trainer.metrics import MetricStore, Reduction
 
 if TYPE_CHECKING:
     from joinables.trainer.module import TrainModule
@@ -109,6 +109,7 @@ class Position:
 
     Args:
         metrics: the store of the epoch's metrics, also while those of its validation are recorded elsewhere.
+        epoch: see below.
 
     Attributes:
         epoch: the epoch under way, from 0.
@@ -117,9 +118,8 @@ class Position:
         resume_from: this rank's part of the snapshot that the fit resumes from, until the first batches are read.
     """
 
-    def __init__(self, metrics: MetricStore) -> None:
-        self._metrics = metrics
-        self.epoch = self.batches_read = 0
+    def __init__(self, metrics: MetricStore, epoch: int) -> None:
+        self._metrics, self.epoch, self.batches_read = metrics, epoch, 0
         self.sampler: UnevenDistributedSampler | None = None
         self.resume_from: dict[str, Any] | None = None
         self._random_at_start: dict[str, Any] | None = None
@@ -185,7 +185,8 @@ class Position:
         self.batches_read = 0 if resumed is None else resumed["batches"]
         if resumed is not None:
             rng.restore(resumed["random_at_start"])
-            self._metrics.load_state_dict(resumed["metrics"])
+            self._metrics.clear()
+            self._metrics.merge(resumed["metrics"])
         self._random_at_start, self._random_to_resume = rng.capture(), None
         coming: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader)), limit)
         for _ in range(self.batches_read):
@@ -214,7 +215,7 @@ class Position:
         """Forget the epoch, whose validation is over: a fit that resumes from here begins with the next."""
         self.batches_read = 0
         self._random_at_start = self._random_before_read = self._random_to_resume = None
-        self._metrics.metrics.clear()
+        self._metrics.clear()
 
 
 class Run:
@@ -239,7 +240,7 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the batch at hand."""
-        self.counters, self.position = Counters(), Position(self.store)
+        self.counters, self.position = trainer.counters, Position(self.store, trainer.counters.epochs)
         self.is_weighted = False
         """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -270,7 +271,7 @@ class Run:
         for callback in self.trainer.callbacks:
             getattr(callback, hook)(self.trainer, self.module, *args)
 
-    def log(self, name: str, value: Any, batch_size: int | None, **options: Any) -> None:
+    def log(self, name: str, value: Any, batch_size: int | None, reduce_fx: Reduction) -> None:
         """Record a metric; arguments as of ``TrainModule.log``."""
         if not self.takes_metrics:
             raise RuntimeError(
@@ -278,7 +279,7 @@ class Run:
                 " are taken; log it in another run, or in on_evaluation_start, on_evaluation_end, on_train_epoch_start"
                 " or on_train_end [J272]"
             )
-        self.store.record(name, value, self.samples if batch_size is None else batch_size, **options)
+        self.store.record(name, value, self.samples if batch_size is None else batch_size, reduce_fx)
 
     def reduce_metrics(self) -> dict[str, float]:
         """Reduce what was logged over all ranks, for the trainer too; the sums go on. One object all-gather."""

@@ -1,4 +1,4 @@
-"""How a module is trained on the ranks of a run: :class:`Strategy`; one process, :class:`SingleStrategy`; DDP.
+"""How a module is trained on the ranks of a run: :class:`Strategy` for one process, :class:`DDPStrategy` for several.
 
 A strategy starts the processes, owns the wrapper around the module, if there is one, and runs backward.
 
@@ -15,7 +15,6 @@ in one step are as many passes through the gate::
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,24 +32,33 @@ if TYPE_CHECKING:
     from joinables.zero import ZeroRedundancyOptimizer
 
 
-class Strategy(ABC):
-    """How a module is trained on the ranks of a run; one object serves one trainer."""
+class Strategy:
+    """How a module is trained on the ranks of a run: here, in one process and without a wrapper.
 
-    is_distributed: ClassVar[bool]
+    One object serves one trainer.
+    """
+
+    is_distributed: ClassVar[bool] = False
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Who did what in the last block, which is an epoch."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._single = SingleCollective()
+        self._parameters: list[torch.nn.Parameter] = []
+        self._unit = self._window = 0.0  # the first weight since the last step, and the sum of all, divided by it
+
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         """Run ``fn(*args)`` on all ranks and return rank 0's result."""
+        self._single.teardown()
+        self._single.setup(0, 1)
+        return fn(*args)
 
     @property
-    @abstractmethod
     def collective(self) -> Collective:
         """The ranks of the run."""
+        return self._single
 
-    @abstractmethod
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
         """Wrap ``module`` for training; if it is wrapped here already, nothing happens.
 
@@ -62,12 +70,13 @@ class Strategy(ABC):
         Raises:
             TypeError: if it is wrapped already, by somebody else.
         """
+        check_not_wrapped(module)
+        self._parameters, self._window = list(module.parameters()), 0.0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers to use in the run: ``optimizers`` themselves, or sharded ones in their place."""
         return list(optimizers)
 
-    @abstractmethod
     def block(
         self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
     ) -> AbstractContextManager[object]:
@@ -79,8 +88,9 @@ class Strategy(ABC):
             throw: whether all ranks raise when the first has no more.
             transform_gradients: what the loop does to gradients between backward and step.
         """
+        self.report = JoinReport()
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of ``loss``.
 
@@ -91,46 +101,6 @@ class Strategy(ABC):
                 call, on all ranks.
             **options: of ``torch.Tensor.backward``.
         """
-
-    def teardown(self) -> None:
-        """Drop the wrapper and its buckets."""
-
-
-class SingleStrategy(Strategy):
-    """Training in one process, without a wrapper."""
-
-    is_distributed = False
-
-    def __init__(self) -> None:
-        self._collective = SingleCollective()
-        self._parameters: list[torch.nn.Parameter] = []
-        self._unit = self._window = 0.0  # the first weight since the last step, and the sum of all, divided by it
-
-    @override
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        self._collective.teardown()
-        self._collective.setup(0, 1)
-        return fn(*args)
-
-    @property
-    @override
-    def collective(self) -> Collective:
-        return self._collective
-
-    @override
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        check_not_wrapped(module)
-        self._parameters, self._window = list(module.parameters()), 0.0
-
-    @override
-    def block(
-        self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
-    ) -> AbstractContextManager[object]:
-        self.report = JoinReport()
-        return contextlib.nullcontext()
-
-    @override
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         if weight is None or (sync and not self._window):
             loss.backward(**options)
             return
@@ -143,6 +113,10 @@ class SingleStrategy(Strategy):
                 if parameter.grad is not None:
                     parameter.grad.div_(self._window)
             self._window = 0.0
+
+    def teardown(self) -> None:
+        """Drop the wrapper, if there is one, and its buckets."""
+        self._parameters = []
 
 
 class DDPStrategy(Strategy):
@@ -175,6 +149,7 @@ class DDPStrategy(Strategy):
         timeout: float | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        super().__init__()
         self.start_method: StartMethod = start_method
         self.shards_optimizers = shard_optimizers
         self._find_unused = find_unused_parameters
@@ -309,7 +284,7 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     return _registry[strategy][0]()
 
 
-register_strategy("single", SingleStrategy, "one process, no wrapper")
+register_strategy("single", Strategy, "one process, no wrapper")
 register_strategy("ddp", DDPStrategy, "DDP; processes are spawned, unless a launcher has started them")
 register_strategy("ddp_spawn", DDPStrategy, "the same as ddp")
 register_strategy(
@@ -321,9 +296,8 @@ register_strategy(
     lambda: DDPStrategy(shard_optimizers=True),
     "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
 )
-for _value in (False, True):
-    register_strategy(
-        f"ddp_find_unused_parameters_{str(_value).lower()}",
-        lambda value=_value: DDPStrategy(find_unused_parameters=value),
-        f"DDP with find_unused_parameters={_value}",
-    )
+register_strategy(
+    "ddp_find_unused_parameters_true",
+    lambda: DDPStrategy(find_unused_parameters=True),
+    "DDP for steps that reach a part of the parameters only",
+)

@@ -12,8 +12,8 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +22,13 @@ import torch
 from torch.utils.data import Dataset
 
 from join import JoinReport
-from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from joinables.train_mode import keeping_modes
 from joinables.trainer import rng
-from joinables.trainer.callbacks import Callback, ModelCheckpoint, ProgressBar
+from joinables.trainer.callbacks import Callback, ModelCheckpoint
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.data import Plan
-from joinables.trainer.environment import detect_environment
-from joinables.trainer.evaluate import evaluate, predict
-from joinables.trainer.loop import FitLoop
+from joinables.trainer.launch import detect_environment
+from joinables.trainer.loop import FitLoop, evaluate, predict
 from joinables.trainer.module import TrainModule, check_callback, check_module
 from joinables.trainer.run import Counters, Run, Task
 from joinables.trainer.strategy import Strategy, strategy_of
@@ -55,8 +52,6 @@ class Result:
         callbacks: the callbacks' states, by ``state_key``.
         join_report: steps, shadowed steps and idle time by rank in the last epoch; ``None`` before any.
         stopped: whether a callback ended the fit.
-        best_model_path: the best checkpoint's file; empty if none was kept.
-        best_model_score: its metric; ``None`` if none was monitored.
         metrics: those of this validation or test.
         predictions: of a prediction, the batches' outputs in the order of the data set.
     """
@@ -68,46 +63,28 @@ class Result:
     callbacks: Mapping[str, Any]
     join_report: JoinReport | None
     stopped: bool
-    best_model_path: str = ""
-    best_model_score: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     predictions: tuple[Any, ...] = ()
 
 
 class LastFit:
-    """The last fit of a trainer: its module, how far it came, and the state from which the next one resumes.
+    """The last fit of a trainer: its module, and the state from which the next one resumes.
 
     Attributes:
-        counters: the optimizer steps and completed epochs over all fits of the module.
         state: as ``joinables.trainer.checkpoint`` has it, without the weights, which the module itself has; on rank 0
             only, and ``None`` before a fit has ended.
+        module: the module, unless it is gone.
+        first_states: of callbacks, before their first fit, by ``state_key``.
     """
 
-    def __init__(self) -> None:
-        self.counters = Counters()
+    def __init__(
+        self, first_states: Mapping[str, Any], module: Callable[[], TrainModule | None] = lambda: None
+    ) -> None:
         self.state: dict[str, Any] | None = None
-        self._module: weakref.ref[TrainModule] | None = None
-        self._first_states: dict[str, Any] = {}  # of callbacks, by state_key
+        self.first_states, self.module = dict(first_states), module
 
-    @property
-    def module(self) -> TrainModule | None:
-        """The module, unless it is gone."""
-        return None if self._module is None else self._module()
-
-    def begin(self, module: TrainModule, callbacks: Sequence[Callback]) -> None:
-        """Go on; for another module, forget the last fit, and have callbacks be as before their own first fit."""
-        if self.module is not module:
-            self.counters, self.state, self._module = Counters(), None, weakref.ref(module)
-            for each in callbacks:
-                if each.state_key in self._first_states:
-                    each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
-        for each in callbacks:
-            if each.state_key not in self._first_states:
-                self._first_states[each.state_key] = copy.deepcopy(each.state_dict())
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Another process gets the state with its task, and does not need the rest.
-        return {"counters": self.counters, "state": None, "_module": None, "_first_states": {}}
+    def __reduce__(self) -> Any:
+        return LastFit, ({},)  # another process gets the state with its task, and does not need the rest
 
 
 class Trainer:
@@ -128,8 +105,6 @@ class Trainer:
         uneven: what happens if ranks have different numbers of batches: ``"join"`` trains on all of them, ``"stop"``
             ends the epoch with the first rank that has no more, ``"error"`` raises.
         callbacks: objects that are called at certain points of a run.
-        enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
-            ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
         seed: where random numbers and the order of data start; with ``None``, ranks that are started here go on with
             this process's random numbers, and this process goes on with rank 0's.
@@ -153,7 +128,6 @@ class Trainer:
         gradient_clip_val: float | None = None,
         uneven: Uneven = "join",
         callbacks: Sequence[Callback] | Callback | None = None,
-        enable_progress_bar: bool = False,
         default_root_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
@@ -181,15 +155,15 @@ class Trainer:
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         self.uneven: Uneven = uneven
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.callbacks = _in_order(callbacks, enable_progress_bar)
+        self.callbacks = _in_order(callbacks)
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
         self.should_stop = False
         """Set it, on any rank, to end the fit after the epoch under way."""
-        self.plan: Plan | None = None
-        """What is known of the ranks' data in the epoch under way."""
         self._run: Run | None = None  # the one under way in this process
-        self._last = LastFit()
+        self._last = LastFit({})
+        self.counters = Counters()
+        """The optimizer steps and completed epochs, over all fits of the module."""
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -258,10 +232,9 @@ class Trainer:
         # A missing or broken file is told here, before anything changes, and not by a worker.
         saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
         if stage == "fit":
-            self._last.begin(module, self.callbacks)
-            self.metrics = {} if self._last.state is None else self.metrics
-            self.should_stop = False
+            self._begin(module)
             saved = saved or self._last.state
+        before = self.counters.state_dict()
         with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
             try:
@@ -272,20 +245,31 @@ class Trainer:
                 for index, callback in enumerate(self.callbacks):
                     if (path := Path(folder, f"callback-{index}")).exists():
                         callback.load_state_dict(torch.load(path, weights_only=False))
+                self.counters.load_state_dict(before)
                 raise
         if home is not None:
             self._take_over(module, result, home)
-        if stage == "fit":
-            self._last.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
-            if state is not None:
-                kept = {name: value for name, value in state.items() if name != "module"}
-                # Copies: the optimizer of the next fit would go on in the same tensors.
-                self._last.state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
+        if state is not None:
+            kept = {name: value for name, value in state.items() if name != "module"}
+            # Copies: the optimizer of the next fit would go on in the same tensors.
+            self._last.state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
         return result
+
+    def _begin(self, module: TrainModule) -> None:
+        """Begin a fit; for another module, forget the last one, and have callbacks be as before their own first."""
+        self.should_stop, states = False, self._last.first_states
+        if self._last.module() is not module:
+            self._last, self.counters, self.metrics = LastFit(states, weakref.ref(module)), Counters(), {}
+            for each in self.callbacks:
+                if each.state_key in states:
+                    each.load_state_dict(copy.deepcopy(states[each.state_key]))
+        for each in self.callbacks:
+            self._last.first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
 
     def _take_over(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
         """Bring this process to the state of rank 0's, another one."""
         self.metrics = dict(result.callback_metrics)
+        self.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
         self.should_stop, self.strategy.report = result.stopped, result.join_report
         for callback in self.callbacks:
             if callback.state_key in result.callbacks:
@@ -294,13 +278,6 @@ class Trainer:
             module.double()
         if home["module"] is not None:
             module.load_state_dict(home["module"])
-        own = dict(module.named_buffers())
-        for name, buffer in home["buffers"].items():
-            owner, _, attribute = name.rpartition(".")
-            if name in own and (own[name].shape, own[name].dtype) == (buffer.shape, buffer.dtype):
-                own[name].detach().copy_(buffer)
-            else:
-                setattr(module.get_submodule(owner), attribute, buffer)
         rng.restore(home["random"])
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
@@ -327,11 +304,6 @@ class Trainer:
         return self._run
 
     @property
-    def collective(self) -> Collective:
-        """The ranks of the run under way."""
-        return self.run.collective
-
-    @property
     def global_rank(self) -> int:
         """The rank of this process; outside a run 0, or what torchrun, SLURM or MPI say."""
         if self._run is not None:
@@ -345,34 +317,14 @@ class Trainer:
         return self.global_rank == 0
 
     @property
-    def _counters(self) -> Counters:
-        return self._run.counters if self._run is not None and self._run.task.stage == "fit" else self._last.counters
-
-    @property
-    def epochs(self) -> int:
-        """How many epochs were completed, over all fits."""
-        return self._counters.epochs
-
-    @property
     def current_epoch(self) -> int:
         """The epoch under way, from 0; outside a fit, the number of completed ones."""
-        is_fit = self._run is not None and self._run.task.stage == "fit"
-        return self.run.position.epoch if is_fit else self.epochs
+        return self.counters.epochs if self._run is None else self._run.position.epoch
 
     @property
     def global_step(self) -> int:
         """The number of optimizer steps, over all fits."""
-        return self._counters.global_step
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the fit under way."""
-        return [] if self._run is None else self._run.optimizers
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """The schedulers of the fit under way, with when they step."""
-        return [] if self._run is None else self._run.schedulers
+        return self.counters.global_step
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted, or after the fit.
@@ -390,7 +342,7 @@ class Trainer:
         if self._run is not None and self._run.optimizers:
             state = self._run.take_snapshot()
         else:
-            module, state = self._last.module, self._last.state
+            module, state = self._last.module(), self._last.state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
                 raise RuntimeError(
                     "there is no fit under way, nor the state and the module of one that ended; save in a fit, or right"
@@ -408,11 +360,6 @@ class Trainer:
             path = task.folder / f"callback-{self.callbacks.index(callback)}"
             torch.save(callback.state_dict(), path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)  # it is whole, even if this process is killed
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ``ModelCheckpoint`` among the callbacks."""
-        return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
 
     def device_of(self, rank: int) -> torch.device:
         """The device on which this process computes, as ``rank``."""
@@ -457,13 +404,11 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
     return wanted
 
 
-def _in_order(callbacks: Any, enable_progress_bar: bool) -> list[Callback]:
+def _in_order(callbacks: Any) -> list[Callback]:
     """The callbacks in the order in which they are called."""
     listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     for each in listed:
         check_callback(each)
-    if enable_progress_bar and not any(isinstance(each, ProgressBar) for each in listed):
-        listed.append(ProgressBar())
     listed.sort(key=lambda each: isinstance(each, ModelCheckpoint))  # a checkpoint holds what the others did
     keys = [each.state_key for each in listed]
     if len(set(keys)) < len(keys):
@@ -485,39 +430,33 @@ def work(
     is_at_home = os.getpid() == task.home
     if not is_at_home:
         rng.start_from(task.random)
-    run = Run(trainer, module, task)
+    run, loop = Run(trainer, module, task), None
     made: dict[str, Any] = {}
     state: dict[str, Any] | None = None
-    with ExitStack() as stack:
-        stack.enter_context(_attached(run))
-        at_end = stack.enter_context(ExitStack())  # after the callbacks' on_end
-        stack.enter_context(keeping_modes(module))
-        stack.callback(run.call, "on_end", task.stage)
-        stack.callback(setattr, run, "takes_metrics", False)
-        stack.enter_context(_telling_callbacks(run))
-        run.call("on_start", task.stage)
-        run.takes_metrics = task.stage != "predict"
-        if task.stage == "fit":
-            loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"])
-            at_end.callback(loop.end)
-            loop.start()
-            loop.run()
-            state = run.take_snapshot()
-        elif task.saved is not None:
-            module.load_state_dict(task.saved["module"])
-        if task.stage == "predict":
-            made["predictions"] = tuple(predict(run, loaders["loader"]))
-        elif task.stage != "fit":
-            made["metrics"] = evaluate(run, loaders["loader"], task.stage)
-        made["epochs"], made["global_step"] = trainer.epochs, trainer.global_step
-    keeper = trainer.checkpoint_callback
-    if keeper is not None:
-        made["best_model_path"], made["best_model_score"] = keeper.best_model_path, keeper.best_model_score
-    states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+    trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
+    try:
+        with keeping_modes(module), _telling_callbacks(run):
+            if task.stage == "fit":
+                loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"])
+                loop.start()
+                loop.run()
+                state = run.take_snapshot()
+            elif task.saved is not None:
+                module.load_state_dict(task.saved["module"])
+            if task.stage == "predict":
+                made["predictions"] = tuple(predict(run, loaders["loader"]))
+            elif task.stage != "fit":
+                made["metrics"] = evaluate(run, loaders["loader"], task.stage)
+    finally:
+        if loop is not None:
+            loop.end()
+        trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
+        trainer.strategy.teardown()
     result = Result(
-        task.stage,
+        stage=task.stage,
+        **trainer.counters.state_dict(),
         callback_metrics=dict(trainer.metrics),
-        callbacks=states,
+        callbacks={each.state_key: each.state_dict() for each in trainer.callbacks},
         join_report=trainer.join_report,
         stopped=trainer.should_stop,
         **made,
@@ -525,27 +464,15 @@ def work(
     if is_at_home or run.rank != 0:
         return result, state, None
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
-    saved = module.state_dict().keys()
-    buffers = {name: each for name, each in module.named_buffers() if name not in saved} if task.stage == "fit" else {}
-    return result, state, {"module": weights, "buffers": buffers, "random": rng.capture()}
-
-
-@contextmanager
-def _attached(run: Run) -> Generator[None]:
-    """Let the module and the callbacks find the run through the trainer, as long as it lasts."""
-    trainer, module = run.trainer, run.module
-    trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
-    try:
-        yield
-    finally:
-        trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
-        trainer.strategy.teardown()
+    return result, state, {"module": weights, "random": rng.capture()}
 
 
 @contextmanager
 def _telling_callbacks(run: Run) -> Generator[None]:
-    """A context that calls the callbacks' ``on_exception`` with what is raised in it."""
+    """A context that calls the callbacks' ``on_start``, ``on_end``, and ``on_exception`` with what is raised in it."""
     try:
+        run.call("on_start", run.task.stage)
+        run.takes_metrics = run.task.stage != "predict"
         yield
     except BaseException as error:
         try:
@@ -553,3 +480,6 @@ def _telling_callbacks(run: Run) -> Generator[None]:
         except Exception:  # the exception that is under way says more
             logger.exception("a callback raised in on_exception")
         raise
+    finally:
+        run.takes_metrics = False
+        run.call("on_end", run.task.stage)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch.distributed as dist
 
-from joinables.trainer.environment import Place, detect_environment
+from joinables.trainer.launch import Place, detect_environment
 
 TORCHRUN = {
     "GROUP_RANK": "1",

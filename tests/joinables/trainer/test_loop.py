@@ -600,10 +600,6 @@ def test_frozen_parts_stay_frozen(pool: Pool) -> None:
         trainer().fit(module, loader(50), loader(12))
         assert (module.seen, int(module.body[1].num_batches_tracked)) == ({""}, count)  # pyright: ignore[reportArgumentType]
         assert [part.training for part in module.modules()] == before
-    module = Modes("body")  # as a pretrained model comes
-    with pytest.warns(UserWarning, match="Modes has parts in eval mode .* stay in it, such as Linear"):
-        trainer().fit(module, loader(50), loader(12))
-    assert module.seen == {"body body.0 body.1 body.2 body.3"}
 
 
 class FreezesInTrain(Modes):

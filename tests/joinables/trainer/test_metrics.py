@@ -76,7 +76,7 @@ def test_state_goes_on() -> None:
     store = MetricStore()
     store.record("loss", torch.tensor(2.0), 3)
     other = MetricStore()
-    other.load_state_dict(store.state_dict())
+    other.merge(store.state_dict())
     other.record("loss", 4.0, 1)
     single = SingleCollective()
     single.setup(0, 1)

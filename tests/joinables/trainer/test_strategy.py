@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from joinables.trainer import Callback, SingleStrategy, Trainer, register_strategy, strategies
+from joinables.trainer import Callback, Strategy, Trainer, register_strategy, strategies
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import InPlace, trainer
 from tests.pool import Pool
@@ -123,12 +123,12 @@ def test_comm_hooks(pool: Pool) -> None:
 
 def test_registry() -> None:
     known = strategies()
-    assert {"single", "ddp", "ddp_spawn", "ddp_zero", "ddp_find_unused_parameters_false"} <= known.keys()
+    assert {"single", "ddp", "ddp_spawn", "ddp_zero", "ddp_find_unused_parameters_true"} <= known.keys()
     assert all(known.values())
     if "mine" not in known:
-        register_strategy("mine", SingleStrategy, "one of my own")
+        register_strategy("mine", Strategy, "one of my own")
     assert strategies()["mine"] == "one of my own"
-    assert isinstance(Trainer(strategy="mine").strategy, SingleStrategy)
+    assert isinstance(Trainer(strategy="mine").strategy, Strategy)
     with pytest.raises(ValueError, match="'mine' is registered already"):
-        register_strategy("mine", SingleStrategy, "again")
+        register_strategy("mine", Strategy, "again")
     assert Trainer(strategy="ddp_find_unused_parameters_true", devices=2).strategy is not None

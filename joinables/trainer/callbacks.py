@@ -129,8 +129,8 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if mode not in ("min", "max") or save_top_k < -1 or every_n_epochs < 1 or every_n_train_steps == 0:
             raise ValueError(
-                f"mode={mode!r} must be 'min' or 'max', save_top_k={save_top_k} at least -1, and"
-                f" every_n_epochs={every_n_epochs} and every_n_train_steps={every_n_train_steps} at least 1 [J190]"
+                f"{mode=} must be 'min' or 'max', {save_top_k=} at least -1, and {every_n_epochs=} and"
+                f" {every_n_train_steps=} at least 1 [J190]"
             )
         self._folder = None if dirpath is None else Path(dirpath).absolute()
         self._filename, self._monitor, self._mode = filename, monitor, mode
@@ -208,13 +208,14 @@ class ModelCheckpoint(Callback):
         before, self._saved_step = self.state_dict(), trainer.global_step
         folder = self._folder or trainer.default_root_dir / "checkpoints"
         # In the middle of an epoch, a metric that is not there is NaN.
-        metrics = trainer.metrics if is_epoch_end else {self._monitor: math.nan, **trainer.metrics}
+        metrics = trainer.metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.metrics}
         paths: list[str] = []
-        others = {path for each in trainer.callbacks if isinstance(each, ModelCheckpoint) for path in each._files()}
+        keepers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+        taken = {path for each in keepers for path in (*each._kept, each.last_model_path)}
         discarded: list[str] = []
         if self._top_k and not only_last:
             score = 0.0 if self._monitor is None else monitored(metrics, self._monitor)
-            path = self._free(folder / f"{self._name(trainer)}.ckpt", others)
+            path = self._free(folder / f"{self._name(trainer)}.ckpt", taken)
             self._kept[path] = score
             discarded = self._best_first()[self._top_k :] if self._top_k > 0 else []
             for each in discarded:
@@ -232,10 +233,6 @@ class ModelCheckpoint(Callback):
             trainer.note(self)  # now, while both the new and the old files exist
             for each in {*discarded} & {*before["kept"]}:  # now that the new file is written
                 Path(each).unlink(missing_ok=True)
-
-    def _files(self) -> set[str]:
-        """The files of this fit that must not be overwritten."""
-        return {*self._kept, self.last_model_path}
 
     def _free(self, path: Path, taken: set[str]) -> str:
         """``path``, or with ``-v1`` and so on where it is taken: a better file of that name must not be overwritten."""
@@ -283,10 +280,7 @@ class EarlyStopping(Callback):
         self, monitor: str, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         if mode not in ("min", "max") or patience < 0 or min_delta < 0:
-            raise ValueError(
-                f"mode={mode!r} must be 'min' or 'max', and patience={patience} and min_delta={min_delta} not negative"
-                " [J193]"
-            )
+            raise ValueError(f"{mode=} must be 'min' or 'max', {patience=} and {min_delta=} at least 0 [J193]")
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
         self._best = self._latest = math.inf
@@ -307,12 +301,8 @@ class EarlyStopping(Callback):
         if self._is_over:
             trainer.should_stop = True
             if trainer.is_global_zero:
-                logger.warning(
-                    "%s has ended this fit after %d epochs; to go on, give it more than patience=%d, or leave it out",
-                    self.state_key,
-                    trainer.current_epoch,
-                    self._patience,
-                )
+                text = "%s has ended this fit after %d epochs; to go on, give it more patience, or leave it out"
+                logger.warning(text, self.state_key, trainer.current_epoch)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:

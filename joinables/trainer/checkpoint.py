@@ -6,7 +6,7 @@ processes that were started. It is a dict of plain data and tensors::
     epochs, global_step          counters
     module                       the module's state dict
     optimizers, schedulers       a list each, in the order of configure_optimizers; sharded state is put together
-    scaler                       of 16-mixed precision, or None
+    scaler                       of 16-mixed precision, or empty
     callbacks                    by state_key
     metrics                      the latest value of each
     ranks                        a list, by rank: batches read in the epoch under way, its metrics so far, random
@@ -64,7 +64,7 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
         "module": run.module.state_dict(),
         "optimizers": [each.state_dict() for each in run.optimizers],
         "schedulers": [each.scheduler.state_dict() for each in run.schedulers],
-        "scaler": None if run.scaler is None else run.scaler.state_dict(),
+        "scaler": run.scaler.state_dict(),
         "callbacks": {each.state_key: each.state_dict() for each in run.trainer.callbacks},
         "metrics": dict(run.trainer.metrics),
         "ranks": parts,
@@ -83,10 +83,7 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
     """
     for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[what]) != len(mine):
-            raise ValueError(
-                f"the state to resume from has {len(state[what])} {what}, configure_optimizers {len(mine)}; return as"
-                " many as when it was written [J202]"
-            )
+            raise ValueError(f"the checkpoint has {len(state[what])} {what}; return as many as that [J202]")
     part = _part_of(run, state["ranks"])
     run.module.on_load_checkpoint(dict(state))
     if "module" in state:
@@ -96,15 +93,14 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
             optimizer.load_state_dict(saved)
         except (ValueError, LookupError) as error:
             raise ValueError(
-                f"the optimizer's state to resume from does not go with that of configure_optimizers ({error!r}); make"
-                " the same groups of parameters there, and those that a hook adds in a fit again in"
-                " on_load_checkpoint(checkpoint), where checkpoint['epochs'] says how far it was [J251]"
+                f"the checkpoint has another optimizer than configure_optimizers ({error!r}); return one of the same"
+                " groups, and add those that a hook adds in a fit again in on_load_checkpoint [J251]"
             ) from error
         if state["global_step"]:  # or a scheduler that steps before it does warns, where no batch is left of the epoch
             mark_stepped(optimizer)
     for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
         scheduler.scheduler.load_state_dict(saved)
-    if run.scaler is not None and state["scaler"] is not None:
+    if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.counters.load_state_dict(state)
     run.position.epoch = run.counters.epochs
@@ -133,9 +129,8 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
     dealt_out = [len(range(each, sum(batches), before)) for each in range(before)]
     if run.position.sampler is None or used is None or batches != dealt_out:
         raise ValueError(
-            f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}. What is"
-            " left of it can be dealt out anew if the trainer deals out the samples: give it a DataLoader without a"
-            " sampler; or resume with as many ranks, or from a checkpoint of an epoch's end [J203]"
+            f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}: for them,"
+            " give a DataLoader without a sampler; or resume with as many, or from the end of an epoch [J203]"
         )
     metrics = MetricStore()
     for part in parts[rank::ranks]:
@@ -206,8 +201,7 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     except pickle.UnpicklingError as error:
         part.unlink()
         raise TypeError(
-            f"the checkpoint holds more than plain data and tensors, which could not be read again; mend it: {error}"
-            " [J200]"
+            f"the checkpoint could not be read again; give nothing but plain data and tensors: {error} [J200]"
         ) from error
     except BaseException as error:
         part.unlink(missing_ok=True)
@@ -233,8 +227,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not is_whole:
         raise ValueError(
             f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or has changed since it was written: it does not"
-            " end with the checksum of its bytes. Go on from another one; if it holds weights of torch.save, load them"
-            " with module.load_state_dict(torch.load(...)), and leave ckpt_path out [J198]"
+            " end with the checksum of its bytes; go on from another one, and load mere weights yourself [J198]"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

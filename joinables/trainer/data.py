@@ -57,10 +57,7 @@ class UnevenDistributedSampler(Sampler[int]):
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
         if not 0 <= self.rank < self.num_replicas or block_size < 1:
-            raise ValueError(
-                f"rank={self.rank} must be below num_replicas={self.num_replicas}, and block_size={block_size} at least"
-                " 1 [J233]"
-            )
+            raise ValueError(f"{self.rank=} must be below {self.num_replicas=}, {block_size=} at least 1 [J233]")
         self.total = len(dataset)
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
         self.epoch = self.start = 0
@@ -183,12 +180,12 @@ def length_of(loader: Any) -> int | None:
     counts in its own way: it may count batches of other ranks.
     """
     if isinstance(loader, DataLoader):
-        kind = cast("type[Any]", type(loader))
+        kind = cast("Any", loader).__class__
         plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
         if not plain or isinstance(loader.dataset, IterableDataset):
             return None
     try:
-        return len(cast("Any", loader))
+        return len(cast("Sized", loader))
     except (TypeError, NotImplementedError):  # it has none, or its sampler does not
         return None
 

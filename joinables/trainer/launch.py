@@ -50,11 +50,10 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 from typing_extensions import override
 
 from join import JoinTimeoutError, PeerError
@@ -145,7 +144,8 @@ class Launcher:
         if world_size < 1 or world_size != started:
             raise ValueError(f"world_size={world_size} must be at least 1, and as many as were started, if any [J411]")
         multiprocessing.get_context(start_method)  # an unknown one is its ValueError
-        self._world_size, self._start_method = world_size, start_method
+        self._world_size = world_size
+        self._start_method: StartMethod = start_method
         self._options = {"backend": backend, "timeout": timeout}
 
     def launch(self, fn: Callable[..., _T], *args: Any) -> _T:
@@ -174,10 +174,7 @@ class Launcher:
             return _as_rank(environment.place, environment.store(), self._options, fn, args)
         forks = self._start_method == "fork"
         if forks and dist.is_initialized():
-            raise LaunchError(
-                "start_method='fork' would copy this process's group into the workers; destroy it first, or use 'spawn'"
-                " [J224]"
-            )
+            raise LaunchError("start_method='fork' would copy this process's group; destroy it, or use 'spawn' [J224]")
         with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
             if not forks:
                 # Not by torch.multiprocessing, which would have the workers share the tensors of this process.
@@ -190,11 +187,10 @@ class Launcher:
             job = _Job(ranks, self._options, threads, Path(folder), *queues, call)
             failures = _run(job, self._start_method)
             if failures:
-                first, *others = sorted(failures, key=lambda failure: (failure.blame, failure.rank))
+                (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
                 if others:
-                    told = (f"rank {other.rank} failed too: {other.text[:200]}" for other in others)
-                    add_note(first.error, "; ".join(told))
-                raise first.error
+                    add_note(error, "; ".join(f"rank {each[1]} failed too: {each[3][:200]}" for each in others))
+                raise error
             return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)
 
 
@@ -358,23 +354,16 @@ def _first_host(nodes: str) -> str:
 _OWN, _ABORTED, _OTHERS = 0, 1, 2
 """``blame``: the rank failed by itself; it aborted, as libraries do that lose peers; it failed because another did."""
 
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a rank failed; failures with the lowest ``blame`` caused the others."""
-
-    rank: int
-    error: BaseException
-    blame: int
-    text: str
+_Failure: TypeAlias = tuple[int, int, BaseException, str]
+"""Why a rank failed: blame, rank, exception, text. Failures with the lowest blame caused the others."""
 
 
 def _run(job: _Job, start_method: StartMethod) -> list[_Failure]:
     """Start the workers, wait for them, and leave none behind; return the failures."""
     before = set(multiprocessing.active_children())
     try:
-        started = start_processes(_work, (job,), job.world_size, join=False, start_method=start_method)
-        assert started is not None
+        start = cast("Any", torch.multiprocessing).start_processes
+        started = start(_work, (job,), job.world_size, join=False, start_method=start_method)
         # Port 0: the system picks a free one, so that two runs never meet. Without a socket of ours, the store would
         # listen on all interfaces. Waiting for workers, which wait for the port, would block.
         listening = socket.create_server((_LOOPBACK, 0))
@@ -409,7 +398,7 @@ def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
             code = workers[rank].exitcode or 0
             if rank not in told:
                 error = WorkerDied(rank, code)
-                failures.append(_Failure(rank, error, _ABORTED if code == -signal.SIGABRT else _OWN, str(error)))
+                failures.append((_ABORTED if code == -signal.SIGABRT else _OWN, rank, error, str(error)))
         if failures and deadline is None:
             deadline = time.monotonic() + timeouts().first
     return failures
@@ -424,7 +413,7 @@ def _failure(rank: int, folder: Path) -> _Failure:
         #: Its traceback is above. Give the exception's class an __init__ that its args can be handed to, in a file.
         error = WorkerRaised(f"rank {rank} raised an exception that cannot be pickled: {text} [J216]")
     error.__cause__ = RemoteTraceback(f"\non rank {rank}\n{trace}")
-    return _Failure(rank, error, blame, text)
+    return blame, rank, error, text
 
 
 def _end(workers: set[Any]) -> None:

@@ -15,9 +15,9 @@ rest at its end. So the n-th synchronised backward of one rank meets the n-th of
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -45,9 +45,9 @@ class FitLoop:
         self._val_loader = None if val_loader is None else local_loader(run, val_loader)
         self._hooks: list[Any] = []
         run.take_snapshot = CollectiveCall(run.collective, partial(checkpoint.take, run))
-        self._has_another = False
-        self._all_have_another = CollectiveCall(
-            run.collective, lambda active: run.collective.reduce_boolean_decision(active and self._has_another)
+        self._all_have_another = CollectiveCall(run.collective, self._vote)
+        self._max_epochs, self._max_steps = (
+            math.inf if limit is None else limit for limit in (run.trainer.max_epochs, run.trainer.max_steps)
         )
 
     def start(self) -> None:
@@ -57,13 +57,11 @@ class FitLoop:
         optimizers, run.schedulers = parse_optimizers(module.configure_optimizers())
         if module.automatic_optimization and len(optimizers) > 1:
             raise ValueError(
-                f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization knows what to"
-                " do with one; set automatic_optimization = False and step them in training_step [J236]"
+                f"there are {len(optimizers)} optimizers; step them yourself: set automatic_optimization = False [J236]"
             )
         if run.collective.world_size > 1 and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise ValueError(
-                "LBFGS evaluates its closure as often as the loss tells it to, another number on each rank; train with"
-                " devices=1 and automatic_optimization = False, or take another optimizer [J249]"
+                "LBFGS evaluates its closure another number of times on each rank; use devices=1, or another one [J249]"
             )
         run.optimizers = self._strategy.shard(optimizers)
         for scheduler in run.schedulers:
@@ -91,20 +89,14 @@ class FitLoop:
         self._module.on_train_start()
         run.call("on_train_start")
         trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
-        while not (
-            _reached(trainer.max_epochs, run.counters.epochs)
-            or _reached(trainer.max_steps, run.counters.global_step)
-            or trainer.should_stop
-        ):
+        counters = run.counters
+        while counters.epochs < self._max_epochs and counters.global_step < self._max_steps and not trainer.should_stop:
             steps, is_resumed = run.counters.global_step, run.position.resume_from is not None
             self._epoch()
             if run.counters.global_step == steps and not is_resumed:
                 if run.rank == 0:
-                    warnings.warn(
-                        "an epoch made no optimizer step: there was no batch (on one of the ranks, with uneven='stop'),"
-                        " or training_step stepped no optimizer",
-                        stacklevel=2,
-                    )
+                    why = "there was no batch, on any rank or one that stops all, or no optimizer was stepped"
+                    warnings.warn(f"an epoch made no optimizer step: {why}", stacklevel=2)
                 if trainer.max_epochs is None:
                     break  # the steps would never be enough
         with run.fresh_metrics():  # those of an epoch that max_steps has cut short are kept for the fit that ends it
@@ -167,26 +159,25 @@ class FitLoop:
     def _train(self, plan: Plan) -> bool:
         """Train on one epoch's batches; return whether this rank came to their end."""
         run, uneven = self._run, self._trainer.uneven
-        if uneven == "error" and plan.shortest is not None and not plan.even:
-            raise ValueError(
-                f"uneven='error' and the ranks have {list(plan.lengths)} batches; make them even, or use uneven='join'"
-                " [J237]"
-            )
-        unknown = plan.shortest is None and len(plan.lengths) > 1
-        vote = unknown and uneven == "stop"
+        vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
         run.is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
             *run.optimizers,
             *(each.scheduler for each in run.schedulers),
-            *([] if run.scaler is None else [run.scaler]),
+            *([run.scaler] if run.scaler.is_enabled() else []),
             run.counters,
             *(each for each in self._trainer.callbacks if type(each).state_dict is not Callback.state_dict),
             run.take_snapshot,
             *([self._all_have_another] if vote else []),
         ]
-        enable, throw = not even or run.is_weighted, unknown and uneven == "error"
-        with self._strategy.block(listed, enable=enable, throw=throw, transform_gradients=self._prepare_gradients):
+        block = self._strategy.block(
+            listed,
+            enable=not even or run.is_weighted,
+            throw=uneven == "error",
+            transform_gradients=self._prepare_gradients,
+        )
+        with block:
             finished = self._train_batches(plan.shortest if uneven == "stop" else None, vote=vote)
             run.samples = 0  # what this rank logs while it shadows others weighs nothing
         return finished
@@ -207,18 +198,20 @@ class FitLoop:
             run.position.advance()
             module.on_train_batch_end(outputs, batch, index)
             run.call("on_train_batch_end", outputs, batch, index)
-            if _reached(self._trainer.max_steps, run.counters.global_step):
+            if run.counters.global_step >= self._max_steps:
                 return is_last
         return True
 
+    def _vote(self, active: bool, has_another: bool = False) -> bool:
+        """Whether all ranks have another batch."""
+        return self._run.collective.reduce_boolean_decision(has_another)
+
     def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches up to those of the first rank that has no more: before each, the ranks vote."""
-        while True:
-            found = next(batches, None)
-            self._has_another = found is not None
-            if not self._all_have_another():
-                return
+        found = next(batches, None)
+        while self._all_have_another(found is not None):
             yield found
+            found = next(batches, None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -236,21 +229,17 @@ class FitLoop:
                 " the mean over the samples, computed from the module's outputs, or a dict with it under 'loss' [J240]"
             )
         sync = is_last or (index + 1) % k == 0
-        run.backward(loss if run.scaler is None else run.scaler.scale(loss), sync=sync)
+        run.backward(run.scaler.scale(loss), sync=sync)
         if sync:
             self._step(optimizer)
         return cast("Any", outputs)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         run = self._run
-        if run.scaler is None:
-            self._prepare_gradients()
-            optimizer.step()
-        else:
-            run.scaler.unscale_(optimizer)
-            self._prepare_gradients()
-            run.scaler.step(optimizer)
-            run.scaler.update()
+        run.scaler.unscale_(optimizer)
+        self._prepare_gradients()
+        run.scaler.step(optimizer)
+        run.scaler.update()
         run.counters.global_step += 1
         self._schedule("step")
 
@@ -278,42 +267,50 @@ class FitLoop:
         self._run.counters.global_step += 1
 
 
-def _reached(limit: int | None, count: int) -> bool:
-    return limit is not None and count >= limit
-
-
 # -- validation, test and prediction ----------------------------------------------------------------------------------
 
 # Each rank goes through its own batches without communicating, so nothing is shadowed; metrics are gathered at the end.
 
-_IN_HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
 
+def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[Any]]:
+    """Go through ``loader`` and return what was logged, over all ranks; and, of a prediction, the outputs by batch.
 
-def evaluate(run: Run, loader: Any, stage: str) -> dict[str, float]:
-    """Go through ``loader`` and return what was logged, over all ranks; ``stage`` is ``"validate"`` or ``"test"``."""
-    with _evaluating(run.module), run.fresh_metrics():
-        _go_through(run, local_loader(run, loader), stage)
+    These are in the order of the data set. Where the trainer did not deal out the data, all outputs of rank 0 come
+    first, then those of rank 1, and so on.
+
+    Args:
+        run: the run.
+        loader: a loader; one that was dealt out already stays as it is.
+        stage: ``"validate"``, ``"test"`` or ``"predict"``.
+    """
+    module, name, local = run.module, "validation" if stage == "validate" else stage, local_loader(run, loader)
+    outputs: list[Any] = []
+    with keeping_modes(module), torch.no_grad(), run.fresh_metrics():
+        module.eval()
+        run.call("on_evaluation_start", stage)
+        run.samples = 1  # a hook's values weigh the same on all ranks
+        getattr(module, f"on_{name}_start")()
+        getattr(module, f"on_{name}_epoch_start")()
+        for index, batch in enumerate(rng.iterate(local)):
+            batch = run.take(batch)
+            getattr(module, f"on_{name}_batch_start")(batch, index)
+            with run.autocast():
+                output = getattr(module, f"{name}_step")(batch, index)
+            getattr(module, f"on_{name}_batch_end")(output, batch, index)
+            run.call("on_evaluation_batch_end", output, batch, index, stage)
+            if stage == "predict":
+                outputs.append(map_tensors(_kept, output))
+        run.samples = 1
+        getattr(module, f"on_{name}_epoch_end")()
         metrics = run.reduce_metrics()
         run.store.clear()
-        _end(run, stage)
-        return {**metrics, **run.reduce_metrics()}
-
-
-def predict(run: Run, loader: Any) -> list[Any]:
-    """Go through ``loader`` and return the outputs of all ranks, by batch, in the order of the data set.
-
-    Where the trainer did not deal out the data, all outputs of rank 0 come first, then those of rank 1, and so on.
-    """
-    local = local_loader(run, loader)
-    mine: list[Any] = []
-    with _evaluating(run.module):
-        _go_through(run, local, "predict", lambda output: mine.append(map_tensors(_kept, output)))
-        parts: list[list[Any]] = run.collective.all_gather_object(mine)
-        _end(run, "predict")
+        parts: list[list[Any]] = run.collective.all_gather_object(outputs)
+        getattr(module, f"on_{name}_end")()
+        run.call("on_evaluation_end", stage)
+        metrics.update(run.reduce_metrics())
     if local is loader:
-        return [output for part in parts for output in part]
-    rounds = max(map(len, parts))
-    return [part[index] for index in range(rounds) for part in parts if index < len(part)]
+        return metrics, [output for part in parts for output in part]
+    return metrics, [part[index] for index in range(max(map(len, parts))) for part in parts if index < len(part)]
 
 
 def local_loader(run: Run, loader: Any) -> Any:
@@ -329,42 +326,6 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _go_through(run: Run, local: Any, stage: str, keep: Callable[[Any], object] | None = None) -> None:
-    """Run the steps and hooks of an evaluation over this rank's batches; ``keep`` gets each step's output."""
-    # No generator: in one, a step's StopIteration would become another error.
-    module, name = run.module, _IN_HOOKS[stage]
-    step = getattr(module, f"{name}_step")
-    run.call("on_evaluation_start", stage)
-    run.samples = 1  # a hook's values weigh the same on all ranks
-    getattr(module, f"on_{name}_start")()
-    getattr(module, f"on_{name}_epoch_start")()
-    for index, batch in enumerate(rng.iterate(local)):
-        batch = run.take(batch)
-        getattr(module, f"on_{name}_batch_start")(batch, index)
-        with run.autocast():
-            output = step(batch, index)
-        getattr(module, f"on_{name}_batch_end")(output, batch, index)
-        run.call("on_evaluation_batch_end", output, batch, index, stage)
-        if keep is not None:
-            keep(output)
-    run.samples = 1
-    getattr(module, f"on_{name}_epoch_end")()
-
-
-def _end(run: Run, stage: str) -> None:
-    """Call the hooks of the end of an evaluation, whose metrics are reduced by now."""
-    getattr(run.module, f"on_{_IN_HOOKS[stage]}_end")()
-    run.call("on_evaluation_end", stage)
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Generator[None]:
-    """Switch off grad and put the module into eval mode; afterwards, each part is back in its own mode."""
-    with keeping_modes(module), torch.no_grad():
-        module.eval()
-        yield
-
-
 # -- what configure_optimizers returns --------------------------------------------------------------------------------
 
 
@@ -375,24 +336,11 @@ class Scheduler:
     Attributes:
         interval: ``"epoch"`` or ``"step"``.
         monitor: the metric it steps on, for ``ReduceLROnPlateau``.
-        name: is not looked at.
-        frequency: after how many intervals it steps; 1.
-        strict: is not looked at.
     """
 
     scheduler: Any
-    interval: str = "epoch"
-    monitor: str | None = None
-    name: str | None = None
-    frequency: int = 1
-    strict: bool = True
-
-    def __post_init__(self) -> None:
-        if not hasattr(self.scheduler, "step") or self.interval not in ("epoch", "step") or self.frequency != 1:
-            raise ValueError(
-                f"configure_optimizers returned {self!r}; the scheduler must have a method step, interval must be"
-                " 'epoch' or 'step', and frequency 1 [J253]"
-            )
+    interval: str
+    monitor: str | None
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
@@ -411,8 +359,11 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
             )
         options = cast("dict[str, Any]", options)
         optimizers += [options["optimizer"]] if "optimizer" in options else []
-        given = options.get("lr_scheduler")
+        given: Any = options.get("lr_scheduler")
         if given is not None:
-            own = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {"scheduler": given}
-            schedulers.append(Scheduler(**{"monitor": options.get("monitor"), **own}))
+            own = cast("dict[str, Any]", given if isinstance(given, dict) else {"scheduler": given})
+            made = Scheduler(own["scheduler"], own.get("interval", "epoch"), own.get("monitor", options.get("monitor")))
+            if made.interval not in ("epoch", "step") or own.get("frequency", 1) != 1:
+                raise ValueError(f"{own!r} must have the interval 'epoch' or 'step', and the frequency 1 [J253]")
+            schedulers.append(made)
     return optimizers, schedulers

@@ -23,9 +23,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
     """Return the metric that a callback or a scheduler monitors; one that was not logged is a ``ValueError``."""
     if monitor is None or monitor not in metrics:
-        raise ValueError(
-            f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics)) or 'none'} [J242]"
-        )
+        raise ValueError(f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics))} [J242]")
     return metrics[monitor]
 
 
@@ -82,8 +80,7 @@ class MetricStore(dict[str, Metric]):
         metric = self.setdefault(name, Metric(reduce_fx))
         if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
             raise ValueError(
-                f"reduce_fx={reduce_fx!r} of metric {name!r} must be one of {', '.join(get_args(Reduction))}, and the"
-                f" same each time and on all ranks; it was {metric.reduce_fx!r} [J244]"
+                f"{reduce_fx=} of metric {name!r} must be {metric.reduce_fx!r}, as before: mean, sum, min or max [J244]"
             )
         return metric
 

@@ -175,9 +175,7 @@ class TrainModule(torch.nn.Module):
             RuntimeError: outside a run.
         """
         if self._trainer is None:
-            raise RuntimeError(
-                f"{type(self).__name__} is not in a run of a Trainer; call this in a hook or a step [J261]"
-            )
+            raise RuntimeError(f"{type(self).__name__} is in no run of a Trainer; call this in a hook or a step [J261]")
         return self._trainer
 
     def log(
@@ -297,10 +295,7 @@ _NEEDED = {
 def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) -> None:
     """Refuse a module that lacks what a run of this kind calls, or has hooks that nobody calls."""
     if not isinstance(module, TrainModule):
-        raise TypeError(
-            f"module is a {type(module).__name__}; pass an object whose class derives from"
-            " joinables.trainer.TrainModule, and that is not wrapped [J181]"
-        )
+        raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule [J181]")
     for name in _NEEDED[stage]:
         if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
             raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one [J182]")

@@ -74,20 +74,20 @@ class CollectiveCall(OnGroup, Burst, Generic[T]):
 
     Args:
         collective: the ranks.
-        function: its argument says whether this rank still has data.
+        function: its first argument says whether this rank still has data; the others come from the call, if any.
     """
 
-    def __init__(self, collective: Collective, function: Callable[[bool], T]) -> None:
+    def __init__(self, collective: Collective, function: Callable[..., T]) -> None:
         super().__init__(collective)
         self._function = function
         self._join: Block | None = None  # while a block is open
 
-    def __call__(self) -> T:
+    def __call__(self, *args: Any) -> T:
         """Call the function, and have joined ranks call it, too."""
         if self._join is not None:
             self._join.channel.announce(self)
         self.state = BurstState.RUNNING
-        result = self._function(True)
+        result = self._function(True, *args)
         self.state = BurstState.IDLE
         return result
 
@@ -245,7 +245,7 @@ class Run:
         """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
-        self.scaler = torch.amp.GradScaler(self.device.type) if trainer.dtype is torch.float16 else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
 
     def take(self, batch: Any) -> Any:
         """The batch, on the device and in the run's precision; counts its samples."""
@@ -274,11 +274,8 @@ class Run:
     def log(self, name: str, value: Any, batch_size: int | None, reduce_fx: Reduction) -> None:
         """Record a metric; arguments as of ``TrainModule.log``."""
         if not self.takes_metrics:
-            raise RuntimeError(
-                f"metric {name!r} was logged in a prediction, or in a callback's on_start or on_end, where no metrics"
-                " are taken; log it in another run, or in on_evaluation_start, on_evaluation_end, on_train_epoch_start"
-                " or on_train_end [J272]"
-            )
+            where = "a prediction, or in a callback's on_start or on_end"
+            raise RuntimeError(f"metric {name!r} was logged in {where}, which have no metrics; log it elsewhere [J272]")
         self.store.record(name, value, self.samples if batch_size is None else batch_size, reduce_fx)
 
     def reduce_metrics(self) -> dict[str, float]:

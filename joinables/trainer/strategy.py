@@ -57,7 +57,7 @@ class Strategy:
     @property
     def collective(self) -> Collective:
         """The ranks of the run."""
-        return self._single
+        return collective_of(None) if self.is_distributed else self._single
 
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
         """Wrap ``module`` for training; if it is wrapped here already, nothing happens.
@@ -75,7 +75,7 @@ class Strategy:
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers to use in the run: ``optimizers`` themselves, or sharded ones in their place."""
-        return list(optimizers)
+        return [sharded(each) for each in optimizers] if self.shards_optimizers else list(optimizers)
 
     def block(
         self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
@@ -165,11 +165,6 @@ class DDPStrategy(Strategy):
         backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
         return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
 
-    @property
-    @override
-    def collective(self) -> Collective:
-        return collective_of(None)
-
     @override
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
         check_not_wrapped(module)
@@ -187,10 +182,6 @@ class DDPStrategy(Strategy):
         if hook is not None:
             self.ddp.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
         self._wrapped = key
-
-    @override
-    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        return [sharded(each) for each in optimizers] if self.shards_optimizers else list(optimizers)
 
     @override
     @contextlib.contextmanager
@@ -235,10 +226,7 @@ class DDPStrategy(Strategy):
 def check_not_wrapped(module: torch.nn.Module) -> None:
     """Raise a ``TypeError`` for a module that contains a data-parallel wrapper."""
     if any(isinstance(part, (DistributedDataParallel, DataParallel)) for part in module.modules()):
-        raise TypeError(
-            f"the trainer wraps modules in DistributedDataParallel itself, and this {type(module).__name__} contains"
-            " one; pass the bare module [J263]"
-        )
+        raise TypeError(f"{type(module).__name__} contains a data-parallel wrapper; pass the bare module [J263]")
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:

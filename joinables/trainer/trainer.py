@@ -12,11 +12,11 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils.data import Dataset
@@ -28,14 +28,15 @@ from joinables.trainer import rng
 from joinables.trainer.callbacks import Callback, ModelCheckpoint
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.launch import detect_environment
-from joinables.trainer.loop import FitLoop, evaluate, predict
+from joinables.trainer.loop import FitLoop, evaluate
 from joinables.trainer.module import TrainModule, check_callback, check_module
 from joinables.trainer.run import Counters, Run, Task
 from joinables.trainer.strategy import Strategy, strategy_of
 
 logger = logging.getLogger("joinables")
 
-Uneven = Literal["join", "stop", "error"]
+Uneven: TypeAlias = Literal["join", "stop", "error"]
+Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -64,27 +65,7 @@ class Result:
     join_report: JoinReport | None
     stopped: bool
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    predictions: tuple[Any, ...] = ()
-
-
-class LastFit:
-    """The last fit of a trainer: its module, and the state from which the next one resumes.
-
-    Attributes:
-        state: as ``joinables.trainer.checkpoint`` has it, without the weights, which the module itself has; on rank 0
-            only, and ``None`` before a fit has ended.
-        module: the module, unless it is gone.
-        first_states: of callbacks, before their first fit, by ``state_key``.
-    """
-
-    def __init__(
-        self, first_states: Mapping[str, Any], module: Callable[[], TrainModule | None] = lambda: None
-    ) -> None:
-        self.state: dict[str, Any] | None = None
-        self.first_states, self.module = dict(first_states), module
-
-    def __reduce__(self) -> Any:
-        return LastFit, ({},)  # another process gets the state with its task, and does not need the rest
+    predictions: Sequence[Any] = ()
 
 
 class Trainer:
@@ -143,13 +124,9 @@ class Trainer:
             raise ValueError(f"strategy={strategy!r} is for one process; leave it out, or set devices=1 [J174]")
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
-            raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed' [J267]")
-        for name, value in (
-            ("accumulate_grad_batches", accumulate_grad_batches),
-            ("gradient_clip_val", gradient_clip_val),
-        ):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive [J168]")
+            raise ValueError("'16-mixed' does not go with sharded optimizers; use 'bf16-mixed' [J267]")
+        if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
+            raise ValueError(f"{accumulate_grad_batches=} and {gradient_clip_val=} must be positive [J168]")
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
@@ -161,7 +138,13 @@ class Trainer:
         self.should_stop = False
         """Set it, on any rank, to end the fit after the epoch under way."""
         self._run: Run | None = None  # the one under way in this process
-        self._last = LastFit({})
+        self._last_module: weakref.ref[TrainModule] | None = None
+        self._last_state: dict[str, Any] | None = None
+        """What the next fit of the last module resumes from, without its weights: see ``joinables.trainer.checkpoint``.
+
+        On rank 0 only, and ``None`` before a fit has ended.
+        """
+        self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit, by state_key
         self.counters = Counters()
         """The optimizer steps and completed epochs, over all fits of the module."""
 
@@ -172,7 +155,7 @@ class Trainer:
         module: TrainModule,
         train_loader: Any,
         val_loader: Any = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
+        ckpt_path: Checkpoint = None,
     ) -> Result:
         """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
 
@@ -194,16 +177,11 @@ class Trainer:
             raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them [J268]")
         automatic = self.gradient_clip_val, self.accumulate_grad_batches, self.dtype is torch.float16
         if not module.automatic_optimization and automatic != (None, 1, False):
-            raise ValueError(
-                "gradient_clip_val, accumulate_grad_batches and precision='16-mixed' are for automatic optimization;"
-                " clip and accumulate in training_step, and use 'bf16-mixed' [J183]"
-            )
+            raise ValueError("clipping, accumulation and '16-mixed' need automatic_optimization; leave them out [J183]")
         loaders = {"train_loader": train_loader, "val_loader": val_loader}
         return self._launch("fit", module, loaders, ckpt_path)
 
-    def validate(
-        self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
-    ) -> list[dict[str, float]]:
+    def validate(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
         """Run ``validation_step`` over ``loader``; return a list with the metrics, by name.
 
         With ``ckpt_path``, ``module`` gets the weights of that checkpoint first, and keeps them; so in ``test`` and
@@ -211,13 +189,11 @@ class Trainer:
         """
         return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path).metrics)]
 
-    def test(
-        self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
-    ) -> list[dict[str, float]]:
+    def test(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
         """Run ``test_step`` over ``loader``; return a list with the metrics, by name."""
         return [dict(self._launch("test", module, {"loader": loader}, ckpt_path).metrics)]
 
-    def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
+    def predict(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[Any]:
         """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
         return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions)
 
@@ -233,7 +209,7 @@ class Trainer:
         saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
         if stage == "fit":
             self._begin(module)
-            saved = saved or self._last.state
+            saved = saved or self._last_state
         before = self.counters.state_dict()
         with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
@@ -252,19 +228,24 @@ class Trainer:
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
             # Copies: the optimizer of the next fit would go on in the same tensors.
-            self._last.state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
+            self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
         return result
 
     def _begin(self, module: TrainModule) -> None:
         """Begin a fit; for another module, forget the last one, and have callbacks be as before their own first."""
-        self.should_stop, states = False, self._last.first_states
-        if self._last.module() is not module:
-            self._last, self.counters, self.metrics = LastFit(states, weakref.ref(module)), Counters(), {}
+        self.should_stop = False
+        if self._last_module is None or self._last_module() is not module:
+            self._last_module, self._last_state = weakref.ref(module), None
+            self.counters, self.metrics = Counters(), {}
             for each in self.callbacks:
-                if each.state_key in states:
-                    each.load_state_dict(copy.deepcopy(states[each.state_key]))
+                if each.state_key in self._first_states:
+                    each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
         for each in self.callbacks:
-            self._last.first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
+            self._first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process gets the state with its task, and does not need the rest.
+        return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
 
     def _take_over(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
         """Bring this process to the state of rank 0's, another one."""
@@ -342,12 +323,9 @@ class Trainer:
         if self._run is not None and self._run.optimizers:
             state = self._run.take_snapshot()
         else:
-            module, state = self._last.module(), self._last.state
+            module, state = self._last_module and self._last_module(), self._last_state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
-                raise RuntimeError(
-                    "there is no fit under way, nor the state and the module of one that ended; save in a fit, or right"
-                    " after it [J275]"
-                )
+                raise RuntimeError("there is no fit, nor state and module of one; save in a fit, or after it [J275]")
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
             write_checkpoint(state, path)
@@ -388,18 +366,12 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
     environment = detect_environment()
     started = None if environment is None else environment.place.world_size
     there = torch.cuda.device_count() if accelerator == "cuda" else None
-    if devices == "auto":
-        return 1 if alone else started or there or 1
-    wanted = devices * num_nodes
-    if wanted < 1 or (num_nodes > 1 and started is None) or (there is not None and devices > there):
+    wanted = (1 if alone else started or there or 1) if devices == "auto" else devices * num_nodes
+    too_many = (num_nodes > 1 and started is None) or (there is not None and devices != "auto" and devices > there)
+    if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"devices={devices} and num_nodes={num_nodes}, and torch finds {there} GPUs here; processes on other nodes"
-            " must be started there, by torchrun, SLURM or MPI [J171]"
-        )
-    if started is not None and wanted != started and not (alone and wanted == 1):
-        raise ValueError(
-            f"devices={devices} and num_nodes={num_nodes}, but {started} processes were started; leave devices out to"
-            " train on all of them, or pass strategy='single' for each of them to train alone [J172]"
+            f"devices={devices} and num_nodes={num_nodes}, but there are {there} GPUs here, and torchrun, SLURM or MPI"
+            f" started {started} processes; leave both out, or pass strategy='single' for each to train alone [J172]"
         )
     return wanted
 
@@ -443,10 +415,8 @@ def work(
                 state = run.take_snapshot()
             elif task.saved is not None:
                 module.load_state_dict(task.saved["module"])
-            if task.stage == "predict":
-                made["predictions"] = tuple(predict(run, loaders["loader"]))
-            elif task.stage != "fit":
-                made["metrics"] = evaluate(run, loaders["loader"], task.stage)
+            if task.stage != "fit":
+                made["metrics"], made["predictions"] = evaluate(run, loaders["loader"], task.stage)
     finally:
         if loop is not None:
             loop.end()

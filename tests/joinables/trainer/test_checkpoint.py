@@ -77,7 +77,7 @@ class Harmful:
 
 
 def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TypeError, match="holds more than plain data and tensors"):
+    with pytest.raises(TypeError, match="could not be read again"):
         write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
     assert names(tmp_path) == set()
     torch.save({"x": Harmful()}, tmp_path / "other.ckpt")
@@ -305,9 +305,6 @@ def test_bad_arguments(options: dict[str, Any], text: str) -> None:
 
 
 def test_metric_that_is_not_there(tmp_path: Path) -> None:
-    for keeper, text in (
-        (ModelCheckpoint(tmp_path, monitor="val_los"), "monitor='val_los' was not logged; the metrics are .*val_loss"),
-        (ModelCheckpoint(tmp_path, "{val_los}"), "monitor='val_los' was not logged"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            Trainer(callbacks=keeper).fit(Classifier(), loader(12), loader(12))
+    keeper = ModelCheckpoint(tmp_path, monitor="val_los")
+    with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
+        Trainer(callbacks=keeper).fit(Classifier(), loader(12), loader(12))

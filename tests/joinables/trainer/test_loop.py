@@ -345,7 +345,7 @@ def test_stop_with_the_first(pool: Pool) -> None:
 
 
 def refuses_uneven(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"the ranks have \[7, 6\] batches"):
+    with pytest.raises(EarlyTerminationError):
         trainer(uneven="error").fit(Classifier(), loader(50, 4))
     trainer(uneven="error").fit(Classifier(), loader(48, 4))
 
@@ -649,7 +649,7 @@ def adds_groups(rank: int, shard: bool) -> Any:
     module, run = Unfreezes(remembers=False), trainer(strategy={"shard_optimizers": shard}, max_epochs=2)
     run.fit(module, loader(30))
     run.max_epochs = 3
-    with pytest.raises(ValueError, match=r"the optimizer's state to resume from .* in on_load_checkpoint"):
+    with pytest.raises(ValueError, match=r"has another optimizer than .* in on_load_checkpoint"):
         run.fit(module, loader(30))
     return states
 
@@ -681,7 +681,7 @@ class StepsLBFGS(WithLBFGS):
 
 
 def refuses_lbfgs(rank: int, kind: type[WithLBFGS], shard: bool) -> None:
-    with pytest.raises(ValueError, match=r"LBFGS .* another number on each rank; train with devices=1"):
+    with pytest.raises(ValueError, match=r"LBFGS .* on each rank; use devices=1"):
         trainer(strategy={"shard_optimizers": shard}).fit(kind(), loader(24))
 
 

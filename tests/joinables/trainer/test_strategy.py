@@ -35,10 +35,10 @@ def wraps_once(rank: int) -> None:
     module.body.append(nn.Linear(3, 3))
     strategy.wrap(module, CPU, several_backwards=False)
     assert strategy.ddp is not second
-    with pytest.raises(TypeError, match="this DistributedDataParallel contains one; pass the bare module"):
+    with pytest.raises(TypeError, match=r"DistributedDataParallel contains .* pass the bare module"):
         strategy.wrap(DistributedDataParallel(nn.Linear(1, 1)), CPU, several_backwards=False)
     module.body.append(DistributedDataParallel(nn.Linear(3, 3)))
-    with pytest.raises(TypeError, match="this Classifier contains one"):
+    with pytest.raises(TypeError, match="Classifier contains"):
         strategy.wrap(module, CPU, several_backwards=False)
 
 
@@ -76,7 +76,7 @@ def leaves_nothing(rank: int) -> None:
     data = loader(50, 4), loader(20, 4)
     run.fit(module, *data)
     module.zero_grad()
-    run._last.state = None
+    run._last_state = None
     before = live_bytes()
     assert len(watches.wrappers) == 1, "one wrapper for all epochs and validations"
     assert watches.wrappers[0]() is None, "the wrapper, and with it the reducer and its buckets, is gone"
@@ -85,7 +85,7 @@ def leaves_nothing(rank: int) -> None:
     run.max_epochs = 3
     run.fit(module, *data)
     module.zero_grad()
-    run._last.state = None
+    run._last_state = None
     assert len(watches.wrappers) == 2
     assert watches.wrappers[1]() is None
     assert live_bytes() <= before + 1000

@@ -409,7 +409,7 @@ BAD = [
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0"),
     ({"gradient_clip_val": 0.0}, ValueError, r"gradient_clip_val=0\.0"),
     ({"uneven": "drop"}, ValueError, "uneven='drop' is none of"),
-    ({"num_nodes": 2, "devices": 1}, ValueError, "by torchrun, SLURM or MPI"),
+    ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM or MPI"),
     ({"max_epoch": 3}, TypeError, "max_epoch"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
     ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "callbacks has several of one state_key"),
@@ -424,7 +424,7 @@ def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str
 
 
 def test_bad_runs(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"derives from joinables\.trainer\.TrainModule"):
+    with pytest.raises(TypeError, match=r"derive it from joinables\.trainer\.TrainModule"):
         Trainer().fit(torch.nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
     with pytest.raises(FileNotFoundError, match="No such file"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "none.ckpt")
@@ -432,11 +432,11 @@ def test_bad_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no checkpoint of a Trainer"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
     torch.save(Classifier().state_dict(), tmp_path / "weights.ckpt")
-    told = r"ckpt_path='.*weights\.ckpt' is no checkpoint of a Trainer.*module\.load_state_dict"
+    told = r"ckpt_path='.*weights\.ckpt' is no checkpoint of a Trainer.*load mere weights yourself"
     for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
         with pytest.raises(ValueError, match=told):
             run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
-    with pytest.raises(RuntimeError, match="is not in a run"):
+    with pytest.raises(RuntimeError, match="is in no run"):
         Classifier().log("x", 1.0)
 
 
@@ -449,9 +449,9 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
     assert not trainer.is_global_zero
-    with pytest.raises(ValueError, match="devices=1 and num_nodes=1, but 3 processes were started"):
+    with pytest.raises(ValueError, match=r"devices=1 and num_nodes=1, but .* started 3 processes"):
         Trainer(accelerator="cpu", devices=1)
-    with pytest.raises(ValueError, match="devices=2 and num_nodes=1, but 3 processes were started; leave devices"):
+    with pytest.raises(ValueError, match=r"devices=2 and num_nodes=1, but .* started 3 processes"):
         Trainer(accelerator="cpu", devices=2)
     assert Trainer(accelerator="cpu", devices=1, strategy="single").world_size == 1
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -625,12 +625,12 @@ def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
         Trainer(callbacks=[Adds(value), keeper]).fit(module, loader(12))
         return keeper.best_model_path
 
-    with pytest.raises(TypeError, match=r"(?s)the checkpoint holds more than .*pathlib.*PosixPath"):
+    with pytest.raises(TypeError, match=r"(?s)the checkpoint could not be read .*pathlib.*PosixPath"):
         fit({"path": tmp_path}, Classifier())
-    with pytest.raises(TypeError, match=r"(?s)the checkpoint holds more than .*pathlib.*PosixPath"):
+    with pytest.raises(TypeError, match=r"(?s)the checkpoint could not be read .*pathlib.*PosixPath"):
         fit(1, Pathed(tmp_path))
     for value in (np.ones(3), {"x": np.float32(0.5)}):
-        with pytest.raises(TypeError, match=r"(?s)the checkpoint holds more than .*numpy"):
+        with pytest.raises(TypeError, match=r"(?s)the checkpoint could not be read .*numpy"):
             fit(value, Classifier())
     assert not list(tmp_path.glob("*.ckpt"))
     path = fit({"x": [1, "text", torch.ones(2), 0.5]}, Classifier())
@@ -668,7 +668,7 @@ def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -
 
 def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
     trainer, module = Trainer(max_epochs=2), Classifier()
-    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+    with pytest.raises(RuntimeError, match="there is no fit, nor state"):
         trainer.save_checkpoint(tmp_path / "before.ckpt")
     trainer.fit(module, loader(12))
     assert trainer.save_checkpoint(tmp_path / "after.ckpt")
@@ -679,7 +679,7 @@ def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
     assert_same(flat_state(module.state_dict()), flat_state(again.state_dict()))
     del module
     gc.collect()
-    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+    with pytest.raises(RuntimeError, match="there is no fit, nor state"):
         trainer.save_checkpoint(tmp_path / "gone.ckpt")
 
 
@@ -692,9 +692,9 @@ def test_a_compiled_module_can_be_pickled() -> None:
 def test_automatic_settings_with_manual_optimization() -> None:
     module = Classifier()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match="are for automatic optimization"):
+    with pytest.raises(ValueError, match="need automatic_optimization"):
         Trainer(gradient_clip_val=1.0).fit(module, loader())
-    with pytest.raises(ValueError, match="are for automatic optimization"):
+    with pytest.raises(ValueError, match="need automatic_optimization"):
         Trainer(precision="16-mixed").fit(module, loader())
 
 
@@ -709,9 +709,9 @@ def test_schedulers_that_are_not_understood() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
 
-    with pytest.raises(ValueError, match=r"frequency=2.*the scheduler must have"):
+    with pytest.raises(ValueError, match=r"'frequency': 2.* must have"):
         Trainer().fit(Scheduled(frequency=2), loader())
-    with pytest.raises(ValueError, match="interval='batch'"):
+    with pytest.raises(ValueError, match="'interval': 'batch'"):
         Trainer().fit(Scheduled(interval="batch"), loader())
     module = Scheduled(monitor="train_loss", frequency=1, strict=True)
     rates: list[float] = []

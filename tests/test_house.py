@@ -169,7 +169,7 @@ def test_attributes_of_base_classes_count() -> None:
     [(call, where)] = classes_called("CollectiveCall", path)
     assert where == path
     assert attributes_set(call, path) >= {"_join", "_function", "_group"}  # the last by a class in another file
-    assert list(classes_called("Join", PATHS["joinables.trainer.strategy"]))  # imported from a package that has it from a module
+    assert list(classes_called("Join", PATHS["joinables.trainer.strategy"]))  # as a package has it
     assert not list(classes_called("TypeVar", path))
 
 

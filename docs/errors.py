@@ -39,10 +39,6 @@ TITLES = {
     "joinables/metrics": "Metrics",
     "joinables/replay": "Replayed modules: FSDP2, SyncBatchNorm, tensor parallelism",
     "joinables/trainer": "The trainer",
-    "joinables/trainer/callbacks": "The trainer's callbacks",
-    "joinables/trainer/checkpoints": "The trainer's checkpoints",
-    "joinables/trainer/launch": "Starting processes",
-    "joinables/trainer/loops": "Training steps, optimizers and metrics of the trainer",
 }
 TOP = """# Errors
 

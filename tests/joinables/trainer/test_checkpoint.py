@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from joinables.trainer import ModelCheckpoint, Trainer
-from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -79,9 +79,9 @@ class Harmful:
 
 
 def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
-    with pytest.raises(ValueError, match="cannot be read as plain data and tensors"):
-        read_checkpoint(tmp_path / "bad.ckpt")
+    with pytest.raises(TypeError, match="could not be read again"):
+        write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
+    assert names(tmp_path) == set()
     torch.save({"x": Harmful()}, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"other.ckpt' is no checkpoint"):
         read_checkpoint(tmp_path / "other.ckpt")
@@ -104,11 +104,10 @@ def test_changed_bytes_are_found(tmp_path: Path) -> None:
     written = {"weight": torch.randn(60, 7), "bias": torch.randn(7), "name": "classifier", "epochs": [1, 2.5, None]}
     write_checkpoint(written, path)
     data = path.read_bytes()
-    for trusted in (False, True):
-        for changed in damaged(data):
-            path.write_bytes(changed)
-            with pytest.raises(ValueError, match=re.escape(repr(str(path)))):
-                read_checkpoint(path, trusted=trusted)
+    for changed in damaged(data):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=re.escape(repr(str(path)))):
+            read_checkpoint(path)
     path.write_bytes(data)
     assert str(read_checkpoint(path)) == str(torch.load(path, weights_only=True)) == str(written)  # also without us
 
@@ -118,7 +117,7 @@ import errno, sys
 from pathlib import Path
 import torch
 from joinables.trainer import ModelCheckpoint, Trainer
-from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
 
 folder = Path(sys.argv[1])
@@ -155,9 +154,8 @@ for filled in (False, True):
     if filled:
         fill()
     for size in (1, 10_000, 1_000_000) if filled else (1_000_000,):
-        for durable in (False, True):
-            error = fails(write_checkpoint, {"data": torch.zeros(size)}, path, durable=durable)
-            assert error.filename == str(path), error
+        error = fails(write_checkpoint, {"data": torch.zeros(size)}, path)
+        assert error.filename == str(path), error
 trainer.max_epochs = 2
 error = fails(trainer.fit, module, loader(12))
 assert Path(error.filename).parent == folder / "kept", error
@@ -252,7 +250,8 @@ def test_a_fit_that_ends_early_keeps_what_it_has(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     trainer, module = Trainer(max_steps=3, callbacks=keeper), Classifier()
     for trainer.max_steps in (3, 7):
-        path = trainer.fit(module, loader(30)).best_model_path
+        trainer.fit(module, loader(30))
+        path = keeper.best_model_path
         assert read_checkpoint(path)["global_step"] == trainer.max_steps
     keeper = ModelCheckpoint(tmp_path / "best", "{val_loss:.1f}", monitor="val_loss")
     Trainer(max_steps=3, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
@@ -274,7 +273,8 @@ def test_a_fit_that_goes_on_from_before_what_another_discarded(tmp_path: Path) -
     def best(max_epochs: int, ckpt_path: Path | None = None) -> Path:
         keeper = ModelCheckpoint(tmp_path, monitor="score")
         fit = Trainer(max_epochs=max_epochs, callbacks=keeper).fit
-        return Path(fit(Scripted(), loader(12), loader(12), ckpt_path=ckpt_path).best_model_path)
+        fit(Scripted(), loader(12), loader(12), ckpt_path=ckpt_path)
+        return Path(keeper.best_model_path)
 
     first = best(1).rename(tmp_path / "first")  # a better one discards it
     Scripted.scores = (0.5, 0.7)
@@ -307,9 +307,6 @@ def test_bad_arguments(options: dict[str, Any], text: str) -> None:
 
 
 def test_metric_that_is_not_there(tmp_path: Path) -> None:
-    for keeper, text in (
-        (ModelCheckpoint(tmp_path, monitor="val_los"), "monitor='val_los' was not logged; the metrics are .*val_loss"),
-        (ModelCheckpoint(tmp_path, "{val_los}"), "filename='{val_los}' has 'val_los', which was not logged"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            Trainer(callbacks=keeper).fit(Classifier(), loader(12), loader(12))
+    keeper = ModelCheckpoint(tmp_path, monitor="val_los")
+    with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
+        Trainer(callbacks=keeper).fit(Classifier(), loader(12), loader(12))

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from join import PeerError
 from joinables.trainer import Callback, ModelCheckpoint
-from tests.joinables.trainer.loops.test_fit import Interrupt
 from tests.joinables.trainer.modules import Classifier, dataset
 from tests.joinables.trainer.ranks import trainer
+from tests.joinables.trainer.test_loop import Interrupt
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 
@@ -111,4 +111,4 @@ def of_ones_own(rank: int, ranks: int, folder: str, resume: bool) -> str:
 def test_what_cannot_be_dealt_out_anew(pool: Pool, tmp_path: Path) -> None:
     pool.run(of_ones_own, 3, str(tmp_path), False, ranks=3)
     for told in pool.run(of_ones_own, 2, str(tmp_path), True, ranks=2):
-        assert told.startswith("the checkpoint was written in the middle of an epoch by 3 ranks, and there are 2.")
+        assert told.startswith("the checkpoint was written in the middle of an epoch by 3 ranks, and there are 2:")

@@ -16,13 +16,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    WeightedRandomSampler,
     default_collate,
 )
 
 from join.collectives import run_threads
 from joinables.trainer import Trainer, UnevenDistributedSampler
-from joinables.trainer.loops.data import Plan, copied_sampler, distribute
+from joinables.trainer.data import Plan, distribute
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 
 
@@ -84,34 +83,6 @@ def test_bad_samplers(options: dict[str, Any], text: str) -> None:
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from range(5)
-
-
-class Buckets(BatchSampler):
-    pass
-
-
-class Epochs(SequentialSampler):
-    def set_epoch(self, epoch: int) -> None: ...
-
-
-def test_samplers_that_know_nothing_of_ranks() -> None:
-    data = dataset(20)
-    weighted, order = WeightedRandomSampler([1.0] * 20, 20), SequentialSampler(data)
-    assert copied_sampler(DataLoader(data, 4, sampler=weighted)) == "WeightedRandomSampler"
-    assert copied_sampler(DataLoader(data, None, sampler=weighted)) == "WeightedRandomSampler"
-    assert copied_sampler(DataLoader(data, sampler=RandomSampler(data, num_samples=3))) == "RandomSampler"
-    assert copied_sampler(DataLoader(data, batch_sampler=Buckets(order, 4, False))) == "Buckets"
-    for other in (
-        loader(shuffle=True),
-        DataLoader(data, sampler=UnevenDistributedSampler(data, 2, 0)),
-        DataLoader(data, sampler=Epochs(data)),
-        DataLoader(data, sampler=Unsized()),
-        DataLoader(data, batch_sampler=[[0, 1], [2]]),
-        DataLoader(data, batch_sampler=Buckets(Epochs(data), 4, False)),
-        DataLoader(Endless()),
-        [1, 2, 3],
-    ):
-        assert copied_sampler(other) is None
 
 
 class Own(DataLoader[Any]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 from typing_extensions import override
 
@@ -58,10 +56,8 @@ class UnevenDistributedSampler(Sampler[int]):
     ) -> None:
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
-        if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank={self.rank} must be from 0 to num_replicas - 1 = {self.num_replicas - 1} [J233]")
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} must be at least 1 [J234]")
+        if not 0 <= self.rank < self.num_replicas or block_size < 1:
+            raise ValueError(f"{self.rank=} must be below {self.num_replicas=}, {block_size=} at least 1 [J233]")
         self.total = len(dataset)
         self.shuffle, self.seed, self.block_size = shuffle, seed, block_size
         self.epoch = self.start = 0
@@ -111,59 +107,22 @@ def distribute(loader: Any, rank: int, world_size: int, seed: int, *, shuffle: b
     all its attributes; the loader given is not changed. The order changes with the epoch where ``shuffle`` says so, or,
     by default, the loader.
     """
-    if not _is_dealt_out(loader):
-        return loader
-    batches, order = _samplers(loader)
-    shuffles = type(order) is RandomSampler
-    sampler = UnevenDistributedSampler(
-        cast("Sized", loader.dataset),
-        world_size,
-        rank,
-        shuffle=shuffles if shuffle is None else shuffle,
-        seed=seed,
-        block_size=1 if batches is None else batches.batch_size,
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return cast("Any", loader)
+    given = cast("Any", loader)
+    batches, order = given.batch_sampler, getattr(given.batch_sampler, "sampler", given.sampler)
+    is_torch_s = type(order) is SequentialSampler or (
+        type(order) is RandomSampler and not order.replacement and order.num_samples == len(given.dataset)
     )
+    if type(batches) not in (BatchSampler, type(None)) or not is_torch_s:  # not those that DataLoader itself makes
+        return given
+    block_size = 1 if batches is None else batches.batch_size
+    shuffles = type(order) is RandomSampler if shuffle is None else shuffle
+    sampler = UnevenDistributedSampler(given.dataset, world_size, rank, shuffles, seed, block_size)
     parts: dict[str, Any] = {"sampler": sampler}
     if batches is not None:
-        parts["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    return with_parts(loader, **parts)
-
-
-def _is_data_loader(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    return isinstance(loader, DataLoader)
-
-
-def _samplers(loader: DataLoader[Any]) -> tuple[Any, Any]:
-    """The batch sampler, or ``None``, and the sampler that gives the order of samples."""
-    batches, order = cast("tuple[Any, Any]", (loader.batch_sampler, loader.sampler))
-    return batches, order if batches is None else getattr(batches, "sampler", None)
-
-
-def _is_dealt_out(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether the trainer deals out this loader: its samplers are those that ``DataLoader`` itself makes."""
-    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    batches, order = _samplers(loader)
-    if type(batches) not in (BatchSampler, type(None)):
-        return False
-    if type(order) is RandomSampler:
-        return not order.replacement and order.num_samples == len(cast("Sized", loader.dataset))
-    return type(order) is SequentialSampler
-
-
-def copied_sampler(loader: Any) -> str | None:
-    """The class of the sampler that makes every rank go through all of a ``DataLoader``; ``None`` if there is none.
-
-    Such samplers are those of torch that know nothing of ranks, also inside a batch sampler of another class. One of
-    the user's own may know the rank; so may one that has ``set_epoch``.
-    """
-    if not _is_data_loader(loader) or isinstance(loader.dataset, IterableDataset) or _is_dealt_out(loader):
-        return None
-    batches, order = _samplers(loader)
-    knows_nothing = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    if not isinstance(order, knows_nothing) or any(hasattr(each, "set_epoch") for each in (batches, order)):
-        return None
-    return type(order if type(batches) in (BatchSampler, type(None)) else batches).__name__
+        parts["batch_sampler"] = BatchSampler(sampler, block_size, batches.drop_last)
+    return with_parts(given, **parts)
 
 
 def sampler_of(loader: Any) -> UnevenDistributedSampler | None:
@@ -209,11 +168,6 @@ class Plan:
         return None if None in self.lengths else min(cast("tuple[int, ...]", self.lengths))
 
     @property
-    def longest(self) -> int | None:
-        """The largest number of batches; ``None`` if it is unknown."""
-        return None if None in self.lengths else max(cast("tuple[int, ...]", self.lengths))
-
-    @property
     def even(self) -> bool:
         """Whether it is known that all ranks have the same number of batches."""
         return len(self.lengths) == 1 or (None not in self.lengths and len(set(self.lengths)) == 1)
@@ -225,23 +179,21 @@ def length_of(loader: Any) -> int | None:
     The length of an ``IterableDataset`` is not believed. Nor is that of a subclass of ``DataLoader`` that iterates or
     counts in its own way: it may count batches of other ranks.
     """
-    if _is_data_loader(loader):
-        kind = type(loader)
+    if isinstance(loader, DataLoader):
+        kind = cast("Any", loader).__class__
         plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
         if not plain or isinstance(loader.dataset, IterableDataset):
             return None
     try:
-        return len(loader)
+        return len(cast("Sized", loader))
     except (TypeError, NotImplementedError):  # it has none, or its sampler does not
         return None
 
 
 def _sizes(loader: Any) -> tuple[int, int] | None:
     """The number of samples in a full and in the last batch, of a loader whose batches have one size; else ``None``."""
-    if not _is_data_loader(loader) or length_of(loader) is None:
-        return None
-    batches = cast("Any", loader.batch_sampler)
-    if type(batches) is not BatchSampler:
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or not isinstance(loader, DataLoader) or length_of(loader) is None:
         return None
     rest = len(cast("Sized", batches.sampler)) % batches.batch_size
     return batches.batch_size, batches.batch_size if batches.drop_last or rest == 0 else rest

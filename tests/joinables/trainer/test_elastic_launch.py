@@ -191,7 +191,7 @@ class Tells(Callback):
         self.diary.may_be_killed(trainer.global_step - 1, is_over=True)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        (optimizer,), (scheduler,) = trainer.optimizers, trainer.schedulers
+        (optimizer,), (scheduler,) = trainer.run.optimizers, trainer.run.schedulers
         self.diary.ends(module.body, optimizer, scheduler.scheduler)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from joinables.trainer.loops import rng
+from joinables.trainer import rng
 
 np: Any = pytest.importorskip("numpy")
 

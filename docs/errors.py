@@ -52,8 +52,9 @@ The text of an error has a code, such as `[J052]`. Search this page for yours: t
 from one error to the next, and after the arrow the way out.
 
 Two kinds of error have no code of their own. `PeerError` is what the other ranks raise when one has failed: it tells of
-that one's error. Look for its code, or mend what it says, then restart the processes from a checkpoint. And `EarlyTerminationError`,
-which `throw_on_early_termination=True` asks for, has torch's own texts: a rank has run out of inputs.
+that one's error. Look for its code, or mend what it says, then restart the processes from a checkpoint. And
+`EarlyTerminationError`, which `throw_on_early_termination=True` asks for, has torch's own texts: a rank has run out of
+inputs.
 """
 
 

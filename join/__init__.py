@@ -4,12 +4,10 @@
 """
 
 import importlib
-import sys
 
 from join.context import Join
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst, Joinable, JoinConfig, JoinHook
-from join.module_guard import Package
 from join.registry import load_adapters_by, register_joinable
 from join.report import JoinReport
 
@@ -29,4 +27,3 @@ __all__ = [
 ]
 
 load_adapters_by(lambda: importlib.import_module("joinables"))
-sys.modules[__name__].__class__ = Package

@@ -16,7 +16,7 @@ block and reset on leaving it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -113,20 +113,30 @@ class Joinable(ABC):
         """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
 
     def synchronise(self, source: int) -> None:
-        """Take over the state of rank ``source``, a last joiner; called on all ranks, if they were uneven."""
+        """Take over the state of rank ``source``, a last joiner.
+
+        Called on all ranks at the end of a block in which some have shadowed the bursts of others.
+        """
 
     def synchronise_own(self, source: int) -> None:
         """Take over from rank ``source`` what each rank has for itself where all ran the same: BatchNorm's buffers.
 
-        Called on all ranks, if they were even, and at the end of a loop over ``Join.iterate`` in which some had
-        dummies.
+        Called on all ranks at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
         """
+
+    def equal_values(self) -> Mapping[str, Any]:
+        """What is the same on all ranks once these have made the same steps, by name: numbers, texts and the like.
+
+        It is compared at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
+        """
+        return {}
 
     @property
     def own_steps(self) -> int:
         """How many steps this rank has made in the block by itself, announced or not; 0 if there are none such.
 
-        Ranks that leave together with different numbers are uneven: one has made more backwards under ``no_sync``.
+        Those in a loop over ``Join.iterate`` do not count. Ranks that leave together with different numbers are uneven:
+        one has made more backwards under ``no_sync``.
         """
         return 0
 
@@ -187,10 +197,6 @@ class BlockChannel(Protocol):
         """Wait for the last header, and make sure that all active ranks announced the same."""
         ...
 
-    def read(self) -> object:
-        """Wait for the last header."""
-        ...
-
     def all_announced(self) -> bool:
         """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
         ...
@@ -203,6 +209,15 @@ class BlockChannel(Protocol):
         """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
         ...
 
+    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
+        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
+        ...
+
+    @property
+    def shadows(self) -> bool:
+        """Whether this rank runs a burst that others have announced."""
+        ...
+
     def sum(self, number: float) -> Callable[[], float]:
         """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it."""
         ...
@@ -211,8 +226,8 @@ class BlockChannel(Protocol):
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         ...
 
-    def lead_in_step(self) -> None:
-        """Let the lowest rank with data in this step of a loop lead, though nothing is announced in it."""
+    def when_led(self, use: Callable[[int], None]) -> None:
+        """Call ``use`` with the rank that :meth:`lead` returns, once it is known without waiting for it."""
         ...
 
     def protest(self, why: str) -> None:
@@ -235,13 +250,13 @@ class BlockChannel(Protocol):
         ...
 
     @property
-    def closed(self) -> str:
-        """Why nothing can be announced any more, if so."""
+    def targets(self) -> Sequence[object]:
+        """The objects that are listed in the blocks of the group."""
         ...
 
     @property
-    def targets(self) -> Sequence[object]:
-        """The objects that are listed in the blocks of the group."""
+    def ran_out_last(self) -> bool:
+        """At the end of a block: whether this rank was among the last that had data."""
         ...
 
     # -- what ranks know without a header -----------------------------------------------------------------------------
@@ -313,10 +328,6 @@ class Burst(Joinable):
     interjects: ClassVar[bool] = False
     """Whether the burst comes between another one and its followers, when it has something to do (the bucket rebuild
     of DDP, once)."""
-
-    comes_between: ClassVar[bool] = False
-    """Whether the burst may come between the forward and the backward of a module, which then announces no backward in
-    its forward: that would be pending, and be run with nothing to say, before this one."""
 
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""

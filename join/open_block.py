@@ -6,8 +6,9 @@ What all ranks do on entering and on leaving, in this order::
              the first block of a group: what carries headers (shared memory: an object broadcast and an all-reduce)
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active, and an election of the last joiner, if uneven
-             even only: an all-gather of the steps that each rank has made; ranks that differ are uneven, too
-             even: each joinable's ``synchronise_own``; uneven: each joinable's ``synchronise``, from the last joiner
+             nothing was shadowed: an all-gather of the steps that each rank has made, and of a digest of what should be
+                equal (``join.agreement``); ranks whose steps differ are uneven, too
+             uneven: each joinable's ``synchronise``, from the last joiner; else each one's ``synchronise_own``
              each hook's ``post_hook``
              one all-reduce for the report
 """
@@ -23,6 +24,7 @@ from typing import Any, cast
 
 import torch
 
+from join.agreement import digest_of, raise_difference, values_of
 from join.arguments import check_same
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
@@ -178,11 +180,13 @@ class OpenBlock:
     def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> JoinReport:
         """Synchronise state, and gather the report; called when all ranks have run out."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
-        if outcome.even:
-            outcome = self._compare_steps()
-        self._restore_limit()  # state may take its time
         headers, mine = self.channel.headers, self._scope.members
-        if outcome.even:
+        self.channel.ran_out_last = outcome.last
+        if not outcome.shadowed:
+            outcome = self._compare(outcome)
+            self.channel.ran_out_last = headers.leader == self._collective.rank  # each has made steps of its own
+        self._restore_limit()  # state may take its time
+        if not outcome.shadowed:
             for member in mine:
                 with profiled("synchronise", member.joinable.join_name):
                     member.joinable.synchronise_own(headers.leader)
@@ -193,8 +197,8 @@ class OpenBlock:
         for member in mine:
             member.hook.post_hook(outcome.last)
         spent, announcing = headers.tally.since(self._tally), self._scope.announcing
-        busiest = max(announcing, key=lambda member: member.steps)
-        steps, shadowed = busiest.steps, max(member.shadowed for member in announcing)
+        busiest = max(announcing, key=lambda member: member.steps + member.shadowed)  # the same on all ranks
+        steps, shadowed = busiest.steps, busiest.shadowed
         if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
             steps, shadowed = loops.steps
         row = RankReport(
@@ -218,15 +222,24 @@ class OpenBlock:
             )
         return report
 
-    def _compare_steps(self) -> Outcome:
-        """Ranks that ran out together may have made different numbers of steps that nobody announces."""
-        mine = torch.tensor([member.joinable.own_steps for member in self._scope.members])
-        steps = [cast("list[int]", each.tolist()) for each in self._collective.all_gather(mine)]
-        if steps.count(steps[0]) == len(steps):
-            return Outcome(even=True, last=True)
-        most = max(steps, key=sum)
-        self.channel.headers.leader = steps.index(most)
-        return Outcome(even=False, last=steps[self._collective.rank] == most)
+    def _compare(self, outcome: Outcome) -> Outcome:
+        """Ranks that ran out together may have made different numbers of steps that nobody announces.
+
+        Raises:
+            ProtocolError: if they have made the same, and do not hold the same.
+        """
+        joinables = [member.joinable for member in self._scope.members]
+        values = values_of(joinables)
+        mine = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)])
+        steps, digests = torch.stack(self._collective.all_gather(mine)).split([len(joinables), 1], dim=1)
+        made = cast("list[list[int]]", steps.tolist())
+        if made.count(made[0]) == len(made):
+            if len(digests.unique()) > 1:
+                raise_difference(self._collective, values)
+            return outcome
+        most = max(made, key=sum)
+        self.channel.headers.leader = made.index(most)
+        return Outcome(even=False, last=made[self._collective.rank] == most, shadowed=True)
 
     def _restore_limit(self) -> None:
         if self._limit_before is not None:

@@ -50,7 +50,7 @@ class Scaling:
         """Whether that loop scales its losses; ``None`` before its first backward."""
         self.window = 0
         """The number of the window under way, of all loops."""
-        self._has_flowed = False  # whether a backward began at a scaled loss in the window under way
+        self._has_flowed = False  # whether a backward has begun at a scaled loss in that loop
         self._unit = 1.0  # u, in plain blocks
         self._modules = 0  # how many modules may change it
 
@@ -83,12 +83,7 @@ class Scaling:
 
     def begin_loop(self, required: str) -> None:
         """Begin a loop, which has to scale its losses for the reason that is given, if any."""
-        self.required, self.in_use = required, None
-
-    def begin_window(self) -> None:
-        """Begin another window of a loop."""
-        self.window += 1
-        self._has_flowed = False
+        self.required, self.in_use, self._has_flowed = required, None, False
 
     def check_backward(self, name: str) -> bool:
         """Whether a loop scales its losses; called when a backward begins to reach a listed module.

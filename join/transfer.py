@@ -21,19 +21,30 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 @torch.no_grad()
-def broadcast_tensors(collective: Collective, tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Overwrite ``tensors`` in place with those of rank ``source``; extra memory is one chunk of 64 MiB."""
+def broadcast_tensors(
+    collective: Collective, tensors: Sequence[torch.Tensor], source: int, *, keeps: bool = False
+) -> None:
+    """Overwrite ``tensors`` in place with those of rank ``source``; extra memory is one chunk of 64 MiB.
+
+    Args:
+        collective: the group.
+        tensors: of the same shapes and dtypes on all ranks.
+        source: the rank whose tensors are sent.
+        keeps: whether this rank leaves its tensors as they are, and only takes part.
+    """
     for chunk in _chunks(tensors):
-        if len(chunk) == 1 and chunk[0].is_contiguous():
-            collective.broadcast(chunk[0].detach(), source).wait()
+        if len(chunk) == 1 and chunk[0].numel() > 1 and chunk[0].is_contiguous() and not keeps:
+            collective.broadcast(as_bytes(chunk[0]), source).wait()
             continue
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-        collective.broadcast(flat, source).wait()
-        if collective.rank != source:
-            start = 0
-            for tensor in chunk:
-                tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+        sizes = [tensor.numel() for tensor in chunk]
+        if collective.rank == source:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+        else:
+            flat = chunk[0].new_empty(sum(sizes))
+        collective.broadcast(as_bytes(flat), source).wait()
+        if collective.rank != source and not keeps:
+            for tensor, part in zip(chunk, flat.split(sizes), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
 
 def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
@@ -43,25 +54,39 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
         RuntimeError: on every rank, if a leaf that is not a tensor cannot be pickled.
         TypeError: on every rank, if a container cannot be built without the tensors in it.
     """
+    skeleton, tensors = broadcast_skeleton(collective, tree, source)
     if collective.rank == source:
-        tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-        try:
-            skeleton = pytree.tree_map_only(torch.Tensor, _Slot.of, tree)
-        except Exception as error:  # some look at what they get, such as PackedSequence
-            #: Give plain tensors in lists, tuples or dicts.
-            refused = TypeError(f"something in it cannot be sent to other ranks: {described(error)} [J100]")
-            collective.broadcast_object(refused, source)
-            raise refused from error
-        collective.broadcast_object(skeleton, source)
         broadcast_tensors(collective, tensors, source)
         return tree
-    skeleton = collective.broadcast_object(None, source)
-    if isinstance(skeleton, TypeError):
-        raise skeleton
-    received = [leaf.empty() for leaf in pytree.tree_leaves(skeleton) if isinstance(leaf, _Slot)]
-    broadcast_tensors(collective, received, source)
-    fill = iter(received)
-    return pytree.tree_map_only(_Slot, lambda _: next(fill), skeleton)
+    inbox = Inbox()
+    filled = inbox.fill(skeleton)
+    inbox.receive(collective, source)
+    return filled
+
+
+def broadcast_skeleton(collective: Collective, tree: Any, source: int) -> tuple[Any, list[torch.Tensor]]:
+    """Return rank ``source``'s ``tree`` on every rank, with a :class:`Slot` for each tensor in it.
+
+    Returns:
+        The skeleton; and on ``source`` the tensors, in the order of their slots.
+
+    Raises:
+        RuntimeError, TypeError: as :func:`broadcast_tree` does.
+    """
+    if collective.rank != source:
+        skeleton = collective.broadcast_object(None, source)
+        if isinstance(skeleton, TypeError):
+            raise skeleton
+        return skeleton, []
+    try:
+        skeleton, tensors = _skeleton_of(tree)
+    except Exception as error:  # some look at what they get, such as PackedSequence
+        #: Give plain tensors in lists, tuples or dicts.
+        refused = TypeError(f"something in it cannot be sent to other ranks: {described(error)} [J100]")
+        collective.broadcast_object(refused, source)
+        raise refused from error
+    collective.broadcast_object(skeleton, source)
+    return skeleton, tensors
 
 
 @torch.no_grad()
@@ -71,55 +96,121 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
     Raises:
         RuntimeError: on every rank, if one has a leaf that is no tensor and cannot be pickled.
     """
-    skeletons = collective.all_gather_object(pytree.tree_map_only(torch.Tensor, _Slot.of, tree))
-    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    skeleton, tensors = _skeleton_of(tree)
+    skeletons = collective.all_gather_object(skeleton)
     flat = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors]
     received = collective.all_gather_uneven(torch.cat([torch.empty(0, dtype=torch.uint8), *flat]))
     return [_filled(skeleton, data) for skeleton, data in zip(skeletons, received, strict=True)]
 
 
-def _filled(skeleton: Any, data: torch.Tensor) -> Any:
-    start = 0
-
-    def take(slot: _Slot) -> torch.Tensor:
-        nonlocal start
-        size = slot.shape.numel() * slot.dtype.itemsize
-        start += size
-        return data[start - size : start].clone().view(slot.dtype).view(slot.shape)  # cloned, so that it is aligned
-
-    return pytree.tree_map_only(_Slot, take, skeleton)
-
-
 @dataclass(frozen=True)
-class _Slot:
-    """Where a tensor belongs in a skeleton."""
+class Slot:
+    """The place of a tensor in a skeleton.
 
+    Attributes:
+        number: counted from 0; a tensor that is in several places has one number.
+        shape: of the tensor.
+        dtype: of the tensor.
+        device: the type alone, which names the receiver's own current device: "cuda" is cuda:1 on rank 1.
+    """
+
+    number: int
     shape: torch.Size
     dtype: torch.dtype
     device: str
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Slot:
-        return _Slot(tensor.shape, tensor.dtype, tensor.device.type)
 
-    def empty(self) -> torch.Tensor:
-        # The type alone names the receiver's own current device: "cuda" is cuda:1 on rank 1.
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+class Inbox:
+    """Tensors that a rank receives those of a skeleton into.
+
+    Args:
+        keeps: whether the rank only takes part in the broadcast: then the tensors are empty shells without memory.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self.keeps = keeps
+        self._tensors: dict[int, torch.Tensor] = {}  # by the numbers of their slots
+
+    def fill(self, skeleton: Any, mine: Any = None, like: torch.Tensor | None = None) -> Any:
+        """Return ``skeleton`` with tensors in its slots.
+
+        Args:
+            skeleton: of the sender's tree, or of a part of it.
+            mine: the same part of this rank's tree: tensors of it that fit their slots are taken.
+            like: the parameter that the tensors belong to. They are on its device, but for those that are on the CPU at
+                the sender; and where they have its shape, they are laid out in memory as it is.
+        """
+        own = dict(pytree.tree_flatten_with_path(mine)[0])
+        taken = {id(tensor) for tensor in self._tensors.values()}  # one that is in several places takes one tensor
+
+        def place(path: Any, slot: Any) -> Any:
+            if not isinstance(slot, Slot):
+                return slot
+            if slot.number not in self._tensors:
+                device = torch.device(slot.device) if slot.device == "cpu" or like is None else like.device
+                shell = torch.empty((), dtype=slot.dtype, device=device).expand(slot.shape)
+                tensor, wanted = own.get(path), (slot.shape, slot.dtype, device)
+                fits = isinstance(tensor, torch.Tensor) and (tensor.shape, tensor.dtype, tensor.device) == wanted
+                if self.keeps:
+                    tensor = shell
+                elif not fits or id(tensor) in taken:
+                    same = like is not None and like.shape == slot.shape
+                    tensor = torch.empty_like(like if same else shell, dtype=slot.dtype, device=device)
+                taken.add(id(tensor))
+                self._tensors[slot.number] = tensor
+            return self._tensors[slot.number]
+
+        return pytree.tree_map_with_path(place, skeleton)
+
+    def receive(self, collective: Collective, source: int) -> None:
+        """Receive what rank ``source`` sends by :func:`broadcast_tensors`."""
+        tensors = [self._tensors[number] for number in sorted(self._tensors)]
+        broadcast_tensors(collective, tensors, source, keeps=self.keeps)
+
+
+def _skeleton_of(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    tensors: list[torch.Tensor] = []
+    numbers: dict[int, int] = {}
+
+    def slot(tensor: torch.Tensor) -> Slot:
+        number = numbers.setdefault(id(tensor), len(tensors))
+        if number == len(tensors):
+            tensors.append(tensor)
+        return Slot(number, tensor.shape, tensor.dtype, tensor.device.type)
+
+    return pytree.tree_map_only(torch.Tensor, slot, tree), tensors
+
+
+def _filled(skeleton: Any, data: torch.Tensor) -> Any:
+    start = 0
+    found: dict[int, torch.Tensor] = {}
+
+    def take(slot: Slot) -> torch.Tensor:
+        nonlocal start
+        if slot.number not in found:
+            size = slot.shape.numel() * slot.dtype.itemsize
+            start += size
+            # cloned, so that it is aligned
+            found[slot.number] = data[start - size : start].clone().view(slot.dtype).view(slot.shape)
+        return found[slot.number]
+
+    return pytree.tree_map_only(Slot, take, skeleton)
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype and device, up to the chunk size together."""
-    chunk: list[torch.Tensor] = []
-    size = 0
+    """Tensors of one dtype and device, up to the chunk size together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes == 0:
-            continue
-        fits = chunk and (tensor.dtype, tensor.device) == (chunk[0].dtype, chunk[0].device)
-        if chunk and not (fits and size + nbytes <= _CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += nbytes
-    if chunk:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        chunk: list[torch.Tensor] = []
+        size = 0
+        for tensor in same:
+            nbytes = tensor.numel() * tensor.element_size()
+            if chunk and size + nbytes > _CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(tensor)
+            size += nbytes
         yield chunk

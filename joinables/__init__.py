@@ -8,31 +8,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from joinables.namesake import found_instead
-
-if (_other := found_instead()) is not None:
-    raise ImportError(
-        f"joinables needs its own package join, and import finds {_other} in its place; rename that [J101]"
-    )
-
 import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, Joinable, register_joinable
+from join import (
+    Burst,
+    EarlyTerminationError,
+    Join,
+    Joinable,
+    JoinConfig,
+    JoinError,
+    JoinHook,
+    JoinReport,
+    JoinTimeoutError,
+    PeerError,
+    ProtocolError,
+    register_joinable,
+)
 from join.registry import joinables_of, register_state_adapter
 from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.gradients import GradientSync
 from joinables.loss_gate import LossGate
-from joinables.metrics import Metric, is_metric
-from joinables.optimizer_step import ShardStep
-from joinables.replay import Replay, refuse_fsdp1
-from joinables.sharding import is_dtensor, is_sharded
-from joinables.shared_call import SharedCall
+from joinables.metrics import is_metric, joinable_of_metric
+from joinables.optimizer_state import OptimizerState
+from joinables.own_collectives import ShardedModule, ShardedState, is_dtensor, is_sharded
 from joinables.state import State
 from joinables.torch_joinable import TorchJoinable
-from joinables.wrapped import unwrapped
+from joinables.wrapped import holds_optimizers, unwrapped
 
 if TYPE_CHECKING:
     from joinables.zero import ZeroStep
@@ -40,16 +44,25 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketRebuild",
     "BufferSync",
+    "Burst",
+    "EarlyTerminationError",
     "GradientSync",
     "Join",
+    "JoinConfig",
+    "JoinError",
+    "JoinHook",
+    "JoinReport",
+    "JoinTimeoutError",
+    "Joinable",
     "LossGate",
-    "Metric",
-    "Replay",
-    "ShardStep",
-    "SharedCall",
+    "PeerError",
+    "ProtocolError",
+    "ShardedModule",
+    "ShardedState",
     "State",
     "TorchJoinable",
     "ZeroStep",
+    "register_joinable",
 ]
 
 __version__ = "0.1.0"
@@ -74,34 +87,33 @@ def _through_wrappers(adapter: Callable[[Any], Joinable | Sequence[Joinable]]) -
 
 
 def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequence[Joinable]:
-    """An optimizer is state, unless its parameters are spread; one that joins by torch's rules is ZeRO, or foreign."""
+    """An optimizer is state; one that joins by torch's rules is ZeRO, or foreign."""
     if not isinstance(optimizer, TorchJoinableBase):
         spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        return ShardStep(optimizer) if spread else State(optimizer)
+        if spread:
+            return ShardedState(optimizer)
+        return State(optimizer) if holds_optimizers(optimizer) else OptimizerState(optimizer)
     from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
     return ZeroStep(optimizer) if isinstance(optimizer, ZeroRedundancyOptimizer) else TorchJoinable(optimizer)
 
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
-    """A plain module is state (an EMA copy), a metric is not."""
+    """A plain module is state (an EMA copy); a sharded one and a metric are not."""
     if isinstance(module, TorchJoinableBase):
         return TorchJoinable(module)
-    refuse_fsdp1(module)
-    if is_sharded(module) or any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
-        return Replay(module).joinables()
+    if is_sharded(module):
+        return ShardedModule(module)
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
             f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
-            " apply fully_shard to it, or list Replay(module), which leaves gradients alone [J102]"
+            " apply fully_shard to it, or wrap it in DistributedDataParallel [J102]"
         )
-    return Metric(module).joinable() if is_metric(module) else State(module)
+    return joinable_of_metric(module) if is_metric(module) else State(module)
 
 
 register_state_adapter(_through_wrappers(State))
 register_joinable(torch.nn.Module, _through_wrappers(_joinables_of_module))
-register_joinable(Replay, Replay.joinables)
-register_joinable(Metric, Metric.joinable)
 register_joinable(torch.optim.Optimizer, _through_wrappers(_joinables_of_optimizer))
 register_joinable(TorchJoinableBase, TorchJoinable)
 register_joinable(DistributedDataParallel, joinables_of_ddp)

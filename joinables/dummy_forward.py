@@ -3,7 +3,7 @@
 A rank without data runs such a module on what it called it with last, or, if it never had data, on rows of ones, and
 hands out its outputs at length 0 (a number, such as a loss, as 0), through which gradients of 0 go back. Each rank does
 so by itself: nothing is sent for it. A DDP module is given the empty batch first, since its forward sends nothing that
-an exception could leave half done. How it is found out elsewhere is told in ``joinables.replay.forward``.
+an exception could leave half done. A sharded module would have sent half of its collectives by then, so it is not.
 """
 
 from __future__ import annotations
@@ -46,10 +46,17 @@ class DummyForward:
             self._calls.append(map_tensors(torch.Tensor.detach, arguments))
 
     def instead_of(self, arguments: Arguments) -> Arguments:
-        """What to run the module on in the call under way, which has these arguments."""
-        if not self._calls:
-            return map_tensors(_with_rows, arguments)
-        return map_tensors(torch.clone, self._calls[min(self._number, len(self._calls)) - 1])
+        """What to run the module on in the call under way, which has these arguments; they get gradients of 0."""
+        calls = self._calls
+        found = calls[min(self._number, len(calls)) - 1] if calls else map_tensors(_with_rows, arguments)
+        sources = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
+
+        def linked(tensor: torch.Tensor) -> torch.Tensor:
+            if not sources or not tensor.is_floating_point():
+                return tensor.clone()
+            return cast("torch.Tensor", _Linked.apply(tensor, *sources))
+
+        return map_tensors(linked, found)
 
 
 def check_backward_on_dummy(channel: BlockChannel, module: object) -> None:
@@ -77,12 +84,8 @@ def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ones(2, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
 
 
-def emptied_output(output: Any, arguments: Any) -> Any:
-    """``output`` with tensors of length 0, and numbers of 0; a backward from them gives gradients of 0.
-
-    Args:
-        output: of a module that ran on other ``arguments``.
-        arguments: what it was called with, and what gets gradients of 0, too.
+def emptied_output(output: Any) -> Any:
+    """The output with tensors of length 0, and numbers of 0; a backward from them gives gradients of 0.
 
     Raises:
         JoinError: if no tensor is found in ``output``.
@@ -94,34 +97,46 @@ def emptied_output(output: Any, arguments: Any) -> Any:
             " to empty; return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')"
             " [J115]"
         )
-    linked = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
-    emptied = iter(cast("tuple[torch.Tensor, ...]", _Emptied.apply(len(tensors), *tensors, *linked)))
+    emptied = iter(cast("tuple[torch.Tensor, ...]", _Emptied.apply(*tensors)))
     return map_tensors(lambda _: next(emptied), output)
 
 
-class _Emptied(torch.autograd.Function):
-    """Returns the first ``count`` tensors, each without its rows."""
+class _Linked(torch.autograd.Function):
+    """A copy of ``tensor``, whose backward gives gradients of 0 to ``sources``, when the module's own is over."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensor: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.sources = [(source.shape, source.dtype, source.device) for source in sources]
+        return tensor.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.sources]
+
+
+class _Emptied(torch.autograd.Function):
+    """Returns tensors, each without its rows."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        outputs = tuple(tensor[:0].clone() if tensor.dim() else torch.zeros_like(tensor) for tensor in tensors[:count])
-        needs = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*[each for each, needed in zip(outputs, needs, strict=False) if not needed])
+        outputs = tuple(tensor[:0].clone() if tensor.dim() else torch.zeros_like(tensor) for tensor in tensors)
+        needs = ctx.needs_input_grad
+        ctx.mark_non_differentiable(*[each for each, needed in zip(outputs, needs, strict=True) if not needed])
         return outputs
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # An output of which nothing is made is to get no gradient, as on ranks with data; the arguments always do.
-        used = [gradient is not None for gradient in gradients] + [True] * (len(ctx.inputs) - len(gradients))
-        zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if is_used and needs else None
-            for is_used, needs, (shape, dtype, device) in zip(used, ctx.needs_input_grad[1:], ctx.inputs, strict=True)
-        ]
-        return None, *zeros
+        # An output of which nothing is made is to get no gradient, as on ranks with data.
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is not None and needs else None
+            for gradient, needs, (shape, dtype, device) in zip(gradients, ctx.needs_input_grad, ctx.inputs, strict=True)
+        )
 
 
 class InnerForward(Replacement):
@@ -130,11 +145,17 @@ class InnerForward(Replacement):
     It stands in that module's ``forward`` from ``put`` on until it is called once, or removed: hooks cannot catch what
     the forward of an empty batch raises, and an attempt in a hook would run the module twice on each dummy that it
     takes.
+
+    Args:
+        module: the module.
+        channel: the block's.
+        stands_in: whether the module may run on something else: not where that would count (SyncBatchNorm).
     """
 
-    def __init__(self, module: torch.nn.Module, channel: BlockChannel) -> None:
+    def __init__(self, module: torch.nn.Module, channel: BlockChannel, *, stands_in: bool) -> None:
         super().__init__(module.forward)
         self._module, self._channel, self._dummy_forward = module, channel, DummyForward(channel)
+        self._stands_in = stands_in
         self._refuses_empty = False  # the module cannot take an empty batch
 
     def put(self) -> None:
@@ -166,7 +187,7 @@ class InnerForward(Replacement):
         """Whether the module is called on an empty dummy."""
         self._channel.module_runs_on(arguments)
         self._dummy_forward.called(arguments)
-        return self._channel.step.batch is StepBatch.EMPTY and is_empty_call(arguments)
+        return self._stands_in and self._channel.step.batch is StepBatch.EMPTY and is_empty_call(arguments)
 
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments
@@ -178,4 +199,4 @@ class InnerForward(Replacement):
                     raise  # another rank is gone
                 self._refuses_empty = True
         args, kwargs = self._dummy_forward.instead_of(arguments)
-        return emptied_output(self.original(*args, **kwargs), arguments)
+        return emptied_output(self.original(*args, **kwargs))

@@ -1,7 +1,6 @@
-"""Adapters for optimizers whose parameters are sharded over the ranks: :class:`ShardStep`, on :class:`OptimizerStep`.
+"""The step of an optimizer that each rank makes on its own shard of the parameters: :class:`OptimizerStep`.
 
-Each rank steps its own shard, so a joined rank must go on stepping, on the gradients that the replayed backward leaves
-there. The step itself communicates nothing::
+A joined rank must go on stepping its shard, on the gradients that the shadowed backward leaves there::
 
     active rank                                      joined rank
     -----------                                      -----------
@@ -15,9 +14,6 @@ there. The step itself communicates nothing::
 
 (*) only if a rank is joined. Learning rate, momentum and the like may change meanwhile, because schedulers run on
 active ranks only.
-
-What the loop does to gradients between backward and step, if it communicates, belongs in a
-:class:`joinables.SharedCall`.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ from join.collectives._torch_private import pytree
 from join.joinable import Block, BurstState
 from join.transfer import broadcast_tree
 from joinables.adapter import Announcing
-from joinables.sharding import group_of, is_dtensor
 
 
 class OptimizerStep(Announcing):
@@ -147,50 +142,6 @@ class OptimizerStep(Announcing):
             sums = iter(cast("list[float]", self._sums.tolist()))
             received = [_like(value, next(sums)) if _is_number(value) else value for value in values]
             self._take_over(pytree.tree_unflatten(received, structure))
-
-
-class ShardStep(OptimizerStep):
-    """Shadows the steps of an optimizer over ``DTensor`` parameters; ``Join`` makes one by itself.
-
-    Args:
-        optimizer: the optimizer.
-        process_group: the ranks that step it, if they are not those its parameters are spread over.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any = None) -> None:
-        super().__init__(optimizer)
-        self._group = process_group or group_of(self._parameters, type(optimizer).__name__)
-
-    @property
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return self._group
-
-    @override
-    def _shadow_step(self) -> None:
-        self.state = BurstState.IDLE  # what follows communicates nothing, and may raise
-        super()._shadow_step()
-
-    @override
-    def synchronise(self, source: int) -> None:
-        """Take over hyperparameters, and the state of parameters that are no shards; those are up to date."""
-        super().synchronise(source)
-        whole = [parameter for parameter in self._parameters if not is_dtensor(parameter)]
-        if whole:
-            states = [self._optimizer.state.get(parameter) for parameter in whole]
-            received = broadcast_tree(self._collective, states, source)
-            for parameter, state in zip(whole, received, strict=True):
-                if state is not None:
-                    self._optimizer.state[parameter] = state
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What frameworks wrap: :func:`unwrapped` sees through it to what is trained.
 
-By what the wrapper has and not by its class, so that no framework is imported::
+An optimizer is looked through only if the state of the wrapper is that of the optimizer inside. Wrappers are known by
+what they have and not by their class, so that no framework is imported::
 
     Accelerate   AcceleratedOptimizer    .optimizer
                  AcceleratedScheduler    .scheduler
@@ -28,12 +29,34 @@ def unwrapped(obj: Any) -> Any:
         obj = inner
 
 
+def holds_optimizers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has others inside, with state that is not its own, and hands it out by ``state_dict``.
+
+    Raises:
+        TypeError: if it does not hand it out.
+    """
+    holds = False
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer and inner.state is not optimizer.state:
+            if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+                kind, held = type(optimizer).__name__, type(inner).__name__
+                raise TypeError(
+                    f"{kind} holds a {held} in .{name}, and its state_dict does not have the state of that. List"
+                    f" optimizer.{name} in its place [J443]"
+                )
+            holds = True
+    return holds
+
+
 def _inner(obj: Any) -> Any:
     if isinstance(obj, torch.nn.Module):
         inner = compiled_from(obj) or dict(obj.named_children()).get("_forward_module")
         return inner if isinstance(inner, torch.nn.Module) else None
     if hasattr(obj, "param_groups"):  # a scheduler has none
         inner = getattr(obj, "optimizer", None)
-        return inner if isinstance(inner, torch.optim.Optimizer) else None
+        if not isinstance(inner, torch.optim.Optimizer):
+            return None
+        state = getattr(obj, "state", None)
+        return inner if state is None or state is getattr(inner, "state", None) else None
     inner = None if isinstance(obj, torch.optim.lr_scheduler.LRScheduler) else getattr(obj, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else None

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from join import Join
+from joinables import Join
 
 WORLD_SIZE, BATCH_SIZE = 3, 16
 SHARDS = (70, 130, 0)  # samples of each rank; rank 2 has none

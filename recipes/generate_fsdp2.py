@@ -1,11 +1,12 @@
 """Recipe: `generate()` of texts of unequal lengths with an FSDP2 model (`fully_shard`).
 
 A text ends at its end token, so each rank makes other numbers of forwards, and a sharded model gathers its parameters
-from all ranks in each of them. In a plain `Join` block each rank generates as it likes, and one that is done, or had no
-prompt, runs the model for the others until they are done, too.
+from all ranks in each of them. `generate(synced_gpus=True)` goes on until all ranks are done with their batch, and a
+loop over `join.iterate` has all ranks call it equally often: one that has no prompt generates from its last one again.
 """
 
 import tempfile
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from join import Join
-from joinables import Replay
+from joinables import Join
 
 WORLD_SIZE, WORDS, PADDING, END = 3, 24, 0, 1
 CONFIG = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=END, pad_token_id=PADDING)
-A_CALL = {"input_ids": torch.ones(1, 1, dtype=torch.long), "use_cache": False}  # since a model takes no empty batch
 GENERATOR = torch.Generator().manual_seed(0)
 PROMPTS = [[torch.randint(2, WORDS, (3, 5), generator=GENERATOR) for _ in range(n)] for n in (3, 1, 0)]  # by rank
 
@@ -31,10 +30,12 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def texts_of(model: LlamaForCausalLM, prompts: list[torch.Tensor]) -> list[list[int]]:
+def texts_of(model: LlamaForCausalLM, prompts: Iterable[torch.Tensor], join: Join | None = None) -> list[list[int]]:
     texts = []
-    for batch in prompts:  # without synced_gpus=False, each token asks all ranks whether they are done
-        texts += model.generate(batch, generation_config=CONFIG, synced_gpus=False).tolist()
+    for batch in prompts:
+        found = model.generate(batch, generation_config=CONFIG, synced_gpus=join is not None).tolist()
+        if join is None or not join.shadowing:
+            texts += found
     return [[word for word in text if word != PADDING] for text in texts]
 
 
@@ -46,8 +47,8 @@ def generate(rank: int, store: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    with Join([Replay(model, example=lambda: ((), A_CALL))]) as join:
-        texts = texts_of(model, PROMPTS[rank])
+    with Join([], process_group=None) as join:  # None is the default group; give the one that the model is spread over
+        texts = texts_of(model, join.iterate(PROMPTS[rank], dummy="last"), join)
     dist.barrier()
     dist.destroy_process_group()
     expected = texts_of(make_model(), PROMPTS[rank])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from joinables import Join
 
 WORLD_SIZE, UPDATES, EPISODES, MICRO_BATCH, LENGTH = 3, 6, 6, 32, 7
 

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from joinables import Join
 
 WORLD_SIZE, WINDOW, WORDS, PADDING = 3, 3, 32, 0
 MICRO_BATCHES, LONGEST = (7, 4, 0), (8, 40, 5)  # by rank; rank 2 has no data

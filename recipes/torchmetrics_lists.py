@@ -1,7 +1,7 @@
 """Recipe: metrics of torchmetrics that keep all predictions in lists, on ranks with unequal numbers of batches.
 
 The area under a curve, or a retrieval metric, needs all predictions. Listed in a `Join` block, metrics are merged when
-it ends; a `Metric(metric, every_step=True)` also has the value over all ranks in a step: call it instead of `update`.
+it ends.
 """
 
 import tempfile
@@ -16,8 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 from torchmetrics.retrieval import RetrievalMAP
 
-from join import Join
-from joinables import Metric
+from joinables import Join
 
 WORLD_SIZE, BATCHES = 3, (3, 7, 0)  # rank 2 has no data
 GENERATOR = torch.Generator().manual_seed(0)
@@ -33,20 +32,18 @@ class Training:
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0))
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.3)
         self.curves = MetricCollection([BinaryAUROC(), BinaryAveragePrecision()])
-        self.retrieval, self.of_step = RetrievalMAP(), BinaryAUROC()
+        self.retrieval = RetrievalMAP()
 
-    def step(self, model: torch.nn.Module, samples: torch.Tensor, clicked: torch.Tensor, query: torch.Tensor) -> float:
+    def step(self, model: torch.nn.Module, samples: torch.Tensor, clicked: torch.Tensor, query: torch.Tensor) -> None:
         self.optimizer.zero_grad()
         logits = model(samples)
         binary_cross_entropy_with_logits(logits, clicked.float()).backward()
         self.optimizer.step()
         self.curves.update(logits.detach(), clicked)
         self.retrieval.update(logits.detach(), clicked, indexes=query)
-        return self.of_step(logits.detach(), clicked).item()
 
     def values(self) -> list[float]:
-        values = *self.curves.compute().values(), self.retrieval.compute(), self.of_step.compute()
-        return [value.item() for value in values]
+        return [value.item() for value in (*self.curves.compute().values(), self.retrieval.compute())]
 
 
 def batches_of(rank: int) -> list[Batch]:
@@ -57,19 +54,18 @@ def train(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
     mine, alone = Training(), Training()
     model = DistributedDataParallel(mine.net)
-    listed = [model, mine.optimizer, mine.curves, mine.retrieval, Metric(mine.of_step, every_step=True)]
-    with Join(listed, divide_by_initial_world_size=False):
-        steps = [mine.step(model, *batch) for batch in batches_of(rank)]
+    with Join([model, mine.optimizer, mine.curves, mine.retrieval], divide_by_initial_world_size=False):
+        for batch in batches_of(rank):
+            mine.step(model, *batch)
     dist.barrier()
     dist.destroy_process_group()
     warnings.filterwarnings("ignore", "The ``compute`` method")  # torchmetrics' own, where a rank had no data
-    present = [[batches_of(r)[i] for r in range(WORLD_SIZE) if i < BATCHES[r]] for i in range(max(BATCHES))]
-    alone_steps = [alone.step(alone.net, *[torch.cat(each) for each in zip(*step, strict=True)]) for step in present]
-    pairs = zip([*mine.values(), *steps], [*alone.values(), *alone_steps[: len(steps)]], strict=True)
-    difference = max(abs(ours - expected) for ours, expected in pairs)
+    for i in range(max(BATCHES)):
+        present = [batches_of(r)[i] for r in range(WORLD_SIZE) if i < BATCHES[r]]
+        alone.step(alone.net, *[torch.cat(each) for each in zip(*present, strict=True)])
+    difference = max(abs(ours - expected) for ours, expected in zip(mine.values(), alone.values(), strict=True))
     if rank == 1:
         print(f"Of all ranks' samples: {', '.join(f'{value:.3f}' for value in mine.values())}.")
-        print(f"Step by step: {', '.join(f'{step:.3f}' for step in steps)}.")
         print(f"They differ from those of one process by {difference:.0e} at most.")
     assert difference < 1e-6, "metrics must be those of one process"
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from join import Join
+from joinables import Join
 
 WORLD_SIZE, WORKERS, BATCH_SIZE = 3, 2, 8
 SHARDS = (40, 13, 9, 25, 30)  # samples of each; those of number 2, the only one of rank 2, have no label

@@ -27,7 +27,6 @@ class DDP:
 
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     hook: str = ""  # or "allreduce"
-    replay: bool = False  # the module is listed to be replayed
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,15 @@ class Case:
     loop: Loop = field(default_factory=Loop)
     step: Step = field(default_factory=Step)
 
-    @property
-    def averages(self) -> bool:
-        """Whether gradients are the mean over micro-batches, too."""
-        return self.data.weighted or self.step.divided
+    def scales(self, epoch: int) -> bool:
+        """Whether losses go through ``join.scale``: gradients are the mean over micro-batches, too."""
+        in_window = self.in_lockstep(epoch) and (self.step.accumulate > 1 or self.model.synchronised or self.is_sharded)
+        return self.data.weighted or self.step.divided or in_window
 
     @property
-    def replays(self) -> bool:
-        """Whether ranks without data run the module, too."""
-        return isinstance(self.wrapper, Shards) or self.wrapper.replay or self.model.synchronised
+    def is_sharded(self) -> bool:
+        """Whether the forward communicates, so that all ranks must run it."""
+        return isinstance(self.wrapper, Shards)
 
     def in_lockstep(self, epoch: int) -> bool:
         return bool(self.loop.iterate) and not (self.loop.plain_last and epoch == len(self.data.counts) - 1)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from join import Join
-from joinables import Replay, SharedCall, ZeroStep
+from joinables import ZeroStep
 from tests import models
 from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
@@ -59,7 +59,9 @@ def batches(join: Join, case: Case, rank: int, epoch: int) -> Iterable[tuple[tor
         return mine
     dummy: Any = longer if loop.iterate == "a function" else loop.iterate
     until: Any = loop.until
-    return join.iterate(iter(mine), until, dummy=dummy, lookahead=loop.lookahead)
+    weigh: Any = (lambda data: len(data[0])) if case.data.weighted else None
+    window = case.step.accumulate
+    return join.iterate(iter(mine), until, dummy=dummy, lookahead=loop.lookahead, weigh=weigh, window=window)
 
 
 def build(model: Model) -> nn.Module:
@@ -96,7 +98,7 @@ def branch_of(rank: int, step: int) -> int:
     return rank + step
 
 
-def loss_of(module: Any, case: Case, branch: int, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(module: Any, case: Case, epoch: int, branch: int, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     kind, (x, y) = case.model.kind, data
     loss = torch.zeros((), device=x.device)
     for forward in range(case.step.forwards):
@@ -105,7 +107,7 @@ def loss_of(module: Any, case: Case, branch: int, data: tuple[torch.Tensor, torc
         else:
             output = module(x + forward, branch)
         loss = loss + ((value_of(output) - y) ** 2).mean()
-    return loss if case.averages and not case.step.divided else loss / case.step.accumulate
+    return loss if case.scales(epoch) and not case.step.divided else loss / case.step.accumulate
 
 
 def full_state(optimizer: Any) -> Any:
@@ -179,7 +181,6 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
 def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
     loop, what = case.loop, case.step
     trained = wrapped(case.model, case.wrapper)
-    is_sharded = isinstance(case.wrapper, Shards)
     model: Any = torch.compile(trained, backend="eager") if case.model.compiled else trained
     optimizer = optimizer_of(case.optimizer, trained)
 
@@ -187,42 +188,39 @@ def _train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
 
     stepper = ZeroStep(optimizer, transform_gradients=clip) if case.optimizer.zero and what.clip else optimizer
-    clipping: Any = SharedCall(clip) if is_sharded else clip
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, case.optimizer.decay)
     epochs = range(len(case.data.counts))
     join: Any = None
     for block in [epochs] if loop.one_block else [[epoch] for epoch in epochs]:
-        is_replayed = isinstance(case.wrapper, DDP) and case.wrapper.replay
-        listed = [Replay(trained) if is_replayed else model, stepper, scheduler]
-        if is_sharded and what.clip:
-            listed.insert(1, clipping)
+        listed = [model, stepper, scheduler]
         if join is None or not loop.one_join:
             divisor = what.accumulate if what.divided else 1
             join = Join(listed, divide_by_initial_world_size=what.initial, loss_divided_by=divisor)
-        join.weight = 1 if case.data.weighted else None
         with join:
             for epoch in block:
+                in_lockstep, scales = case.in_lockstep(epoch), case.scales(epoch)
                 for step, data in enumerate(batches(join, case, rank, epoch)):
-                    join.weight = len(data[0]) if case.data.weighted else None
-                    # Ranks without data replay these forwards, too, so all evaluate in the same steps.
-                    if what.evaluates and (step if case.replays else rank + step) % 2:
+                    if not in_lockstep:
+                        join.weight = (len(data[0]) if case.data.weighted else 1) if scales else None
+                    if what.evaluates and (step if case.is_sharded else rank + step) % 2:
                         trained.eval()
                         with torch.no_grad():
-                            loss_of(model, case, branch_of(rank, step), data)
+                            loss_of(model, case, epoch, branch_of(rank, step), data)
                         trained.train()
-                    sync = (step + 1) % what.accumulate == 0
+                    sync = join.ends_window if in_lockstep else (step + 1) % what.accumulate == 0
                     if step % (what.accumulate * what.zero_every) == 0:
                         optimizer.zero_grad(set_to_none=what.to_none)
                     with accumulating(trained, case.wrapper, sync=sync):
-                        loss_of(model, case, branch_of(rank, step), data).backward()
+                        loss = loss_of(model, case, epoch, branch_of(rank, step), data)
+                        (join.scale(loss) if scales else loss).backward()
                     if sync:
                         if what.clip:
-                            clipping()
+                            clip()
                         optimizer.step()
                         scheduler.step()
                     if step + 1 == loop.stop and case.in_lockstep(epoch):
                         break
-    if is_sharded:
+    if case.is_sharded:
         return flat_state(whole(trained.state_dict()), whole(optimizer.state_dict()), scheduler.state_dict())
     return flat_state(trained.module.state_dict(), full_state(optimizer), scheduler.state_dict())
 
@@ -235,31 +233,36 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
     data, what = case.data, case.step
     k = what.accumulate
     for epoch in range(len(data.counts)):
-        counts = case.trained(epoch)
-        for window in range(max(counts) // k):
+        counts, scales = case.trained(epoch), case.scales(epoch)
+        steps = max(counts)
+        for window in range(-(-steps // k) if case.in_lockstep(epoch) else steps // k):
+            end = min((window + 1) * k, steps)
             if window % what.zero_every == 0:
                 optimizer.zero_grad(set_to_none=what.to_none)
             ranks = [rank for rank in range(data.ranks) if counts[rank] > window * k]
             divisor = data.ranks if what.initial else len(ranks)
             windows = {rank: range(window * k, min((window + 1) * k, counts[rank])) for rank in ranks}
-            total = sum(weight_of(data, rank, epoch, step) for rank, steps in windows.items() for step in steps)
+            total = sum(weight_of(data, rank, epoch, step) for rank, own in windows.items() for step in own)
+            if what.initial and not data.weighted and case.in_lockstep(epoch):
+                total = BATCH * data.ranks * (end - window * k)
             shared = [b.clone() for b in model.buffers()]
             kept = None
             if case.model.synchronised:
-                for step in range(window * k, (window + 1) * k):
+                for step in range(window * k, end):
                     parts = [batch_of(data, rank, epoch, step) for rank in ranks if counts[rank] > step]
                     together = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-                    (loss_of(model, case, 0, together) * len(parts) / divisor).backward()
+                    share = len(parts) * BATCH / total if scales else len(parts) / divisor
+                    (loss_of(model, case, epoch, 0, together) * share).backward()
                 kept = [b.clone() for b in model.buffers()]
             for rank in ranks if not case.model.synchronised else ():
                 for buffer, value in zip(model.buffers(), shared, strict=True):
                     buffer.copy_(value)
                 for step in windows[rank]:
-                    loss = loss_of(model, case, branch_of(rank, step), batch_of(data, rank, epoch, step))
-                    share = weight_of(data, rank, epoch, step) / total if case.averages else 1 / divisor
+                    loss = loss_of(model, case, epoch, branch_of(rank, step), batch_of(data, rank, epoch, step))
+                    share = weight_of(data, rank, epoch, step) / total if scales else 1 / divisor
                     (loss * share * (k if what.divided else 1)).backward()
                 # The leader is the lowest rank that takes part in the synchronised step.
-                if kept is None and counts[rank] >= (window + 1) * k:
+                if kept is None and counts[rank] >= end:
                     kept = [b.clone() for b in model.buffers()]
             for buffer, value in zip(model.buffers(), kept or [], strict=True):
                 buffer.copy_(value)

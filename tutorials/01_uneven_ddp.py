@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from join import Join
+from joinables import Join
 
 BATCHES = (2, 6, 0)  # per rank and epoch: rank 1 has the most, rank 2 has no data at all
 EPOCHS = 2

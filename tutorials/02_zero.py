@@ -16,8 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from join import Join
-from joinables import ZeroStep
+from joinables import Join, ZeroStep
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but owns a shard like everybody else
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]

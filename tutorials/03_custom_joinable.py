@@ -6,8 +6,8 @@ counter: each rank reports the size of its batch, an all-reduce adds them up, an
 
 import torch
 
-from join import Join, Joinable, JoinHook
 from join.collectives import Collective, ReduceOp, run_threads
+from joinables import Join, Joinable, JoinHook
 
 
 class SampleCounter(Joinable, JoinHook):

@@ -1,9 +1,9 @@
 """Tutorial 9: FSDP2 (`fully_shard`) on uneven ranks.
 
 `fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward: a rank that
-has run out of batches is missed in the middle of the others' forward. This library's Join lets it run the module too,
-on an empty batch and with zero gradients, and step its shards. What else communicates in the loop, here clipping by the
-norm of all shards, is told to be such a thing with SharedCall.
+has run out of batches is missed in the middle of the others' forward. A loop over `join.iterate` runs equally often on
+all ranks: one that has run out gets empty batches, on which it takes part in all that communicates, such as clipping by
+the norm of all shards, and steps its own shards.
 """
 
 import tempfile
@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
-from join import Join
-from joinables import SharedCall
+from joinables import Join
 
 BATCHES = (2, 6, 0)  # rank 2 has no data, but owns shards like everybody else
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
@@ -36,12 +35,13 @@ def train(rank: int) -> list[torch.Tensor]:
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # it has this rank's shards
-    clip = SharedCall(lambda: clip_grad_norm_(model.parameters(), MAX_NORM))
-    with Join([model, clip, optimizer], divide_by_initial_world_size=False) as join:
-        for x in DATA[rank, : BATCHES[rank]]:
+    with Join([model, optimizer]) as join:
+        for x in join.iterate(DATA[rank, : BATCHES[rank]]):
+            with_data = torch.tensor(0.0 if join.shadowing else 1.0)
+            dist.all_reduce(with_data)  # FSDP divides gradients by all 3 ranks, one process by those that have a batch
             optimizer.zero_grad()
-            mse_loss(model(x), x.sum(1, keepdim=True)).backward()
-            clip()
+            (mse_loss(model(x), x.sum(1, keepdim=True)) * 3 / with_data).backward()
+            clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
     if rank == 0:
         print(join.report)

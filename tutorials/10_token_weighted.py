@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.rnn import pad_sequence
 
-from join import Join
+from joinables import Join
 
 TEXT = sorted((Path(__file__).parent / "data" / "harbour.txt").read_text().splitlines(), key=len)
 ALPHABET = "\0" + "".join(sorted(set("".join(TEXT))))  # number 0 is padding

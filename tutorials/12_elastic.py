@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from torch.utils.data import DataLoader, TensorDataset
 
-from join import Join
+from joinables import Join
 from joinables.trainer import Launcher, UnevenDistributedSampler
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 970, 48, 2  # in the last step of an epoch rank 0 has 10 samples, and the others none

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from joinables import Join
 
 
 def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

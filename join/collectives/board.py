@@ -43,10 +43,9 @@ class Progress(NamedTuple):
     Attributes:
         headers: how many headers it has sent.
         loop: the number of the loop in lockstep that it is in, or was in last; 0 before the first.
-        step: how many steps of that loop it has begun.
-        bursts: how many bursts it has begun in that loop,
+        step: how many steps of that loop it has come to.
+        bursts: how many bursts it has come to in that loop,
         burst: and the name of the last one.
-        barriers: how many barriers, under ``timeout``, it has come to in that loop.
         issued: how many collectives were started on the process group in that loop, by whomever.
         left: whether it has left that loop before its end.
         doing: what it does, in words.
@@ -59,7 +58,6 @@ class Progress(NamedTuple):
     step: int = 0
     bursts: int = 0
     burst: str = ""
-    barriers: int = 0
     issued: int = 0
     left: bool = False
     doing: str = ""

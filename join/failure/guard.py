@@ -116,8 +116,7 @@ class Guard:
             text = (
                 f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
                 " a collective that this rank does not come to: in join.iterate, run the whole body on all ranks; else"
-                " list what it belongs to (a sharded optimizer), wrap it (joinables.SharedCall), or loop over"
-                " join.iterate [J060]"
+                " list what it belongs to (a sharded optimizer), or loop over join.iterate [J060]"
             )
         elif in_collective:
             #: A rank does not come to a collective of the group: run the same ones on all, or give a longer timeout.
@@ -198,5 +197,5 @@ def _is_done_within(work: Work, seconds: float) -> bool:
 
 def _is_behind(told: Progress, mine: Progress) -> bool:
     """Whether a rank has not come to where this one waits."""
-    places = [(each.headers, each.loop, each.step, each.barriers) for each in (told, mine)]
+    places = [(each.headers, each.loop, each.step, each.bursts) for each in (told, mine)]
     return places[0] < places[1]

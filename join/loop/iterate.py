@@ -183,13 +183,9 @@ class Iteration:
         """All batches and dummies, in a generator: one is told when the loop over it is left by a ``break``."""
         try:
             while self._begin_step():
-                batch = self._batch() if self._lockstep.step.has_data else self._make_dummy()
-                late_use = self._channel.late_use
-                if late_use is not None:
-                    late_use.handed_out(batch, self._lockstep.step.batch, self._lockstep.progress.begun)
-                    if late_use.is_ruled_out:
-                        self._channel.late_use = None
-                yield batch
+                if self._channel.late_use is not None:
+                    self._channel.late_use.begin_step()
+                yield self._batch() if self._lockstep.step.has_data else self._make_dummy()
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
                 self._lockstep.break_out(self.leave)  # not here, where nothing can be raised
@@ -304,7 +300,7 @@ class Iteration:
         weights = list(ahead.weights)[held:]
         if ahead.error is not None:
             raise ahead.error
-        self._counts.call(len(weights), weights)
+        self._counts.call(weights)
 
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
@@ -340,7 +336,7 @@ class Iteration:
 
     def _end(self) -> None:
         """Hold the last roll call: no rank has a batch left, or, under ``until="first"``, one has none."""
-        self._counts.call(0)
+        self._counts.call(())
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True

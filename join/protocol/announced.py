@@ -58,7 +58,7 @@ class Announced(Mode):
                 even = header.fresh == self._world_size
                 if not even:
                     headers.leader = self.elect(fresh)
-                return Outcome(even=even, last=fresh)
+                return Outcome(even=even, last=fresh, shadowed=not even)
             if throws:
                 self._guard.raise_early_termination(exhausted=True)
             fresh = False

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NoReturn
 
+from join.agreement import check_equal, values_of
 from join.batch import Step, StepBatch
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import BurstState, Joinable
+from join.joinable import Burst, BurstState, Joinable
 from join.protocol.header import Header
 from join.protocol.headers import Headers
 from join.protocol.late_use import LateUse
@@ -36,6 +38,21 @@ from join.scaling import Scaling
 def _asks(part: str) -> Any:
     """A property that reads an attribute of a part of the channel, without a call of a function in Python."""
     return property(attrgetter(part))
+
+
+@dataclass(frozen=True)
+class UnevenLoop:
+    """The last loop over ``Join.iterate``, in which some ranks ran out before others.
+
+    Attributes:
+        source: the lowest rank that had data in the last step.
+        had_data: whether this rank had.
+        headers: the count of headers at the end of the loop. While that is still the count, nothing came after it.
+    """
+
+    source: int
+    had_data: bool
+    headers: int
 
 
 class Channel:
@@ -66,12 +83,16 @@ class Channel:
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
         self.headers = Headers(collective, self.guard, self.roster)
         self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
+        self.when_led = self.headers.when_led
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
+        self.ran_out_last = True
+        """At the end of a block: whether this rank was among the last that had data."""
         self._use(make_mode(self))
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadows: Joinable | None = None  # whose main_hook runs
         self._place = Progress()  # where this rank was at the end of the last loop
         self.scaling = Scaling()
+        self._uneven_loop: UnevenLoop | None = None
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +237,13 @@ class Channel:
         self.prepare()
         if self._outstanding and (left_out := self._left_out_error(None)):
             raise left_out
-        return self.mode.drain()
+        is_at_its_end = self._uneven_loop is not None and self._uneven_loop.headers == self.headers.tally.headers
+        outcome = self.mode.drain()
+        if outcome.even and is_at_its_end and self._uneven_loop is not None:
+            # Everybody has made every step, on dummies where there was no data.
+            self.headers.leader = self._uneven_loop.source
+            return Outcome(even=False, last=self._uneven_loop.had_data, shadowed=False)
+        return outcome
 
     def shadow(self, header: Header) -> None:
         """Run with nothing to say what ``header`` announces."""
@@ -258,26 +285,35 @@ class Channel:
         self._outstanding = []
         self._use(mode)
 
-    def leave_loop(self, mode: Mode, *, begun: int, source: int | None) -> None:
+    def leave_loop(self, mode: Mode, *, source: int, had_data: bool, uneven: bool) -> None:
         """Change back to the mode of the block; called when the loop is over on all ranks.
+
+        Nothing is copied but what each rank has for itself. What all should hold alike is compared.
 
         Args:
             mode: of the block around it.
-            begun: how many bursts were begun in the loop.
-            source: the lowest rank that had data last, if some ran out before others.
+            source: the lowest rank that had data in the last step.
+            had_data: whether this rank had.
+            uneven: whether some ran out before others.
+
+        Raises:
+            ProtocolError: on all ranks, if they hold different values.
         """
         loop = self.mode
         self._place = loop.place() or self._place
         self._use(mode)
         if self.late_use is not None:
-            self.late_use.loop_ended(begun)
-            if self.late_use.is_ruled_out:
-                self.late_use = None
+            self.late_use.has_ended = True
+        self._uneven_loop = UnevenLoop(source, had_data, self.headers.tally.headers) if uneven else None
         self._outstanding = []  # in a loop, a follower may be left out
-        if source is not None:
-            for member in self.roster.listed:
-                with profiled("synchronise", member.joinable.join_name):
-                    member.joinable.synchronise_own(source)
+        listed = [member.joinable for member in self.roster.listed]
+        try:
+            check_equal(self.collective, values_of(listed), self.guard.wait)
+        except ProtocolError as error:
+            self.guard.close_and_raise(error)  # on all ranks
+        for joinable in listed:
+            with profiled("synchronise", joinable.join_name):
+                joinable.synchronise_own(source)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -300,13 +336,19 @@ class Channel:
 
         return total
 
+    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
+        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
+        header = self.headers.read()
+        return header.flags(self.roster.index[id(burst)]), header.active
+
+    @property
+    def shadows(self) -> bool:
+        """Whether this rank runs a burst that others have announced."""
+        return self._shadows is not None
+
     def lead(self) -> int:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""
         return self.headers.lead(self.mode.elect)
-
-    def lead_in_step(self) -> None:
-        """Let the lowest rank with data in this step of a loop lead, though nothing is announced in it."""
-        self.headers.leader = self.step.first_with_data
 
     @property
     def targets(self) -> Sequence[object]:
@@ -327,10 +369,10 @@ class Channel:
         """Check that a module may be called here; see :meth:`LateUse.called`."""
         if self.late_use is not None:
             self.late_use.called()
+            if self.late_use.is_ruled_out:
+                self.late_use = None
 
     def module_runs_on(self, arguments: Any) -> None:
         """Check that a module's arguments belong to the step under way; see :meth:`LateUse.used`."""
         if self.late_use is not None:
             self.late_use.used(arguments)
-            if self.late_use.is_ruled_out:
-                self.late_use = None

@@ -62,6 +62,7 @@ class Headers:
         self._work: Sum | None = None
         self._last: Header | None = None  # the last header, once it was read
         self._leads = True  # whether the leader of the last header is known
+        self._wait_for_leader: list[Callable[[int], None]] = []
 
     def agree(self) -> None:
         """Find out what carries headers; called when all ranks have entered a block."""
@@ -172,6 +173,9 @@ class Headers:
         self.is_applied = True
         if not (self._leads or header.leader_alive):
             self.lead(elect)
+        waiting, self._wait_for_leader = self._wait_for_leader, []
+        for use in waiting:
+            use(self.leader)
 
     def lead(self, elect: Callable[[bool], int]) -> int:
         """The rank that leads from the last header's burst on: a new one, if the old one was not among its ranks.
@@ -183,6 +187,13 @@ class Headers:
             if self.roster.tracks_leader and not self.read().leader_alive:
                 self.leader = elect(self.announced_by_me is not None)
         return self.leader
+
+    def when_led(self, use: Callable[[int], None]) -> None:
+        """Call ``use`` with the leader of the last header's burst, once that is known without waiting for it."""
+        if self.is_applied:
+            use(self.leader)
+        else:
+            self._wait_for_leader.append(use)
 
     def raise_diverged(self, header: Header) -> NoReturn:
         """Active ranks announced different bursts: raise, and tell those that could not wait for their header."""

@@ -85,7 +85,7 @@ class Lockstep(Mode):
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
         self.step.contributors = self._world_size
-        self._first_in_last_burst: int | None = None  # the lowest rank that had data then
+        self._last_burst: tuple[int, bool] | None = None  # lowest rank with data in it; whether this one had
         self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
         self._barrier = None if timeout is None else collective.line(BARRIERS)
@@ -100,21 +100,21 @@ class Lockstep(Mode):
     def _wait_for_all(self, barrier: Line, doing: str) -> None:
         """Wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
         self._guard.come()
-        self.progress.barriers += 1
         self._guard.wait(barrier.sum(0, 1), doing)
 
     def begin_step(self, contributors: int, first_with_data: int, *, has_data: bool) -> None:
         """Begin a step in which so many ranks have data, and whether this one does."""
+        self.progress.steps += 1
         if self._barrier is not None:
-            self._wait_for_all(self._barrier, f"came to step {self.step.number + 1} of join.iterate")
+            self._wait_for_all(self._barrier, f"came to step {self.progress.steps} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()
         step = self.step
         if step.ends_window:
-            self._channel.scaling.begin_window()
+            self._channel.scaling.window += 1
         step.contributors, step.first_with_data = contributors, first_with_data
         step.has_data, step.shadowing = has_data, not has_data
-        step.number = self.progress.steps = step.number + 1
+        step.number = self.progress.steps
 
     def end_step(self) -> None:
         """End a step: first run a backward that this rank has skipped, since the others wait in it."""
@@ -124,10 +124,10 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        step, source = self.step, self._first_in_last_burst
-        source = step.first_with_data if source is None else source
-        source = None if step.contributors == self._world_size else source
-        self._channel.leave_loop(self._around, begun=self.progress.begun, source=source)
+        step = self.step
+        source, had_data = self._last_burst or (step.first_with_data, step.has_data)
+        uneven = step.contributors != self._world_size
+        self._channel.leave_loop(self._around, source=source, had_data=had_data, uneven=uneven)
 
     def break_out(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.
@@ -185,13 +185,13 @@ class Lockstep(Mode):
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
         member = self._channel.roster.announcing[index]
+        if not member.interjects:
+            self.progress.begun, self.progress.last = self.progress.begun + 1, member
         if self._barrier is not None:
             self._wait_for_all(
                 self._barrier, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
             )
-        if not member.interjects:
-            self.progress.begun, self.progress.last = self.progress.begun + 1, member
-        self._first_in_last_burst = self.step.first_with_data
+        self._last_burst = self.step.first_with_data, self.step.has_data
         leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
         self._headers.assume(index, leader_alive=leads)
         return DONE

@@ -1,15 +1,14 @@
 """How far ranks are in a loop over ``join.iterate``, and who has left something out: :class:`LoopProgress`.
 
 A rank that leaves the loop alone, or leaves out of a step what others run in it, comes to a place where nobody else
-comes to: the next roll call, or the agreement of all that leave. While it waits there it asks the others how far they
-are. If one of them is in a burst, or a collective of the body's own, that this rank has left behind, it raises
-:class:`ProtocolError`, and the others learn of it as of any failure (``join.failure.peers``).
+comes to: a roll call, at the latest that at the loop's end, or the agreement of all that leave. While it waits there it
+asks the others how far they are. If one of them is in a burst, or a collective of the body's own, that this rank has
+left behind, it raises :class:`ProtocolError`, and the others learn of it as of any failure (``join.failure.peers``).
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import NoReturn
 
 from join.collectives import Collective
@@ -17,8 +16,6 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import timeouts
 from join.errors import ProtocolError
 from join.protocol.members import Member
-
-_REMEMBERED = 256  # steps; ranks are never as far from each other, but with a lookahead beyond that
 
 
 class LoopProgress:
@@ -31,19 +28,16 @@ class LoopProgress:
 
     def __init__(self, collective: Collective, loop: int) -> None:
         self.steps = 0
-        """How many steps this rank has begun."""
+        """How many steps this rank has come to."""
         self.begun = 0
-        """How many bursts it has begun, but for those that interject: they may come in any step."""
+        """How many bursts it has come to, but for those that interject: they may come in any step."""
         self.last: Member | None = None
         """Whose burst the last of these is."""
-        self.barriers = 0
-        """How many barriers it has come to."""
         self.has_left = False
         """Whether it has left the loop before its end."""
         self._collective, self._loop, self._rank = collective, loop, collective.rank
         self._issued_before = collective.issued()
-        self._ended = 0  # how many steps have ended
-        self._at_ends = deque([0], maxlen=_REMEMBERED)  # how many bursts had begun at the end of each step, newest last
+        self._ended = self._begun_by_then = 0  # how many steps have ended, and how many bursts had begun by then
         self._others: dict[int, Progress] = {}  # how far the other ranks were when last asked
         self._still_since = 0.0  # when they last moved
 
@@ -54,16 +48,13 @@ class LoopProgress:
             step=self.steps,
             bursts=self.begun,
             burst="" if self.last is None else self.last.joinable.join_name,
-            barriers=self.barriers,
             issued=self._collective.issued() - self._issued_before,
             left=self.has_left,
         )
 
     def end_step(self) -> None:
         """Count the step that was begun last, if any, as ended."""
-        if self._ended < self.steps:
-            self._ended = self.steps
-            self._at_ends.append(self.begun)
+        self._ended, self._begun_by_then = self.steps, self.begun
 
     def all_have_left_here(self, told: dict[int, Progress]) -> bool:
         """Whether all others have left the loop where this rank has."""
@@ -82,17 +73,15 @@ class LoopProgress:
         """
         here = {rank: other for rank, other in told.items() if other.loop == self._loop}
         for rank, other in here.items():
-            is_behind = other.step <= self._ended  # in a step that this rank has ended
-            before = self._begun_by_the_end_of(other.step) if is_behind else self.begun
-            is_elsewhere = other.bursts > before or other.barriers > self.barriers
+            is_elsewhere = other.bursts > self._begun_by_then
             if self.has_left and (is_elsewhere or other.step > self.steps):
                 raise ProtocolError(
                     f"rank {self._rank} left the loop over join.iterate in step {self.steps}, and rank {rank} went on."
                     " End it on all ranks at the same place of the same step, by something that all ranks know [J092]"
                 )
-            if is_behind and is_elsewhere:
-                what = other.burst if other.bursts == before + 1 else "something"
-                self.raise_left_out(what, range(other.step, other.step + 1), rank)
+            if is_elsewhere and other.step <= self._ended:
+                what = other.burst if other.bursts == self._begun_by_then + 1 else "something"
+                self._raise_left_out(what, other.step, rank)
         now, mine = time.monotonic(), self.told().issued
         others = {rank: other._replace(beat=0, heard=0) for rank, other in told.items()}
         if others != self._others:
@@ -100,17 +89,12 @@ class LoopProgress:
         is_still = now - self._still_since > timeouts().still
         for rank, other in here.items():
             if is_still and other.step <= self._ended and 0 < mine < other.issued:
-                self.raise_left_out("a collective of the body's own", range(other.step, other.step + 1), rank)
+                self._raise_left_out("a collective of the body's own", other.step, rank)
 
-    def _begun_by_the_end_of(self, step: int) -> int:
-        """How many bursts this rank had begun when ``step`` ended; if that is forgotten, at the oldest end known."""
-        return self._at_ends[max(step - self._ended - 1, -len(self._at_ends))]
-
-    def raise_left_out(self, what: str, steps: range, rank: int) -> NoReturn:
-        """Raise a :class:`ProtocolError`: this rank has left out of these steps what another rank has run."""
-        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    def _raise_left_out(self, what: str, step: int, rank: int) -> NoReturn:
+        """Raise a :class:`ProtocolError`: this rank has left out what another rank has run by a step."""
         raise ProtocolError(
-            f"rank {self._rank} left {what} out of {where} of join.iterate, and rank {rank} did not. All ranks must"
-            " run the same body at every step, also on a dummy, or they wait for each other for ever; to leave a batch"
-            " out, use join.weight, with 0 for it [J093]"
+            f"rank {self._rank} left {what} out of step {step} of join.iterate, or of one before, and rank {rank} did"
+            " not. All ranks must run the same body at every step, also on a dummy, or they wait for each other for"
+            " ever; to leave a batch out, use join.weight, with 0 for it [J093]"
         )

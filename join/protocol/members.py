@@ -90,8 +90,8 @@ class Roster:
         may_be_pending: those that may be announced before they run.
         code: packs the headers.
         ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
-        early: that one, if it may be announced in the forward, before its backward runs: not where another burst may
-            come in between, and not under ``timeout``, where a header means that the burst starts now.
+        early: that one, if it may be announced in the forward, before its backward runs: not under ``timeout``, where a
+            header means that the burst starts now.
         tracks_leader: whether any burst needs to know the lowest active rank.
         throws: whether all ranks raise as soon as one has run out, as the innermost block says.
         timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
@@ -113,5 +113,4 @@ class Roster:
         self.tracks_leader = any(burst.tracks_leader for _, burst in self.bursts)
         running_ahead = [self.announcing[index] for index, burst in self.bursts if burst.runs_ahead]
         self.ahead = running_ahead[0] if len(running_ahead) == 1 else None
-        may_be_early = self.timeout is None and not any(burst.comes_between for _, burst in self.bursts)
-        self.early = self.ahead.burst if self.ahead is not None and may_be_early else None
+        self.early = self.ahead.burst if self.ahead is not None and self.timeout is None else None

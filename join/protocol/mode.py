@@ -27,10 +27,12 @@ class Outcome:
     Attributes:
         even: whether all ranks ran out of inputs together.
         last: whether this rank was among the last.
+        shadowed: whether ranks have shadowed bursts of others, so that their state is stale.
     """
 
     even: bool
     last: bool
+    shadowed: bool
 
 
 class Mode(ABC):

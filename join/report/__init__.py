@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from join.collectives import Collective
+from join.errors import JoinError
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,22 @@ class JoinReport:
         rows[mine.rank] = row
         collective.all_reduce(rows).wait()
         return cls(tuple(_row(values) for values in cast("list[list[float]]", rows.tolist())), even)
+
+    @property
+    def steps(self) -> int:
+        """How many steps all ranks have made together, which is what one process would have made.
+
+        A counter of the loop, by which a learning rate is set, is the same on all ranks if this is added to it after
+        each block.
+
+        Raises:
+            JoinError: for a block with ``enable=False``.
+        """
+        if not self.ranks:
+            raise JoinError(
+                "report.steps is of all ranks, and with enable=False nobody counts them; count those of the loop [J442]"
+            )
+        return max(row.steps + row.shadowed for row in self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from join.files import check_folder, whole_file
+from join.files import whole_file
 from join.report.step_times import EDGES, PER_DECADE
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def save(figure: Any, path: Path) -> None:
     Raises:
         FileNotFoundError: if there is no folder for it.
     """
-    check_folder(path)
     with whole_file(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
 

@@ -1,17 +1,15 @@
-"""What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here.
-
-Here is what all but ``fsdp`` need, which asks for its own.
-"""
+"""What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here."""
 
 from joinables._torch.versions import require
 
 require(
     {
-        "torch._C": ("_current_graph_task_id",),
+        "torch._C": ("_current_graph_task_id", "_will_engine_execute_node"),
         "torch:_C._functions.AccumulateGrad": ("_register_hook_dict",),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._dynamo.decorators": ("skip",),
-        "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
+        "torch._dynamo.eval_frame": ("OptimizedModule",),
+        "torch": ("_foreach_mul_",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),
         "torch:Tensor": ("_backward_hooks", "_version"),
@@ -26,26 +24,12 @@ require(
             "prepare_for_forward",
         ),
         "torch.distributed.algorithms.join": ("_JoinConfig",),
-        "torch.distributed.algorithms.join:Joinable": ("_join_config",),
         "torch.nn.parallel:DistributedDataParallel": (
             "_assign_modules_buffers",
             "_check_sync_bufs_post_fwd",
-            "_comm_hooks",
             "_get_active_ddp_module",
             "_get_ddp_logging_data",
-            "_has_rebuilt_buckets",
-            "_module_parameters",
-            "_static_graph_delay_allreduce_enqueued",
             "_sync_module_buffers",
-            "find_unused_parameters",
-            "forward_sync_buffers|broadcast_buffers",
-            "modules_buffers",
-            "parameters_to_ignore",
-            "reducer",
-            "require_forward_param_sync",
-            "static_graph",
         ),
-        "torch.optim.lr_scheduler:LRScheduler": ("_opt_called",),
-        "torch.utils.data:DataLoader": ("_iterator",),
     }
 )

@@ -19,9 +19,8 @@ joined rank never comes. One training step::
 
 The header is sent in the forward and hides behind it. Not so with several DDP modules in the blocks of a group, where
 forward order is not backward order, when gradients are still there in the forward under the mean over all ranks, and
-where the number of contributors is wanted and there are no buffers; nor under ``timeout``, or beside a burst that may
-come between forward and backward (a metric at every step). Then the header is sent when the backward begins, and
-buffers, if any, have one of their own in the forward.
+where the number of contributors is wanted and there are no buffers; nor under ``timeout``. Then the header is sent when
+the backward begins, and buffers, if any, have one of their own in the forward.
 
 ``no_sync`` forwards and forwards without grad communicate nothing. A forward that finds a header open (the backward was
 skipped, or two forwards go before one backward) communicates nothing either.
@@ -55,16 +54,16 @@ from join import Joinable
 from joinables._torch import reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.gradients import GradientSync
-from joinables.replay import Replay
 
 
 def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
-    """The bursts a DDP module stands for, in their order; one that contains SyncBatchNorm is replayed.
+    """The bursts a DDP module stands for, in their order.
 
     Raises:
         ValueError: if it contains SyncBatchNorm and its own forward does not run it (the trainer's does not), or
             another DDP module, whose collectives a joined rank would leave out.
     """
+    reducer.check(ddp)
     modules = cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules())
     for name, module in modules:
         if isinstance(module, DistributedDataParallel):
@@ -72,13 +71,12 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
                 "the module is wrapped in DistributedDataParallel twice"
                 f"{f' ({name!r})' if name else ''}; wrap the plain one, once [J291]"
             )
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            if getattr(cast("object", ddp.module), "forward_is_over", False):
-                raise ValueError(
-                    f"the module contains SyncBatchNorm ({name!r}), whose forward communicates outside DDP's and cannot"
-                    " be shadowed; use BatchNorm, or feed all ranks evenly [J104]"
-                )
-            return Replay(ddp).joinables()
+        is_over = getattr(cast("object", ddp.module), "forward_is_over", False)
+        if isinstance(module, torch.nn.SyncBatchNorm) and is_over:
+            raise ValueError(
+                f"the module contains SyncBatchNorm ({name!r}), whose forward communicates outside DDP's and cannot"
+                " be shadowed; use BatchNorm, or feed all ranks evenly [J104]"
+            )
     rebuild = BucketRebuild(ddp)
     if not reducer.broadcasts_buffers(ddp):
         return [rebuild, GradientSync(ddp, None, rebuild)]

@@ -15,6 +15,7 @@ from join.joinable import BlockChannel
 from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BufferSync
 from joinables.dummy_forward import InnerForward, check_backward_on_dummy
+from joinables.own_collectives import refuse_synchronised_norms, synchronised_norms
 from joinables.replacement import ModuleHook
 from joinables.tensors import tensors_with_grad
 
@@ -35,6 +36,8 @@ class Forwards:
         self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], buffers: BufferSync | None
     ) -> None:
         self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
+        self.norms = synchronised_norms(ddp.module)
+        """The layers that compute with the samples of all ranks together."""
         self.armed = False
         """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -61,7 +64,7 @@ class Forwards:
         self._expects_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
-        self._inner = InnerForward(inner, channel)
+        self._inner = InnerForward(inner, channel, stands_in=not self.norms)
         before, after = ModuleHook(self._before), ModuleHook(self._after)
         self._unseen = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
         # The hooks of the user are between these.
@@ -98,17 +101,25 @@ class Forwards:
         if torch_join.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
+        if self.norms:
+            refuse_synchronised_norms(self._ddp, self.norms, channel)
         watches = channel.watches_calls
         if watches:
             channel.module_called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
+            if torch.is_grad_enabled():
+                self._buffers.look()
         if torch.is_grad_enabled():
             self._begins()
         if self._expects_backward_inside:
             self._written = self._gradient_writes()
         if channel.step.shadowing:
-            self._buffers_before = reducer.copied_buffers(self._ddp)
+            before = reducer.copied_buffers(self._ddp)
+            # SyncBatchNorm's statistics are of all ranks, also on a dummy.
+            self._buffers_before = {
+                name: each for name, each in before.items() if name.rpartition(".")[0] not in self.norms
+            }
         if watches:
             self._inner.put()
 

@@ -21,6 +21,7 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.contributions import WITH_BUFFERS, Contributions, Window
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.ddp.static_graph import StaticGraph
+from joinables.own_collectives import mixing
 from joinables.tensors import adopt_gradients
 
 
@@ -45,11 +46,13 @@ class GradientSync(DDPBurst):
         self._accumulators = autograd.accumulators(self._parameters)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._forwards = Forwards(ddp, self._parameters, buffers)
+        self.needs_scale = bool(self._forwards.norms)  # else what is NaN on a dummy reaches other ranks
         self._contributions = Contributions(ddp, self._parameters)
         self._last_result = self._contributions.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
         self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
         self._backwards = 0  # how many were made in this block
+        self._own_steps = 0  # how many of them outside of loops over join.iterate
         # The number of the loop over Join.iterate in which a reduction was found to need nothing done after it.
         self._plain_in = -1
 
@@ -78,7 +81,7 @@ class GradientSync(DDPBurst):
         super().attach(join)
         self._join = join
         self._contributions.attach(join, self)
-        self._backwards, self._plain_in = 0, -1
+        self._backwards, self._own_steps, self._plain_in = 0, 0, -1
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
 
     @override
@@ -91,7 +94,12 @@ class GradientSync(DDPBurst):
     @property
     @override
     def own_steps(self) -> int:
-        return self._backwards
+        return self._own_steps
+
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        return mixing(self.join_name, self._forwards.norms)
 
     @override
     def synchronise(self, source: int) -> None:
@@ -123,8 +131,8 @@ class GradientSync(DDPBurst):
             self._watch_use()
         contributions, channel, buffers = self._contributions, self._channel, self._buffers
         synchronises = self._ddp.require_backward_grad_sync
-        if channel.is_in_loop_body and not synchronises:
-            channel.lead_in_step()  # the forward changes buffers of ranks with data
+        if buffers is not None and channel.is_in_loop_body and not synchronises:
+            buffers.lead_by(channel.step.first_with_data)  # nothing is announced, and the forward changes them
         if not synchronises or self.state is BurstState.PENDING:
             return
         if not channel.is_in_loop_body:
@@ -178,6 +186,7 @@ class GradientSync(DDPBurst):
         contributions, channel, result = self._contributions, self._channel, self._last_result
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
+            self._own_steps += 1
         self._backwards += 1
         if self._backwards == 1:
             contributions.take_over()

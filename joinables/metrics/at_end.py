@@ -45,7 +45,7 @@ class MetricAtEnd(Silent):
     def attach(self, join: Block) -> None:
         super().attach(join)
         self._join = join
-        metrics = metrics_of(self._target)
+        metrics = metrics_in(self._target)
         # Wrappers are no parts: they return what the metrics inside them compute.
         self._parts = {name: each for name, each in metrics.items() if _keeps_value(each)}
         for each in metrics.values():
@@ -69,8 +69,8 @@ class MetricAtEnd(Silent):
         if metric.dist_sync_on_step:
             raise ValueError(
                 f"dist_sync_on_step=True of {name} communicates in every forward, where ranks without data never come;"
-                " leave it out: compute() after the block is over all ranks, and so is what forward returns if you list"
-                " joinables.Metric(metric, every_step=True) [J142]"
+                " leave it out: compute() after the block is over all ranks. Where each step needs the value over all"
+                " ranks, loop over join.iterate and leave the metric out of the list [J142]"
             )
         if not metric.compute_with_cache:
             raise ValueError(
@@ -120,7 +120,7 @@ class MetricAtEnd(Silent):
                 self._parts[name].compute()
 
 
-def metrics_of(module: torch.nn.Module) -> dict[str, Any]:
+def metrics_in(module: torch.nn.Module) -> dict[str, Any]:
     """The metrics in ``module``, itself included, by their names."""
     library = importlib.import_module("torchmetrics")
     modules = cast("Iterator[tuple[str, Any]]", module.named_modules())

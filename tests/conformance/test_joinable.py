@@ -13,7 +13,6 @@ from join import Burst, Join, Joinable, JoinHook
 from join.collectives import collective_of
 from join.joinable import BurstState
 from join.registry import joinables_of
-from joinables import Metric, Replay, SharedCall
 from tests.join.counter import Counter, Leading
 from tests.joinables.test_state import Summer
 from tests.models import build
@@ -35,10 +34,10 @@ def make_sharded() -> Any:
     return shard()
 
 
-def make_metric(*, every_step: bool) -> Any:
+def make_metric() -> Any:
     from torchmetrics import MeanMetric
 
-    return Metric(MeanMetric(), every_step=every_step)
+    return MeanMetric()
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -48,10 +47,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "Optimizer": lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]),
     "fully_shard": make_sharded,
     "Optimizer of fully_shard": lambda: torch.optim.Adam(make_sharded().parameters()),
-    "Replay": lambda: Replay(build("mlp")),
-    "SharedCall": lambda: SharedCall(lambda: None),
-    "Metric": lambda: make_metric(every_step=False),
-    "Metric of every step": lambda: make_metric(every_step=True),
+    "Metric": make_metric,
     "GradScaler": lambda: torch.amp.GradScaler("cpu"),
     "Module": lambda: build("mlp"),
     "torch Joinable": Summer,

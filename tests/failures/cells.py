@@ -42,6 +42,8 @@ class Cell(NamedTuple):
         return f"{self.mode}-{self.how}-{'memory' if self.memory else 'group'}-{self.timeout or 'patient'}"
 
 
+ITERATES = ("iterate", "fully_shard")
+"""Modes of a loop over ``join.iterate``."""
 MODES = ("plain", "iterate", "fully_shard", "fit")
 HOWS = (
     *("loader", "forward", "backward", "hook", "step"),
@@ -63,11 +65,10 @@ OWN = {
 
 def exists(cell: Cell) -> bool:
     """Whether there is such a cell."""
-    if cell.mode == "iterate":
-        return True
-    if cell.how in ("break", "left out"):  # ranks may leave plain loops when they like; there are no dummies there
-        return False
-    return cell.how != "hook" or cell.mode != "fully_shard"
+    if cell.mode in ITERATES:
+        return cell.how != "hook" or cell.mode != "fully_shard"
+    # Ranks may leave plain loops when they like; there are no dummies there.
+    return cell.how not in ("break", "left out")
 
 
 class Fragile(torch.autograd.Function):
@@ -179,7 +180,7 @@ def train(rank: int, cell: Cell) -> None:
     optimizer.register_step_pre_hook(trouble.stepping)
     with Join([model, optimizer], divide_by_initial_world_size=False, timeout=cell.timeout) as block:
         loader = trouble.loader(COUNTS[rank])
-        for step, (x, y) in enumerate(block.iterate(loader) if cell.mode == "iterate" else loader):
+        for step, (x, y) in enumerate(block.iterate(loader) if cell.mode in ITERATES else loader):
             if trouble.comes(step) and cell.how == "break":
                 break
             if trouble.reached and cell.how == "left out":

@@ -288,7 +288,6 @@ def test_a_parameter_nobody_uses(pool: Pool, views: bool) -> None:
 
 
 def refused(rank: int) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     ddp = DistributedDataParallel(build("mlp"))
@@ -303,10 +302,6 @@ def refused(rank: int) -> None:
     norm.module.forward_is_over = True  # as the trainer's wrapper says of itself
     with pytest.raises(ValueError, match=r"SyncBatchNorm \('1'\)"):
         Join([norm])
-    fsdp1 = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    for module in (fsdp1, nn.Sequential(fsdp1)):
-        with pytest.raises(TypeError, match=r"FSDP1.*fully_shard"):
-            Join([module])
     sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     sharded._overlap_with_ddp = True
     with pytest.raises(ValueError, match="overlap_with_ddp=False"):

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import MeanMetric
 
 from join import Join
 from join.collectives import TorchCollective
-from joinables import Metric
 from tests.models import batch, build
 from tests.pool import Pool
 from tests.training import mesh_of
@@ -42,39 +40,33 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     initial = "mean over contributors" not in setup
 
-    metric = MeanMetric()
-    listed = [ddp, optimizer, *([Metric(metric, every_step=True)] if "metric" in setup else [])]
-
-    def step(number: int) -> None:
+    def step(number: int, scale: Any) -> None:
         x, y = batch(rank, 0, number)
-        if "metric" in setup:
-            optimizer.zero_grad()
-            output = ddp(x)
-            metric(output.detach())
-            ((output - y) ** 2).mean().backward()
-            return
         if "eval" in setup:
             with torch.no_grad():
                 ddp.module(x) if "norm" in setup and not joining else ddp(x)
             return
         if "no_sync" in setup:
             with ddp.no_sync():
-                ((ddp(x) - y) ** 2).mean().backward()
+                scale(((ddp(x) - y) ** 2).mean()).backward()
             return
         optimizer.zero_grad()
-        ((ddp(x) - y) ** 2).mean().backward()
+        scale(((ddp(x) - y) ** 2).mean()).backward()
         optimizer.step()
 
     x, y = batch(rank, 0, 9)
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
     block: Any = nullcontext()
     if joining:
-        block = Join(listed, divide_by_initial_world_size=initial)
-        block.weight = 3 if "weights" in setup else None
+        block = Join([ddp, optimizer], divide_by_initial_world_size=initial)
     with block as join:
+        scale: Any = join.scale if joining and ("weights" in setup or "sharded" in setup) else lambda loss: loss
         numbers: Any = range(TOTAL)
         if joining and "lockstep" in setup:
-            numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1)
+            weigh: Any = (lambda _: 3) if "weights" in setup else None
+            numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1, weigh=weigh)
+        elif "weights" in setup:
+            join.weight = 3
         for number in numbers:
             if number in (2, 2 + STEPS):
                 time.sleep(0.1)  # what is under way is counted when it is done
@@ -83,10 +75,10 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
             if number == 2 + STEPS:
                 profile.stop()
             if 2 <= number < 2 + STEPS:
-                step(number - 2)
+                step(number - 2, scale)
             else:
                 optimizer.zero_grad()
-                ((ddp(x) - y) ** 2).mean().backward()
+                scale(((ddp(x) - y) ** 2).mean()).backward()
                 optimizer.step()
     counts: dict[str, float] = {}
     for event in profile.events() or []:
@@ -103,11 +95,7 @@ COSTS: dict[str, dict[str, float]] = {
     "norm, mean over contributors": {"gloo:all_reduce": 2},
     "mlp, zero": {"gloo:all_reduce": 2},
     "norm, zero": {"gloo:all_reduce": 2},
-    "mlp, sharded": {"gloo:all_reduce": 3},  # forward, backward, step
-    "mlp, sharded, eval": {"gloo:all_reduce": 1},
-    # The metric's header and all-gathers, and no backward but the user's own.
-    "mlp, metric": {"gloo:all_reduce": 2, "gloo:all_gather": 5},
-    "norm, metric": {"gloo:all_reduce": 3, "gloo:all_gather": 5},
+    "mlp, sharded, lockstep": {"gloo:all_reduce": 1},
     "mlp, no_sync": {},
     "mlp, eval": {},
     "norm, eval": {},
@@ -118,15 +106,7 @@ COSTS: dict[str, dict[str, float]] = {
     # One more with weights, or contributors where a header covers buffers too: their sum.
     "mlp, weights": {"gloo:all_reduce": 2},
     "norm, zero, weights": {"gloo:all_reduce": 3},
-    "mlp, sharded, weights": {"gloo:all_reduce": 4},
-    "mlp, weights, lockstep": {"gloo:all_reduce": 2},
-}
-
-
-# What is not beside the group, where ranks share memory.
-REST: dict[str, dict[str, float]] = {
-    "mlp, metric": {"gloo:all_gather": 5},
-    "norm, metric": {"gloo:all_gather": 5},
+    "mlp, weights, lockstep": {"gloo:all_reduce": 1},
 }
 
 
@@ -144,7 +124,7 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
             }
             for counts in after
         ]
-        assert extra == [COSTS[setup], REST.get(setup, {})]
+        assert extra == [COSTS[setup], {}]  # the second: nothing, where ranks share memory
 
 
 class Recorder(TorchCollective):

@@ -38,13 +38,6 @@ def prefetch_copies(batches: Iterable[Data]) -> Iterator[Data]:
     return prefetch((x.clone(), y.clone()) for x, y in batches)
 
 
-def hands_out_the_first(batches: Iterable[Data]) -> Iterator[Data]:
-    """Reads ahead only once the first batch is on its way."""
-    source = iter(batches)
-    yield from islice(source, 1)
-    yield from prefetch(source)
-
-
 def windows(batches: Iterable[Data], size: int = 4) -> Iterator[Data]:
     """As the Trainer of transformers reads the batches of a window of accumulation."""
     source = iter(batches)
@@ -74,7 +67,6 @@ CONSUMERS: dict[str, Callable[[Iterable[Data]], Iterable[Data]]] = {
     "prefetch": prefetch,
     "prefetch 3": lambda batches: prefetch(batches, 3),
     "prefetch copies": prefetch_copies,
-    "hands out the first": hands_out_the_first,
     "windows": windows,
     "all at once": list,
     "in a thread": in_a_thread,
@@ -101,7 +93,7 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
     [
         *[(each, "mlp") for each in CONSUMERS],
         ("prefetch", "shard"),
-        *[pytest.param(each, "shard", marks=at_night) for each in ("hands out the first", "windows", "in a thread")],
+        *[pytest.param(each, "shard", marks=at_night) for each in ("windows", "in a thread")],
         ("in a thread", "norm"),
     ],
 )

@@ -44,8 +44,8 @@ def counts(draw: st.DrawFn, most: int = 3) -> tuple[tuple[int, ...], ...]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, replay: bool = False) -> Case:
-    recipe = draw(recipes(branches=not replay))  # a branch that is replayed counts as used
+def cases(draw: st.DrawFn) -> Case:
+    recipe = draw(recipes())
     options: dict[str, Any] = {}
     if recipe.has("branch") or (recipe.has("unused") and draw(st.booleans())):
         options["find_unused_parameters"] = True
@@ -57,8 +57,8 @@ def cases(draw: st.DrawFn, *, replay: bool = False) -> Case:
         options["gradient_as_bucket_view"] = True
     zero = draw(st.booleans())
     case = Case(
-        Model(recipe, synchronised=replay and recipe.has("batch norm") and draw(st.booleans())),
-        DDP(options, hook=draw(st.sampled_from(["", "", "allreduce"])), replay=replay),
+        Model(recipe),
+        DDP(options, hook=draw(st.sampled_from(["", "", "allreduce"]))),
         Optimizer(draw(OPTIMIZERS), RATE, zero=zero, zero_views=zero and draw(st.booleans())),
         Data(draw(counts()), weighted=draw(st.booleans())),
         draw(LOOPS),
@@ -123,15 +123,6 @@ STEPS = st.builds(
 )
 
 
-def legal_replayed(case: Case) -> Case:
-    """The case without what cannot be where ranks compute together."""
-    data, loop = case.data, case.loop
-    if case.model.synchronised:
-        data = replace(data, weighted=False)
-        loop = replace(loop, iterate="empty" if loop.iterate else "")
-    return replace(case, data=data, loop=loop)
-
-
 def with_full_windows(case: Case) -> Case:
     """The case with numbers of batches that leave no window of accumulation open."""
     k = case.step.accumulate
@@ -145,10 +136,12 @@ def with_full_windows(case: Case) -> Case:
 
 
 def legal_sharded(case: Case) -> Case:
-    """The case without what cannot be together where ranks without data replay."""
+    """The case over ``join.iterate``, without what cannot be together there."""
     shards = case.wrapper
     assert isinstance(shards, Shards)
-    case = legal_replayed(case)
+    case = replace(case, loop=replace(case.loop, iterate=case.loop.iterate or "empty", plain_last=False))
+    if case.model.synchronised:
+        case = replace(case, data=replace(case.data, weighted=False), loop=replace(case.loop, iterate="empty"))
     k = case.step.accumulate
     if k > 1 and shards.syncs == "reduces each time":
         # The mean over a window is not the mean of means, but where all are over as many.
@@ -161,14 +154,8 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
     """The case without what cannot be together."""
     ddp = case.wrapper
     assert isinstance(ddp, DDP)
-    if ddp.replay:
-        # Ranks may compute together: they cannot weigh, and the mean is made of all that is in ``grad``.
-        case = legal_replayed(case)
-        case = replace(case, data=replace(case.data, weighted=False), step=replace(case.step, zero_every=1))
-    if case.model.synchronised:
-        case = with_full_windows(case)  # forwards of the others count for buffers
     case = replace(case, step=legal_step(case.step, case.loop, ddp, zero=case.optimizer.zero))
-    if has_buffers and not case.model.synchronised:
+    if has_buffers:
         data, loop = legal_for_buffers(case.data, case.loop, case.step.accumulate)
         case = replace(case, data=data, loop=loop)
     return case
@@ -264,6 +251,7 @@ FOUND = {
         Model(Recipe((), entry="embedding")),
         Shards(units=(), syncs="reduces each time"),
         data=Data(((0, 0, 0, 4),)),
+        loop=Loop(iterate="empty"),
         step=Step(accumulate=2),
     ),
 }
@@ -290,12 +278,12 @@ def check_once(pool: Pool, case: Case) -> None:
     known = failures.get(repr(case))
     if known is not None:
         raise AssertionError(known)
-    if time.monotonic() - first_failure.get(case.replays, math.inf) > SHRINK_SECONDS:
+    if time.monotonic() - first_failure.get(case.is_sharded, math.inf) > SHRINK_SECONDS:
         return  # small enough
     try:
         check(pool, case, timeout=HANG_SECONDS)
     except AssertionError as error:
-        first_failure.setdefault(case.replays, time.monotonic())
+        first_failure.setdefault(case.is_sharded, time.monotonic())
         failures[repr(case)] = str(error)
         raise
 
@@ -315,6 +303,6 @@ def test_equals_one_process(pool: Pool, case: Case) -> None:
 
 @pytest.mark.timeout(600 + 5 * SOAK)
 @few_or_many
-@given(case=st.one_of(sharded(), sharded(), cases(replay=True)))
-def test_equals_one_process_where_ranks_without_data_replay(pool: Pool, case: Case) -> None:
+@given(case=sharded())
+def test_sharded_equals_one_process(pool: Pool, case: Case) -> None:
     check_once(pool, case)

@@ -1,4 +1,4 @@
-"""Weights go through the loss: ``join.scale`` in plain blocks and in loops over ``join.iterate``, beside one process."""
+"""Weights go through the loss, by ``join.scale`` in plain blocks and in loops, beside one process."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CASES = {
     "iterate with ZeRO": Case(
         optimizer=Optimizer(zero=True), data=Data(COUNTS), loop=Loop(iterate="empty", lookahead=2)
     ),
-    "fully_shard": Case(wrapper=Shards(), data=Data(COUNTS), step=Step(clip=True)),
+    "fully_shard, iterate": Case(wrapper=Shards(), data=Data(COUNTS), loop=Loop(iterate="empty"), step=Step(clip=True)),
     "fully_shard within each host, iterate": Case(
         wrapper=Shards(replicas=2), data=Data(COUNTS), loop=Loop(iterate="empty")
     ),

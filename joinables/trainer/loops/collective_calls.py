@@ -11,7 +11,7 @@ from typing_extensions import override
 from join import Join
 from join.collectives import Collective
 from join.on_group import OnGroup
-from joinables.shared_call import SharedCall
+from joinables.trainer._shared_call import SharedCall
 
 T = TypeVar("T")
 

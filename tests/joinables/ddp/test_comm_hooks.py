@@ -7,6 +7,7 @@ whose loss is multiplied by zero: the same collectives on the same numbers.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,9 +95,12 @@ def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[st
     for epoch, counts in enumerate(COUNTS):
         steps = accumulation * (max(counts) if padded else counts[rank])
         join = Join([ddp, optimizer])
-        join.weight = 1
+        batches: Any = range(steps)
         with nullcontext() if padded else join:
-            for step, _ in enumerate(join.iterate(range(steps), dummy="last") if way == "iterate" else range(steps)):
+            if way == "iterate":
+                weigh = partial(weight_of, rank, epoch)
+                batches = join.iterate(batches, dummy="last", weigh=weigh, window=accumulation)
+            for step, _ in enumerate(batches):
                 window = range(step // accumulation * accumulation, step + 1)
                 is_last = len(window) == accumulation
                 weights = [
@@ -107,10 +111,11 @@ def train_weighted(rank: int, hook: str, way: str, accumulation: int) -> dict[st
                 x, y = batch(rank, epoch, step)
                 mine = weight_of(rank, epoch, step)
                 factor = RANKS * mine / sum(weights) * (step < accumulation * counts[rank]) if padded else 1.0
-                if not padded:
+                if way == "plain":
                     join.weight = mine
                 with nullcontext() if is_last else ddp.no_sync():
-                    (((ddp(x) - y) ** 2).mean() * factor).backward()
+                    value = ((ddp(x) - y) ** 2).mean() * factor
+                    (value if padded else join.scale(value)).backward()
                 if is_last:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -189,7 +194,7 @@ def drops_its_last_window(rank: int, unused: bool, initial: bool, weighted: bool
         for step in range((3, 0, 6)[rank]):
             join.weight = 2 if weighted else None
             with nullcontext() if step % 2 else ddp.no_sync():
-                ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+                join.scale(ddp(batch(rank, 0, step)[0]).pow(2).mean()).backward()
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()

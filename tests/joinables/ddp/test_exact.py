@@ -145,15 +145,6 @@ def test_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
 
 
-# Ranks without data replay. Not weights, which cannot be applied where ranks may compute together, and where nobody can
-# look for tensors. A branch that is replayed counts as used, and forwards of a window that is never stepped count for
-# buffers.
-REPLAYED = [
-    name
-    for name, case in CASES.items()
-    if not (case.averages or case.model.kind in ("opaque", "branches"))
-    and name != "zero_grad keeps tensors, accumulation, batch norm"
-]
 # Where dummies have samples of their own, or windows end between them.
 OTHERWISE = [
     "adamw with clipping",
@@ -171,18 +162,12 @@ def weighted(case: Case) -> Case:
     return replace(case, data=replace(case.data, weighted=True))
 
 
-def replayed(case: Case) -> Case:
-    assert isinstance(case.wrapper, DDP)
-    return replace(case, wrapper=replace(case.wrapper, replay=True))
-
-
 def over(loop: Loop) -> Callable[[Case], Case]:
     return lambda case: replace(case, loop=loop)
 
 
 WAYS: dict[str, tuple[Callable[[Case], Case], list[str]]] = {
     "weights": (weighted, [name for name, case in CASES.items() if weighted(case) not in CASES.values()]),
-    "replay": (replayed, REPLAYED),
     "lockstep": (over(Loop(iterate="empty")), list(CASES)),
     "lockstep, last": (over(Loop(iterate="last")), OTHERWISE),
     "lockstep, a function": (over(Loop(iterate="a function")), OTHERWISE),
@@ -208,10 +193,7 @@ class Row(NamedTuple):
 
 
 ROWS = [Row(name, way, False) for way, (_, names) in WAYS.items() for name in names] + [
-    Row(name, way, True)
-    for name in OTHERWISE
-    for way in ("", "replay", "lockstep")
-    if way != "replay" or name in REPLAYED
+    Row(name, way, True) for name in OTHERWISE for way in ("", "lockstep")
 ]
 
 
@@ -241,7 +223,6 @@ def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
         ("batch norm, leaders leave in turn", "block"),
         ("zero_grad keeps tensors, initial", "block"),
         ("accumulation, views", "weights"),
-        ("zero over adam", "replay"),
         ("find_unused_parameters, zero", "lockstep"),
     ],
 )

@@ -36,11 +36,12 @@ def train(rank: int, iterate: bool) -> list[torch.Tensor]:
     optimizers = module.optimizers()
     batches = [batch(rank, 0, step)[0][: 2 + rank + step] for step in range(COUNTS[rank])]
     with Join([ddp, *optimizers]) as join:
-        for x in join.iterate(batches) if iterate else batches:
-            join.weight = len(x)
+        for x in join.iterate(batches, weigh=len) if iterate else batches:
+            if not iterate:
+                join.weight = len(x)
             for index, optimizer in enumerate(optimizers):
                 optimizer.zero_grad()
-                ddp(module.loss(index, x)).backward()
+                join.scale(ddp(module.loss(index, x))).backward()
                 optimizer.step()
     return [parameter.detach() for parameter in module.parameters()]
 

@@ -32,12 +32,13 @@ def windows_that_are_kept(rank: int, lockstep: bool) -> list[list[float]]:
         ddp = one_weight()
         with Join([ddp], enable=joined) as join:
             grads: list[float] = []
-            steps = join.iterate(range(1, 9)) if lockstep else range(1, 9)
+            steps = join.iterate(range(1, 9), window=2) if lockstep else range(1, 9)
             for step in steps:
                 if step % 4 == 1:
                     ddp.zero_grad()
                 with ddp.no_sync() if step % 2 else nullcontext():
-                    ddp(torch.full((1, 1), float(step))).sum().backward()
+                    loss = ddp(torch.full((1, 1), float(step))).sum()
+                    (join.scale(loss) if lockstep else loss).backward()
                 grads.append(grad_of(ddp))
         found.append(grads)
     return found

@@ -6,7 +6,7 @@ itself; the single-process reference computes for every rank that has a batch, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,8 @@ from tests.versions import OWN_BUFFERS
 
 Nets = dict[str, Any]
 Data = list[tuple[torch.Tensor, torch.Tensor]]
-Compute = Callable[[Nets, Data, int, int, float], None]
+Scale = Callable[[torch.Tensor], torch.Tensor]
+Compute = Callable[[Nets, Data, int, int, Scale], None]
 RANKS = 3
 
 
@@ -39,12 +40,12 @@ def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((output - y) ** 2).mean()
 
 
-def plain(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def plain(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, y = data[0]
-    (scale * loss(nets["a"](x), y)).backward()
+    scale(loss(nets["a"](x), y)).backward()
 
 
-def eval_inside(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def eval_inside(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     if rank != 1:
         nets["a"].eval()
         with torch.no_grad():
@@ -53,72 +54,72 @@ def eval_inside(nets: Nets, data: Data, rank: int, step: int, scale: float) -> N
     plain(nets, data, rank, step, scale)
 
 
-def eval_with_grad(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def eval_with_grad(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     if rank == 1:
         nets["a"](data[3][0])
     plain(nets, data, rank, step, scale)
 
 
-def skip_by_all(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def skip_by_all(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, y = data[0]
     output = nets["a"](x)
     if step % 2 == 0:
-        (scale * loss(output, y)).backward()
+        scale(loss(output, y)).backward()
 
 
 def forwards(count: int) -> Compute:
-    def compute(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+    def compute(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
         total: Any = 0
         for stream in range(count):
             x, y = data[stream]
             total = total + loss(nets["a"](x), y)
-        (scale * total).backward()
+        scale(total).backward()
 
     return compute
 
 
-def backwards(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def backwards(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, y = data[0]
-    value = scale * loss(nets["a"](x), y)
+    value = scale(loss(nets["a"](x), y))
     value.backward(retain_graph=True)
     value.backward()
 
 
-def two_losses(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def two_losses(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     losses = []
     for stream in range(2):
         x, y = data[stream]
-        losses.append(scale * loss(nets["a"](x), y))
+        losses.append(scale(loss(nets["a"](x), y)))
     for value in losses:
         value.backward()
 
 
-def two_passes(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def two_passes(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     for stream in range(2):
         x, y = data[stream]
-        (scale * loss(nets["a"](x), y)).backward()
+        scale(loss(nets["a"](x), y)).backward()
 
 
-def encode_and_decode(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def encode_and_decode(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, y = data[0]
-    (scale * loss(nets["b"](nets["a"](x)), y)).backward()
+    scale(loss(nets["b"](nets["a"](x)), y)).backward()
 
 
-def discriminate(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def discriminate(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, y = data[0]
     fake = nets["a"](x).detach()
-    (scale * (nets["b"](y).mean() - nets["b"](fake).mean())).backward()
+    scale(nets["b"](y).mean() - nets["b"](fake).mean()).backward()
 
 
-def generate(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def generate(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     x, _ = data[1]
-    (scale * nets["b"](nets["a"](x)).mean()).backward()
+    scale(nets["b"](nets["a"](x)).mean()).backward()
 
 
-def both(nets: Nets, data: Data, rank: int, step: int, scale: float) -> None:
+def both(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
     plain(nets, data, rank, step, scale)
     x, y = data[1]
-    (scale * loss(nets["b"](x), y)).backward()
+    scale(loss(nets["b"](x), y)).backward()
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,14 @@ def run_phase(program: Program, compute: Callable[[], None], which: str, optimiz
         zero()
 
 
+def next_of(weights: Iterator[int], _: Data) -> int:
+    return next(weights)
+
+
+def as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 def weight_of(rank: int, step: int) -> int:
     return 1 + (rank + 3 * step) % 4
 
@@ -212,14 +221,17 @@ def run(rank: int, name: str, dummy: Any = None, *, weighted: bool = False) -> d
         joins = [Join(each, **keywords) for each in (listed if program.nested else [[*chain.from_iterable(listed)]])]
         with ExitStack() as blocks:
             for join in joins:
-                join.weight = 1 if weighted else None
                 blocks.enter_context(join)
             mine = [streams(rank, step) for step in range(counts[rank])]
-            for step, data in enumerate(joins[0].iterate(mine, dummy=dummy) if dummy else mine):
-                for join in joins:
-                    join.weight = weight_of(rank, step) if weighted else None
+            if dummy:
+                weights = iter([weight_of(rank, step) for step in range(counts[rank])])
+                mine = joins[0].iterate(mine, dummy=dummy, weigh=partial(next_of, weights) if weighted else None)
+            for step, data in enumerate(mine):
+                for join in joins if weighted and not dummy else ():
+                    join.weight = weight_of(rank, step)
+                scale = joins[0].scale if weighted else as_it_is
                 for compute, which in program.phases:
-                    run_phase(program, partial(compute, nets, data, rank, step, 1.0), which, optimizers)
+                    run_phase(program, partial(compute, nets, data, rank, step, scale), which, optimizers)
     return flat_state(*(net.state_dict() for net in raw.values()), *(o.state_dict() for o in optimizers.values()))
 
 
@@ -231,7 +243,7 @@ def compute_all(nets: Nets, compute: Compute, scales: dict[int, float], step: in
     for rank, scale in scales.items():
         for buffer, value in zip(buffers, shared, strict=True):
             buffer.copy_(value)
-        compute(nets, streams(rank, step), rank, step, scale)
+        compute(nets, streams(rank, step), rank, step, lambda value, by=scale: by * value)
         kept = kept or [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, kept, strict=True):
         buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""``join.weight`` that makes no sense is an error on all ranks."""
+"""``join.weight`` in a plain block: where it makes no sense, it is an error on all ranks."""
 
 from __future__ import annotations
 
@@ -10,58 +10,39 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
-from tests.ending import Ending, assert_blamed
+from tests.ending import Ending
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
-from tests.training import shard
 
 
-def outcome(
-    rank: int, weights: tuple[tuple[Any, ...], ...], way: str = "plain", kind: str = "ddp", initial: bool = True
-) -> str:
+def outcome(rank: int, weights: tuple[tuple[Any, ...], ...], kept: bool = False, initial: bool = True) -> str:
     """Train with ``weights[rank]``, one a step, and tell how it ended."""
-    trained: Any = DistributedDataParallel(build("mlp")) if kind == "ddp" else shard()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    text = "fine"
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     try:
-        join = Join([trained, optimizer], divide_by_initial_world_size=initial)
-        with join:
-            mine = [(batch(rank, 0, step)[0], weight) for step, weight in enumerate(weights[rank])]
-            for x, weight in join.iterate(mine) if way == "lockstep" else mine:
+        with Join([ddp, optimizer], divide_by_initial_world_size=initial) as join:
+            for step, weight in enumerate(weights[rank]):
                 join.weight = weight
-                if way != "kept":
-                    trained.zero_grad()
-                trained(x).sum().backward()
+                if not kept:
+                    ddp.zero_grad()
+                join.scale(ddp(batch(rank, 0, step)[0]).sum()).backward()
                 optimizer.step()
     except (ValueError, TypeError, JoinError) as error:
-        text = f"{type(error).__name__}: {error}"
-    return text
-
-
-WAYS = ["plain", "lockstep"]
-KINDS = ["ddp", "sharded"]
-every_way = pytest.mark.parametrize(("way", "kind"), [(way, kind) for way in WAYS for kind in KINDS])
+        return f"{type(error).__name__}: {error}"
+    return "fine"
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", True])
 def test_a_bad_weight_on_one_rank(ending: Ending, weight: Any) -> None:
-    first, second = ending.run(outcome, ((2, 2), (2, weight)), ranks=2)
-    assert f"weight={weight!r} must be" in second
-    assert first.startswith("PeerError: rank 1 failed: ")
-    assert f"weight={weight!r} must be" in first
-
-
-@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), ("lockstep", "ddp")])
-def test_a_bad_weight_wherever_it_is_set(ending: Ending, way: str, kind: str) -> None:
-    first, second, third = ending.run(outcome, ((2, 2, 2), (2, -1, 2), ()), way, kind)
-    assert second.startswith("ValueError: weight=-1 must be")
+    first, second, third = ending.run(outcome, ((2, 2, 2), (2, weight, 2), ()))
+    assert f"join.weight is {weight!r}" in second
     for text in (first, third):
         assert text.startswith(f"PeerError: rank 1 failed: {second}")
 
 
-@every_way
-def test_weight_0_on_some_ranks(pool: Pool, way: str, kind: str) -> None:
-    assert pool.run(outcome, ((2, 0), (0, 3, 1), ()), way, kind) == ["fine"] * 3
+@pytest.mark.parametrize("weights", [((2, 0), (0, 3, 1), ()), ((2, 0), (1, 0), ())])
+def test_weight_0(pool: Pool, weights: Any) -> None:
+    assert pool.run(outcome, weights) == ["fine"] * 3
 
 
 def has_nan(rank: int) -> float:
@@ -69,7 +50,7 @@ def has_nan(rank: int) -> float:
     ddp = DistributedDataParallel(build("mlp"))
     with Join([ddp]) as join:
         join.weight = 0 if rank else 5
-        (ddp(batch(0, 0, 0)[0]).mean() * (float("nan") if rank else 1.0)).backward()
+        join.scale(ddp(batch(0, 0, 0)[0]).mean() * (float("nan") if rank else 1.0)).backward()
     return sum(parameter.grad.abs().sum().item() for parameter in ddp.parameters())
 
 
@@ -80,53 +61,17 @@ def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
     assert pool.run(has_nan, ranks=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
-@every_way
-def test_weight_0_on_all_ranks(ending: Ending, way: str, kind: str) -> None:
-    told = "ValueError: join.weight is 0 on all ranks at once, so their gradients have no mean; "
-    texts = ending.run(outcome, ((2, 0), (1, 0), ()), way, kind)
-    assert any(text.startswith(told) for text in texts)
-    assert all(told in text for text in texts)  # who sees others leave first says that of them
-
-
 ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1; set it on all ranks or on none [J277]"
-
-
-@pytest.mark.parametrize("initial", [True, False])
-@pytest.mark.parametrize("weights", [(2, 2), (None, 2)])
-def test_weight_on_one_rank_only(ending: Ending, weights: tuple[int | None, int], initial: bool) -> None:
-    assert_blamed(ending.run(outcome, ((None, None), weights, ()), "plain", "ddp", initial), 1, ON_SOME)
-
-
-@pytest.mark.parametrize(("way", "kind"), [("plain", "sharded"), *[("lockstep", kind) for kind in KINDS]])
-def test_weight_on_one_rank_only_where_all_see_it(ending: Ending, way: str, kind: str) -> None:
-    assert ending.run(outcome, ((None, None), (2, 2), ()), way, kind)[:2] == [ON_SOME] * 2
-
-
-IN_THE_LOOP = "ValueError: join.weight was set or unset inside the loop; set it at every step or at none [J276]"
 CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), ())]
 
 
-@pytest.mark.parametrize(
-    ("way", "kind", "weights"),
-    [("lockstep", "ddp", CHANGES[0]), ("lockstep", "ddp", CHANGES[1]), ("lockstep", "sharded", CHANGES[1])],
-)
-def test_weight_that_is_set_or_unset_in_a_loop_in_lockstep(ending: Ending, way: str, kind: str, weights: Any) -> None:
-    first, *others = ending.run(outcome, weights, way, kind)
-    assert first == IN_THE_LOOP
-    for text in others:
-        assert text.startswith(f"PeerError: rank 0 failed: {first}")
-
-
-def test_weight_that_all_unset_in_a_loop_in_lockstep(ending: Ending) -> None:
-    first, second, third = ending.run(outcome, ((2, None), (2, None), ()), "lockstep")
-    assert first == second == IN_THE_LOOP
-    assert third.startswith(f"PeerError: rank 0 failed: {first}")
-
-
-@pytest.mark.parametrize("weights", CHANGES)
-def test_weight_that_is_set_or_unset_in_a_plain_loop(ending: Ending, weights: Any) -> None:
-    assert_blamed(ending.run(outcome, weights), 0, ON_SOME)
-    for text in ending.run(outcome, weights, "plain", "sharded"):
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("weights", [((None, None), (2, 2), ()), ((None, None), (None, 2), ()), *CHANGES])
+def test_weight_on_one_rank_only(ending: Ending, weights: Any, kept: bool, initial: bool) -> None:
+    texts = ending.run(outcome, weights, kept, initial)
+    assert ON_SOME in texts
+    for text in texts:
         assert ON_SOME in text
 
 
@@ -138,7 +83,7 @@ def begins_to_weigh(rank: int, counts: tuple[int, ...]) -> dict[str, torch.Tenso
         for step in range(counts[rank]):
             join.weight = 1 + rank if step == 2 else None
             optimizer.zero_grad()
-            ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+            join.scale(ddp(batch(rank, 0, step)[0]).pow(2).mean()).backward()
             optimizer.step()
     return flat_state(ddp.module.state_dict())
 
@@ -157,61 +102,44 @@ def test_weight_that_is_set_and_unset_on_all_ranks(pool: Pool, counts: tuple[int
         assert_same(state, flat_state(model.state_dict()), TOLERANCE)
 
 
-def changes_in_a_window(rank: int, way: str, weights: tuple[Any, ...]) -> str:
-    ddp, text = DistributedDataParallel(build("mlp")), "fine"
+def changes_in_a_window(rank: int, weights: tuple[Any, ...]) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
     try:
         with Join([ddp]) as join:
-            for step in join.iterate(range(4)) if way == "lockstep" else range(4):
+            for step in range(4):
                 join.weight = weights[step] if rank == 1 else 2
                 with nullcontext() if step % 2 else ddp.no_sync():
-                    ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+                    join.scale(ddp(batch(rank, 0, step)[0]).pow(2).mean()).backward()
                 if step % 2:
                     ddp.zero_grad()
     except (ValueError, JoinError) as error:
-        text = f"{type(error).__name__}: {error}"
-    return text
+        return f"{type(error).__name__}: {error}"
+    return "fine"
 
 
-WINDOWS = [(2, None, 2, 2), (None, 2, 2, 2), (2, 2, 2, None)]
-
-
-@pytest.mark.parametrize("weights", WINDOWS)
+@pytest.mark.parametrize("weights", [(2, None, 2, 2), (None, 2, 2, 2), (2, 2, 2, None)])
 def test_weight_that_is_set_or_unset_in_a_window(ending: Ending, weights: Any) -> None:
-    first, second = ending.run(changes_in_a_window, "plain", weights, ranks=2)
-    assert second.startswith("ValueError: join.weight ")
-    assert first.removeprefix("PeerError: rank 1 failed: ").startswith("ValueError: join.weight ")
+    first, second = ending.run(changes_in_a_window, weights, ranks=2)
+    assert second.startswith("JoinError: join.weight ")
+    assert first == ON_SOME or first.startswith(f"PeerError: rank 1 failed: {second}")
 
 
-@pytest.mark.parametrize("weights", WINDOWS[1:])
-def test_weight_that_is_set_or_unset_in_a_window_in_lockstep(ending: Ending, weights: Any) -> None:
-    first, second = ending.run(changes_in_a_window, "lockstep", weights, ranks=2)
-    assert second.startswith("ValueError: join.weight ")
-    assert first.removeprefix("PeerError: rank 1 failed: ").startswith("ValueError: join.weight ")
-
-
-def weighs_late(rank: int, way: str) -> float:
+def weighs_late(rank: int) -> str:
     """Set the weight between forward and backward, in the first step."""
-    ddp = DistributedDataParallel(build("mlp"))
-    with Join([ddp], divide_by_initial_world_size=False) as join:
-        for step in join.iterate(range(1)) if way == "lockstep" else range(1):
-            loss = ddp(batch(rank, 0, step)[0]).pow(2).mean()
+    ddp = DistributedDataParallel(build("norm"))
+    try:
+        with Join([ddp], divide_by_initial_world_size=False) as join:
+            loss = ddp(batch(rank, 0, 0)[0]).pow(2).mean()
             join.weight = 1 + 3 * rank
-            loss.backward()
-    return sum(parameter.grad.abs().sum().item() for parameter in ddp.parameters())
+            join.scale(loss).backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
 
 
-@pytest.mark.parametrize("way", ["plain", "lockstep"])
-def test_weight_that_is_set_after_the_forward(pool: Pool, way: str) -> None:
-    model = build("mlp")
-    for rank in range(2):
-        (model(batch(rank, 0, 0)[0]).pow(2).mean() * (1 + 3 * rank) / 5).backward()
-    expected = sum(parameter.grad.abs().sum().item() for parameter in model.parameters())
-    assert pool.run(weighs_late, way, ranks=2) == pytest.approx([expected] * 2, abs=1e-5)
-
-
-@pytest.mark.parametrize("weights", CHANGES)
-def test_weight_that_is_set_or_unset_while_gradients_are_kept(ending: Ending, weights: Any) -> None:
-    assert_blamed(ending.run(outcome, weights[:2], "kept", ranks=2), 0, ON_SOME)
+def test_weight_that_is_set_after_the_forward(ending: Ending) -> None:
+    for text in ending.run(weighs_late, ranks=2):
+        assert "join.weight was set or unset between forward and backward; set it before the forward" in text
 
 
 def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:
@@ -221,7 +149,7 @@ def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:
         for step in range(COUNTS[rank] * accumulate):
             join.weight = 1 + rank + step
             with nullcontext() if (step + 1) % accumulate == 0 else ddp.no_sync():
-                ddp(batch(rank, 0, step)[0]).pow(2).mean().backward()
+                join.scale(ddp(batch(rank, 0, step)[0]).pow(2).mean()).backward()
     return [parameter.grad for parameter in ddp.parameters()]  # pyright: ignore[reportReturnType]
 
 

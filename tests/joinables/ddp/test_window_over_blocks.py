@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, JoinError
+from tests.ending import Ending
 from tests.models import TOLERANCE, assert_same, batch, build
 from tests.pool import Pool
 
-COUNTS = {"plain": ((1, 1, 0), (1, 1, 0)), "over iterate": ((1, 1, 0), (1, 0, 0))}
+COUNTS = ((1, 1, 0), (1, 1, 0))
 CLEARED = {"kept": None, "zeroed in place": False, "set to None": True}
 
 
@@ -27,20 +28,16 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 
 
-def train(rank: int, cleared: str, kind: str, way: str, validates: bool) -> dict[str, torch.Tensor]:
+def train(rank: int, cleared: str, kind: str, validates: bool) -> dict[str, torch.Tensor]:
     model = build("mlp")
     ddp = DistributedDataParallel(model)
-    for block, counts in enumerate(COUNTS[way]):
-        join = Join([ddp], divide_by_initial_world_size=kind != "contributors")
-        if kind == "weights":
-            join.weight = 1.0
-        with join:
-            steps = range(counts[rank])
-            for _ in join.iterate(steps) if way == "over iterate" and block == 1 else steps:
+    for block, counts in enumerate(COUNTS):
+        with Join([ddp], divide_by_initial_world_size=kind != "contributors") as join:
+            for _ in range(counts[rank]):
                 if kind == "weights":
                     join.weight = weight_of(rank, block)
                 ddp.require_backward_grad_sync = block == 1
-                loss_of(ddp, rank, block).backward()
+                join.scale(loss_of(ddp, rank, block)).backward()
         if block == 0 and validates:
             with Join([ddp]) as join, torch.no_grad():
                 for step in join.iterate(range(rank)):  # on rank 0, dummies alone
@@ -50,17 +47,39 @@ def train(rank: int, cleared: str, kind: str, way: str, validates: bool) -> dict
     return gradients(model)
 
 
-@pytest.mark.parametrize("way", COUNTS)
 @pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights"])
 @pytest.mark.parametrize("cleared", CLEARED)
 @pytest.mark.parametrize("validates", [False, True])
-def test_equals_one_process(pool: Pool, cleared: str, kind: str, way: str, validates: bool) -> None:
+def test_equals_one_process(pool: Pool, cleared: str, kind: str, validates: bool) -> None:
     model = build("mlp")
     begins = 0 if CLEARED[cleared] is None else 1
-    of_window = [(rank, block) for block in range(begins, 2) for rank in range(3) if COUNTS[way][block][rank]]
+    of_window = [(rank, block) for block in range(begins, 2) for rank in range(3) if COUNTS[block][rank]]
     weights = [weight_of(*each) if kind == "weights" else 1.0 for each in of_window]
     parts = {"all ranks": 3.0, "contributors": len({rank for rank, _ in of_window}), "weights": sum(weights)}[kind]
     for weight, each in zip(weights, of_window, strict=True):
         (loss_of(model, *each) * weight / parts).backward()
-    for found in pool.run(train, cleared, kind, way, validates, ranks=3):
+    for found in pool.run(train, cleared, kind, validates, ranks=3):
         assert_same(found, gradients(model), TOLERANCE)
+
+
+def brings_a_window(rank: int, cleared: str) -> str:
+    """Accumulate in a plain block, and go on in a loop that does not know of it."""
+    ddp = DistributedDataParallel(build("mlp"))
+    try:
+        with Join([ddp]) as join:
+            for _ in range(rank % 2):
+                with ddp.no_sync():
+                    loss_of(ddp, rank, 0).backward()
+            if CLEARED[cleared] is not None:
+                ddp.zero_grad(set_to_none=bool(CLEARED[cleared]))
+            for _ in join.iterate(range(2)):
+                loss_of(ddp, rank, 1).backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("cleared", ["kept", "set to None"])
+def test_a_window_that_is_brought_into_a_loop(ending: Ending, cleared: str) -> None:
+    for text in ending.run(brings_a_window, cleared):
+        assert "call zero_grad() between loops" in text if cleared == "kept" else text == "fine"

@@ -408,13 +408,11 @@ def test_what_cannot_be_merged_is_an_error() -> None:
         return metric
 
     makers = {
-        r"dist_sync_on_step=True of SumMetric communicates.*Metric\(metric, every_step=True\)": lambda: SumMetric(
-            dist_sync_on_step=True
-        ),
+        "dist_sync_on_step=True of SumMetric communicates": lambda: SumMetric(dist_sync_on_step=True),
         "compute_with_cache=False of SumMetric": lambda: MetricCollection([SumMetric(compute_with_cache=False)]),
         "call its unsync": synced,
         "Running has states that cannot be merged": lambda: Running(SumMetric(), 2),
-        "metric is a MetricTracker; give": lambda: MetricTracker(MeanSquaredError()),
+        "MetricTracker keeps the metrics of many epochs": lambda: MetricTracker(MeanSquaredError()),
     }
     for text, maker in makers.items():
 
@@ -424,8 +422,6 @@ def test_what_cannot_be_merged_is_an_error() -> None:
             assert counter.reduce(1) == 2
 
         on_threads(2, body)
-    with pytest.raises(TypeError, match="metric is a Linear"):
-        joinables.Metric(torch.nn.Linear(1, 1))
 
 
 def test_ranks_that_hold_different_metrics() -> None:
@@ -442,7 +438,6 @@ def test_ranks_that_hold_different_metrics() -> None:
 def test_only_metrics_are_taken_for_metrics() -> None:
     assert [type(each) for each in joinables_of(SumMetric())] == [MetricAtEnd]
     assert [type(each) for each in joinables_of(MetricCollection([SumMetric()]))] == [MetricAtEnd]
-    assert [type(each) for each in joinables_of(joinables.Metric(SumMetric()))] == [MetricAtEnd]
     assert [type(each) for each in joinables_of(torch.nn.ModuleList([SumMetric()]))] == [joinables.State]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import torch
 
 from joinables.trainer import ModelCheckpoint, Trainer
 from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
-from tests.joinables.trainer.modules import Classifier, KillsWhoWritesIt, loader
+from tests.joinables.trainer.modules import Classifier, loader
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -29,21 +28,6 @@ def write_for_ever(path: Path, written: Connection) -> None:
     for number in count(1):
         write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, path)
         written.send(number)
-
-
-def write_and_die(path: Path) -> None:
-    write_checkpoint({"kills": KillsWhoWritesIt()}, path)
-
-
-def test_what_killed_writers_leave_is_removed(tmp_path: Path) -> None:
-    for name in ("file.ckpt", "file.ckpt.other"):
-        writer = FORKS.Process(target=write_and_die, args=(tmp_path / name,))
-        writer.start()
-        writer.join()
-        assert writer.exitcode == -signal.SIGKILL
-    assert len(names(tmp_path)) == 2
-    write_checkpoint({}, tmp_path / "file.ckpt")
-    assert [name.startswith(".file.ckpt.other.") for name in sorted(names(tmp_path))] == [True, False]
 
 
 class Writes:

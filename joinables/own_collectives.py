@@ -1,0 +1,249 @@
+"""Modules whose forward communicates by itself: ``fully_shard``, FSDP1, and all that contain SyncBatchNorm.
+
+A rank without data cannot shadow them, so in a plain block their forward raises before it sends anything
+(:func:`refuse_in_plain_block`). In a loop over ``Join.iterate`` all ranks run them::
+
+    rank with data                                 rank with a dummy
+    --------------                                 -----------------
+    forward   all-gathers of parameters            the same
+    backward  all-gathers of parameters,           the same, with gradients of 0
+              reduce-scatters of gradients
+
+A DDP module with SyncBatchNorm is the same DDP module there as any other (``joinables.ddp``). A sharded module stands
+for :class:`ShardedModule`, which sends nothing, and its optimizer for :class:`ShardedState`: each rank steps its own
+shards, so nothing of these is copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar, TypeGuard, cast
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from join import JoinError
+from join.batch import StepBatch
+from join.joinable import Block, BlockChannel
+from join.transfer import broadcast_tensors
+from joinables._torch import autograd
+from joinables.adapter import Announcing, Silent
+from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_empty_call
+from joinables.replacement import ModuleHook
+from joinables.tensors import tensors_with_grad
+
+
+class ShardedModule(Announcing):
+    """Stands for a module of ``fully_shard`` or FSDP1, or one that contains such modules.
+
+    Each forward in a loop over ``Join.iterate`` is announced, which sends nothing there: so a rank that leaves one out
+    is found.
+    """
+
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
+    tracks_leader = True  # from whom buffers come
+    needs_scale = True
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self._module, self._norms = module, synchronised_norms(module)
+        self._group = group_of(module)
+        self._is_replaced = False  # the module runs on something else than it was called on
+
+    @property
+    @override
+    def join_name(self) -> str:
+        return f"the forward of {type(self._module).__name__}"
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        parameter = next(self._module.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._group
+
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        return mixing(self.join_name, self._norms)
+
+    @override
+    def attach(self, join: Block) -> None:
+        super().attach(join)
+        self._dummy_forward = DummyForward(join.channel)
+        check, before, after = [cast("Any", ModuleHook(each)) for each in (self._check, self._before, self._after)]
+        parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
+        self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in parts]
+        self._handles.append(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(self._module.register_forward_hook(after))
+        reach = cast("Any", ModuleHook(self._reach_all))
+        self._handles += [norm.register_forward_hook(reach) for norm in self._norms.values()]
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self._dummy_forward  # which may hold a batch
+
+    @override
+    def synchronise(self, source: int) -> None:
+        self.synchronise_own(source)
+
+    @override
+    def synchronise_own(self, source: int) -> None:
+        buffers = [buffer for buffer in self._module.buffers() if not is_dtensor(buffer)]
+        broadcast_tensors(self._collective, buffers, source)
+
+    def _check(self, module: Any, args: Any) -> None:
+        if not autograd.in_backward():  # where a checkpointed module runs its forward again
+            refuse_in_plain_block(module, "whose parameters are sharded", self._channel)
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if autograd.in_backward():
+            return None
+        self._check(module, args)
+        channel, arguments = self._channel, (args, kwargs)
+        self._is_replaced, watches = False, channel.watches_calls
+        if watches:
+            channel.module_called()
+        channel.announce(self)
+        if not watches:
+            return None
+        channel.module_runs_on(arguments)
+        self._dummy_forward.called(arguments)
+        if self._norms or channel.step.batch is not StepBatch.EMPTY or not is_empty_call(arguments):
+            return None
+        self._is_replaced = True
+        return self._dummy_forward.instead_of(arguments)
+
+    def _after(self, module: Any, args: Any, output: Any) -> Any:
+        if not self._channel.step.shadowing or autograd.in_backward():
+            return None
+        if self._is_replaced:
+            self._is_replaced, output = False, emptied_output(output)
+        for tensor in tensors_with_grad(output):
+            autograd.on_gradient(tensor, self._gradient_enters)
+        return output
+
+    def _gradient_enters(self, gradient: torch.Tensor) -> None:
+        if self._handles:  # else the block is left
+            check_backward_on_dummy(self._channel, self._module)
+
+    def _reach_all(
+        self, norm: torch.nn.SyncBatchNorm, args: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        """Let gradients of 0 reach all parameters on an empty batch, where the layer has none for it and those before.
+
+        FSDP would leave them out of a reduction in which other ranks have them.
+        """
+        if not self._channel.step.shadowing:
+            return output
+        return output + 0 * sum(tensor.sum() for tensor in (*args, *norm.parameters()))
+
+
+class ShardedState(Silent):
+    """Stands for an optimizer over shards, which each rank steps itself in a loop over ``Join.iterate``."""
+
+    @override
+    def attach(self, join: Block) -> None:
+        super().attach(join)
+        self._channel = join.channel
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self._channel
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Check that all ranks have made every step, since no rank has the state of another's shards.
+
+        Raises:
+            JoinError: on all ranks, if some had more steps in a plain block.
+        """
+        if not self._channel.loop:
+            raise JoinError(
+                f"{self.join_name} steps parameters that are sharded, and ranks made different numbers of steps in a"
+                " plain block; loop over join.iterate, in which all ranks make every step [J422]"
+            )
+
+
+def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: BlockChannel) -> None:
+    """Raise a ``JoinError``, unless all ranks run the module: in the body of a loop over ``Join.iterate``."""
+    if channel.is_in_loop_body:
+        return
+    channel.end_broken_loop()  # of which nothing was told, if this rank left it alone
+    raise JoinError(
+        f"the forward of {type(module).__name__}, {why}, communicates by itself, and in a plain block ranks without"
+        " data would not take part. Loop over join.iterate: for batch in join.iterate(loader) [J421]"
+    )
+
+
+def refuse_synchronised_norms(
+    module: torch.nn.Module, norms: dict[str, torch.nn.SyncBatchNorm], channel: BlockChannel
+) -> None:
+    """Raise a ``JoinError`` in a plain block, if one of the layers would communicate."""
+    if any(norm.training for norm in norms.values()):
+        refuse_in_plain_block(module, "which contains SyncBatchNorm in training mode", channel)
+
+
+def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
+    """The SyncBatchNorm layers in ``module``, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)}
+
+
+def mixing(name: str, norms: dict[str, torch.nn.SyncBatchNorm]) -> str:
+    """``Burst.mixes_ranks`` of a burst of this name, of a module that contains these layers."""
+    return f"{name}, which contains SyncBatchNorm" if norms else ""
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is a ``DTensor``; does not import that class, which takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``module`` or a part of it is sharded by ``fully_shard`` or FSDP1."""
+    return any(_is_sharded_itself(each) for each in module.modules())
+
+
+def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
+    """Whether ``module`` is a ``FullyShardedDataParallel``."""
+    return _has_base(module, "FullyShardedDataParallel")
+
+
+def _is_sharded_itself(module: torch.nn.Module) -> bool:
+    return _has_base(module, "FSDPModule") or is_fsdp1(module)
+
+
+def _has_base(obj: object, name: str) -> bool:
+    """Whether a class of this name is among the classes of ``obj``; FSDP is not imported to find out."""
+    return any(cls.__name__ == name for cls in type(obj).__mro__)
+
+
+def group_of(module: torch.nn.Module) -> Any:
+    """The process group over which ``module`` is sharded; ``None`` is the default group.
+
+    Raises:
+        ValueError: if it is sharded over a mesh of several dimensions that lacks some ranks: no group has just its
+            ranks.
+    """
+    for part in module.modules():
+        if is_fsdp1(part):
+            return cast("Any", part).process_group
+    meshes: list[Any] = [cast("Any", each).device_mesh for each in module.parameters() if is_dtensor(each)]
+    mesh = max(meshes, key=lambda each: each.size(), default=None)
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise ValueError(
+        f"the parameters of {type(module).__name__} are spread over {mesh}, which has {mesh.size()} of"
+        f" {dist.get_world_size()} ranks and several dimensions; make a process group of these ranks, and leave the"
+        " module out of the list: Join([], process_group=group) [J160]"
+    )

@@ -96,9 +96,14 @@ class Silent(Adapter):
 
     @override
     def attach(self, join: Block) -> None:
-        self._collective = join.collective
+        self._channel, self._collective = join.channel, join.collective
 
     @override
     def detach(self) -> None:
         super().detach()
-        del self._collective
+        del self._channel, self._collective
+
+    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Check that an optimizer may step now; a hook for before its step."""
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self.join_name, self._channel.step)

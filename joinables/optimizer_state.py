@@ -51,7 +51,7 @@ class OptimizerState(Silent):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        self._channel, self._steps = join.channel, [0, 0]
+        self._steps = [0, 0]
         modules = [target for target in self._channel.targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(each) for module in modules for each in parameters_of_each_rank(module)}
         self._handles = [
@@ -62,11 +62,7 @@ class OptimizerState(Silent):
     @override
     def detach(self) -> None:
         super().detach()
-        del self._channel, self._ignored
-
-    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self.join_name, self._channel.step)
+        del self._ignored
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         shared = (parameter for parameter in self._parameters if id(parameter) not in self._ignored)

@@ -151,12 +151,7 @@ class ShardedState(Silent):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        self._channel = join.channel
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._channel
+        self._handles = [self._target.register_step_pre_hook(self._check_step)]
 
     @override
     def synchronise(self, source: int) -> None:

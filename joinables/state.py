@@ -20,7 +20,6 @@ from typing_extensions import override
 from join import JoinError
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.joinable import Block
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables.adapter import Silent
 
@@ -45,16 +44,6 @@ class State(Silent):
     def __init__(self, stateful: Stateful) -> None:
         super().__init__(stateful)
         self._stateful = stateful
-
-    @override
-    def attach(self, join: Block) -> None:
-        super().attach(join)
-        self._channel = join.channel
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._channel
 
     @override
     def synchronise(self, source: int) -> None:

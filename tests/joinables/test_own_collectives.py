@@ -668,3 +668,21 @@ def test_calls_on_what_requires_grad(pool: Pool) -> None:
             optimizer.step()
     for state in pool.run(train_on_what_requires_grad, counts):
         assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+def forgets_to_scale(rank: int) -> str:
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Join([model, optimizer]) as join:
+            for x, y in join.iterate([batch(rank, 0, step) for step in range(rank)]):
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_loss_that_is_not_scaled(ending: Ending) -> None:
+    for text in ending.run(forgets_to_scale):
+        assert "SGD stepped, and no loss was scaled, though nothing else weighs the gradients of the forward of" in text

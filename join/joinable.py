@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -300,17 +299,6 @@ class BlockChannel(Protocol):
         ...
 
 
-class BurstState(Enum):
-    """Where a burst is, between its announcement and its end."""
-
-    IDLE = auto()
-    """Nothing is under way."""
-    PENDING = auto()
-    """It is announced, and none of its collectives is issued."""
-    RUNNING = auto()
-    """Some of its collectives may be issued, and others not."""
-
-
 class Burst(Joinable):
     """A joinable that announces each of its bursts itself, wherever it stands in the list."""
 
@@ -327,8 +315,8 @@ class Burst(Joinable):
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
-    state = BurstState.IDLE
-    """Where its last burst is."""
+    is_pending = False
+    """Whether it is announced, and none of its collectives is issued."""
 
     @property
     def mixes_ranks(self) -> str:
@@ -349,4 +337,4 @@ class Burst(Joinable):
         return False
 
     def fulfil(self) -> None:
-        """Run the pending burst with nothing to say, leaving the object as it is; its state is ``IDLE`` then."""
+        """Run the pending burst with nothing to say, leaving the object as it is; it is not pending then."""

@@ -46,7 +46,6 @@ def test_public_names() -> None:
         "GradientSync",
         "LossGate",
         "ShardedModule",
-        "ShardedState",
         "State",
         "TorchJoinable",
         "ZeroStep",

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join.joinable import Block, BurstState
+from join.joinable import Block
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
@@ -103,7 +103,7 @@ class BufferSync(DDPBurst):
         self._run(shadows=True)
 
     def _run(self, *, shadows: bool = False) -> None:
-        self.state = BurstState.RUNNING
+        self.is_pending = False
         if (shadows or self._changed) and not self._after_forward and self._takes_over_shapes():
             self._take_over(self._leader)
         else:
@@ -111,7 +111,6 @@ class BufferSync(DDPBurst):
             # the step before still has what all have to start from.
             reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
         self._channel.when_led(self.lead_by)
-        self.state = BurstState.IDLE
 
     def lead_by(self, leader: int) -> None:
         """Let this rank's buffers be taken next."""
@@ -150,13 +149,13 @@ class BufferSync(DDPBurst):
 
     def announced(self) -> None:
         """Broadcast the buffers, whose header was sent; after the forward, if a comm hook asks for that."""
-        self.state = BurstState.PENDING
+        self.is_pending = True
         if not self._after_forward:
             self._run()
 
     def forward_ended(self) -> None:
         """Broadcast buffers that had to wait for the end of the forward."""
-        if self.state is BurstState.PENDING:
+        if self.is_pending:
             self._run()
 
     @override
@@ -190,9 +189,7 @@ class BucketRebuild(DDPBurst):
     @override
     def main_hook(self) -> None:
         self.due = False
-        self.state = BurstState.RUNNING
         reducer.rebuild_buckets(self._ddp)
-        self.state = BurstState.IDLE
         self.pending = reducer.will_rebuild_buckets(self._ddp)
 
     def expect(self) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
-from join.joinable import Block, Burst, BurstState
+from join.joinable import Block, Burst
 from join.on_group import OnGroup
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
@@ -86,14 +86,11 @@ class CollectiveCall(OnGroup, Burst, Generic[T]):
         """Call the function, and have joined ranks call it, too."""
         if self._join is not None:
             self._join.channel.announce(self)
-        self.state = BurstState.RUNNING
-        result = self._function(True, *args)
-        self.state = BurstState.IDLE
-        return result
+        return self._function(True, *args)
 
     @override
     def attach(self, join: Block) -> None:
-        self._join, self.state = join, BurstState.IDLE
+        self._join = join
 
     @override
     def detach(self) -> None:

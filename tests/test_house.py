@@ -229,7 +229,7 @@ OF_PYTHON = {name for each in (os, atexit, NamedTuple("Tuple", [])) for name in 
 OF_FRAMEWORKS = {
     "joinables/metrics": set(dir(torchmetrics.SumMetric())),
     # Accelerate's and Transformers', which are not installed here.
-    "joinables/integrations": {"_add_dataloader", "_dataloaders", "_get_num_items_in_batch", "_remove_dataloader"},
+    "joinables/integrations": {"_dataloaders", "_do_sync", "_get_num_items_in_batch"},
 }
 """The private names that a folder uses of what is neither torch's nor ours."""
 

@@ -154,7 +154,7 @@ class AcceleratedJoin(Join):
         if self._step is None:
             as_usual()
         else:
-            self._accelerator.gradient_state._set_sync_gradients(self.ends_window)
+            self._accelerator.sync_gradients = self.ends_window
 
     @override
     def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:

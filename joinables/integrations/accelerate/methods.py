@@ -12,7 +12,7 @@ from join import Join
 @contextmanager
 def replaced(target: Any, name: str, method: Callable[..., Any]) -> Generator[None]:
     """A context in which an object has another method."""
-    around: Any = vars(target).get(name)  # of a context around this one
+    around: Any = target.__dict__.get(name)  # of a context around this one
     setattr(target, name, method)
     try:
         yield

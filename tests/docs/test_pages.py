@@ -61,7 +61,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         ("block.md", 0, False, False),
         ("block.md", 1, True, True),
         ("iterate.md", 0, False, True),
-        ("replay.md", 0, False, False),
+        ("sharded.md", 0, False, False),
     ],
 )
 def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped: bool) -> None:
@@ -73,7 +73,7 @@ def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped
 
 
 def test_each_loop_is_run() -> None:
-    assert [len(blocks(page)) for page in ("block.md", "iterate.md", "replay.md", "joinable.md", "trainer.md")] == [
+    assert [len(blocks(page)) for page in ("block.md", "iterate.md", "sharded.md", "joinable.md", "trainer.md")] == [
         *(2, 1, 1, 2, 1)
     ]
 

@@ -37,7 +37,6 @@ TITLES = {
     "joinables/ddp": "DistributedDataParallel",
     "joinables/integrations": "Lightning, Accelerate and Transformers",
     "joinables/metrics": "Metrics",
-    "joinables/replay": "Replayed modules: FSDP2, SyncBatchNorm, tensor parallelism",
     "joinables/trainer": "The trainer",
 }
 TOP = """# Errors

@@ -30,7 +30,7 @@ NAVIGATION: dict[str, Any] = {
     "Guide": {
         "The plain block": "block.md",
         "Any loop": "iterate.md",
-        "FSDP2, SyncBatchNorm, tensor parallelism": "replay.md",
+        "FSDP2, SyncBatchNorm, tensor parallelism": "sharded.md",
         "The trainer": "trainer.md",
         "Inside training frameworks": "frameworks.md",
         "Going on after a kill": "elastic.md",

@@ -162,7 +162,8 @@ class Join:
         """What this rank's batch weighs: its number of samples or tokens, say.
 
         In a loop over :meth:`iterate` it is read: what ``weigh`` has told, 1 without it, and 0 for a dummy, so that
-        ``total += loss.item() * join.weight`` is the numerator of a mean.
+        ``total += loss.item() * join.weight`` is the numerator of a mean; do that only ``if join.weight``, since the
+        loss of an empty dummy is mostly NaN.
 
         In a plain block it is set before each forward, on all ranks or on none, to a number that is not negative, and
         each loss goes through :meth:`scale`. It stays until it is set again or the block ends, after which it is what

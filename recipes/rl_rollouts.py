@@ -1,8 +1,8 @@
 """Recipe: reinforcement learning, where each rank trains on the episodes that it has played itself.
 
 Episodes end when they end, so ranks have other numbers of steps, and of micro-batches of at most 32. Where all episodes
-of a rank have won, or all lost, they teach nothing: it has none. Each update is a block, and `join.weight` the number
-of steps in a micro-batch: gradients are the mean over the steps of all ranks.
+of a rank have won, or all lost, they teach nothing: it has none. Each update is a loop over `join.iterate` with
+`window="all"`, and a micro-batch weighs its number of steps: gradients are the mean over the steps of all ranks.
 """
 
 import tempfile
@@ -42,7 +42,8 @@ def roll_out(policy: torch.nn.Module, update: int, rank: int) -> list[torch.Tens
 
 def mean_loss(policy: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     places, actions, advantages = batch.unbind(1)
-    return -(torch.distributions.Categorical(logits=policy(places.long())).log_prob(actions) * advantages).mean()
+    log_probabilities = policy(places.long()).log_softmax(1).gather(1, actions.long()[:, None])[:, 0]
+    return -(log_probabilities * advantages).mean()
 
 
 def train(rank: int, store: str) -> None:
@@ -54,12 +55,11 @@ def train(rank: int, store: str) -> None:
         batches = roll_out(policy, update, rank)  # the policy itself: DDP has no part in roll-outs
         optimizer.zero_grad()
         with Join([model, optimizer], divide_by_initial_world_size=False) as join:
-            for at, batch in enumerate(batches, 1):
-                join.weight = len(batch)  # before the forward
-                with nullcontext() if at == len(batches) else model.no_sync():
-                    mean_loss(model, batch).backward()
-            if batches:
-                optimizer.step()
+            for batch in join.iterate(batches, weigh=len, window="all"):
+                with nullcontext() if join.ends_window else model.no_sync():
+                    join.scale(mean_loss(model, batch)).backward()
+                if join.ends_window:
+                    optimizer.step()
         everything = [roll_out(alone, update, each) for each in range(WORLD_SIZE)]  # the same in one process
         numbers.append([len(each) for each in everything])
         optimizer_alone.zero_grad()

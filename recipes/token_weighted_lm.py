@@ -1,7 +1,8 @@
 """Recipe: a causal language model, gradients accumulated over windows of micro-batches, every token of the same weight.
 
-Ranks have different numbers of micro-batches, and these of tokens. `join.weight` is the number of tokens: gradients are
-the mean over those that all ranks have in a window. `join.iterate` ends the last window on all ranks in the same step.
+Ranks have different numbers of micro-batches, and these of tokens. `weigh=tokens` weighs a batch by its tokens, and
+`join.scale` applies that to the loss: gradients are the mean over the tokens of all ranks in a window. All ranks end a
+window in the same step, where `join.ends_window` is true, also a last one that is not full.
 """
 
 import tempfile
@@ -55,12 +56,10 @@ def train(rank: int, store: str) -> None:
     mine, alone = Decoder(), Decoder()
     model = DistributedDataParallel(mine)
     with Join([model, mine.optimizer], divide_by_initial_world_size=False) as join:
-        for at, texts in enumerate(join.iterate(data_of(rank)), 1):
-            ends = at % WINDOW == 0 or join.is_last_step
-            join.weight = tokens(texts)  # before the forward; of a batch without texts it is 0
-            with nullcontext() if ends else model.no_sync():
-                model(texts).backward()
-            if ends:
+        for texts in join.iterate(data_of(rank), weigh=tokens, window=WINDOW):
+            with nullcontext() if join.ends_window else model.no_sync():
+                join.scale(model(texts)).backward()  # not divided by WINDOW
+            if join.ends_window:
                 mine.step()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """Recipe: tar files of samples, as webdataset reads them, dealt out to ranks and to the workers of their loaders.
 
 Ranks get different numbers of shards, which have different numbers of samples, and of one no sample is kept. How many
-batches there are nobody knows before; no sample is repeated or left out. `join.weight` is the size of a batch.
+batches there are nobody knows before; no sample is repeated or left out. `join.weight` is the size of a batch, and
+`join.scale` applies it to the loss.
 """
 
 import copy
@@ -46,12 +47,6 @@ class Shards(IterableDataset[tuple[torch.Tensor, int]]):
             yield from ((torch.tensor(each["x"]), each["label"]) for each in samples if "label" in each)
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
 def train(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=WORLD_SIZE)
     torch.manual_seed(0)
@@ -62,11 +57,16 @@ def train(rank: int, folder: Path) -> None:
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x, y in loaders[rank]:
             join.weight = len(x)  # before the forward
-            step(model, optimizer, x, y)
+            optimizer.zero_grad()
+            join.scale(cross_entropy(model(x), y)).backward()
+            optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
     for batches in zip_longest(*loaders):  # in one process, the i-th batches of all ranks are one
-        step(alone, optimizer_alone, *map(torch.cat, zip(*filter(None, batches), strict=True)))
+        x, y = map(torch.cat, zip(*filter(None, batches), strict=True))
+        optimizer_alone.zero_grad()
+        cross_entropy(alone(x), y).backward()
+        optimizer_alone.step()
     difference = max((a - b).abs().max() for a, b in zip(net.parameters(), alone.parameters(), strict=True))
     if rank == 0:
         print(f"{join.report}\n\nParameters differ from those of one process by {difference:.0e}.")

@@ -3,7 +3,8 @@
 `fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward: a rank that
 has run out of batches is missed in the middle of the others' forward. A loop over `join.iterate` runs equally often on
 all ranks: one that has run out gets empty batches, on which it takes part in all that communicates, such as clipping by
-the norm of all shards, and steps its own shards.
+the norm of all shards, and steps its own shards. FSDP divides gradients by the number of all ranks; `join.scale(loss)`
+makes that the mean over the ranks that have a batch.
 """
 
 import tempfile
@@ -35,12 +36,11 @@ def train(rank: int) -> list[torch.Tensor]:
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # it has this rank's shards
-    with Join([model, optimizer]) as join:
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x in join.iterate(DATA[rank, : BATCHES[rank]]):
-            with_data = torch.tensor(0.0 if join.shadowing else 1.0)
-            dist.all_reduce(with_data)  # FSDP divides gradients by all 3 ranks, one process by those that have a batch
             optimizer.zero_grad()
-            (mse_loss(model(x), x.sum(1, keepdim=True)) * 3 / with_data).backward()
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty batch, which adds 0 all the same
+            join.scale(loss).backward()
             clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
     if rank == 0:

@@ -2,7 +2,7 @@
 
 Batches are padded to their longest sentence, and their loss is the mean over the real characters. DDP averages these
 means, so a character of a rank with short sentences counts many times as much as one of a rank with long ones.
-`join.weight` tells how many characters there are; gradients are then the mean over all characters of all ranks.
+With their number as `join.weight`, which `join.scale` applies to the loss, gradients are the mean over all characters.
 """
 
 import tempfile
@@ -53,7 +53,7 @@ def train(rank: int, weighted: bool) -> torch.Tensor:
         for batch in BATCHES[rank]:
             join.weight = count(batch) if weighted else None  # before the forward
             optimizer.zero_grad()
-            mean_loss(model, batch).backward()
+            join.scale(mean_loss(model, batch)).backward()  # without a weight, the loss as it is
             optimizer.step()
     return parameters_to_vector(model.parameters())
 

@@ -41,10 +41,10 @@ def train(path: str, kills: list[str]) -> None:
     for epoch in range(int(used.sum()) // SAMPLES, EPOCHS):
         sampler.set_epoch(epoch, start=int(used.sum()) % SAMPLES)
         with Join([model, optimizer]) as join:
-            for step, (x, y, numbers) in enumerate(join.iterate(DataLoader(data, size, sampler=sampler)), 1):
-                join.weight = len(x)
+            batches = join.iterate(DataLoader(data, size, sampler=sampler), weigh=lambda batch: len(batch[0]))
+            for step, (x, y, numbers) in enumerate(batches, 1):
                 optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(x), y).backward()
+                join.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
                 optimizer.step()
                 dist.all_reduce(counts := numbers.bincount(minlength=SAMPLES))  # without data, nothing but zeros
                 used += counts

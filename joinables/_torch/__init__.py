@@ -25,6 +25,7 @@ require(
             "prepare_for_forward",
         ),
         "torch.distributed.algorithms.join": ("_JoinConfig",),
+        "torch.optim.lr_scheduler": ("LRScheduler",),
         "torch.nn.parallel:DistributedDataParallel": (
             "_assign_modules_buffers",
             "_check_sync_bufs_post_fwd",

@@ -29,10 +29,10 @@ skipped, or two forwards go before one backward) communicates nothing either.
 gradients are multiplied by ``world_size / n`` at the end of the backward: for every comm hook, chain and accumulation
 alike, and not at all while n is the world size. The header counts the contributors if it is sent when the backward
 begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
-next to the buckets. Neither is awaited before the end of the backward, but for the sum of weights where there is a comm
-hook (``joinables.weights``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all ranks
-know who had data; only where a rank brought gradients of a time before the loop, which it alone can see zeroed, the
-number is summed there, too.
+next to the buckets. With weights, losses are scaled (``join.scaling``), and the sum of the weights is there instead of
+that number. Neither is awaited before the end of the backward, but for the sum of weights where there is a comm hook
+(``joinables.ddp.contributions``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all ranks
+know who had data, and what it weighs.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
 had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; other gradients do not.

@@ -43,6 +43,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
 
     net: Any = Net()
     names: dict[str, Any] = {"net": net, "torch": torch, "dist": dist, "Join": join.Join, "epochs": 2}
+    names["schedule"] = lambda step: 0.1 / (1 + step)
     names |= {"loss_fn": nn.functional.mse_loss, "loader": [batch(rank, 0, step) for step in range(COUNTS[rank])]}
     names["DistributedDataParallel"] = DistributedDataParallel
     if wrapped:
@@ -59,9 +60,13 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
     ("page", "at", "zero", "wrapped"),
     [
         ("block.md", 0, False, False),
-        ("block.md", 1, True, True),
+        ("block.md", 1, False, True),
+        ("block.md", 2, False, True),
+        ("block.md", 3, True, True),
         ("iterate.md", 0, False, True),
-        ("replay.md", 0, False, False),
+        ("iterate.md", 1, False, True),
+        ("iterate.md", 2, False, True),
+        ("sharded.md", 0, False, False),
     ],
 )
 def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped: bool) -> None:
@@ -73,9 +78,23 @@ def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped
 
 
 def test_each_loop_is_run() -> None:
-    assert [len(blocks(page)) for page in ("block.md", "iterate.md", "replay.md", "joinable.md", "trainer.md")] == [
-        *(2, 1, 1, 2, 1)
+    assert [len(blocks(page)) for page in ("block.md", "iterate.md", "sharded.md", "joinable.md", "trainer.md")] == [
+        *(4, 3, 1, 2, 1)
     ]
+
+
+def test_a_loss_over_the_samples_of_all_ranks(pool: Pool) -> None:
+    """The contrastive loss of the guide is that of one process."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(max(COUNTS)):
+        optimizer.zero_grad()
+        samples = torch.cat([batch(rank, 0, step)[0] for rank, count in enumerate(COUNTS) if step < count])
+        features = model(samples)
+        nn.functional.cross_entropy(features @ features.T, torch.arange(len(features))).backward()
+        optimizer.step()
+    for found in pool.run(follow, blocks("iterate.md")[2], False, True, ranks=len(COUNTS)):
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
 
 
 def test_a_joinable_of_ones_own() -> None:

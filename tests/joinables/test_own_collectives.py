@@ -676,7 +676,7 @@ def forgets_to_scale(rank: int) -> str:
     try:
         with Join([model, optimizer]) as join:
             for x, y in join.iterate([batch(rank, 0, step) for step in range(rank)]):
-                join.scale(((model(x) - y) ** 2).mean()).backward()
+                ((model(x) - y) ** 2).mean().backward()
                 optimizer.step()
     except JoinError as error:
         return str(error)

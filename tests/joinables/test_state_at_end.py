@@ -18,6 +18,7 @@ from join.registry import joinables_of
 from tests.ending import Ending
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.training import mesh_of
 
 RANKS = 3
 EPOCHS = ((1, 4, 0), (3, 0, 2))  # how many batches each rank has
@@ -325,7 +326,7 @@ def shards_and_their_average(rank: int) -> float:
     from torch.distributed.fsdp import fully_shard
 
     model = matrices()
-    fully_shard(model)
+    fully_shard(model, mesh=mesh_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     class Average:

@@ -174,7 +174,9 @@ class Iteration:
         if self._phase is _Phase.NEW:
             self._begin()
         if self._length is None:
-            raise TypeError("a loop over join.iterate has a length where the loaders of all ranks have one [J466]")
+            raise TypeError(
+                "a loop over join.iterate has no len() where the loader of a rank has none; give one to each [J466]"
+            )
         return self._length
 
     # -- handing out --------------------------------------------------------------------------------------------------

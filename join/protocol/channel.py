@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -41,18 +41,22 @@ def _asks(part: str) -> Any:
 
 
 @dataclass(frozen=True)
-class UnevenLoop:
-    """The last loop over ``Join.iterate``, in which some ranks ran out before others.
+class LastLoop:
+    """The last loop over ``Join.iterate``.
 
     Attributes:
+        place: where this rank was at its end.
+        uneven: whether some ranks ran out before others.
         source: the lowest rank that had data in the last step.
         had_data: whether this rank had.
         headers: the count of headers at the end of the loop. While that is still the count, nothing came after it.
     """
 
-    source: int
-    had_data: bool
-    headers: int
+    place: Progress = field(default_factory=Progress)
+    uneven: bool = False
+    source: int = 0
+    had_data: bool = True
+    headers: int = 0
 
 
 class Channel:
@@ -82,7 +86,7 @@ class Channel:
         self.roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
         self.headers = Headers(collective, self.guard, self.roster)
-        self.read, self.confirm, self.flags = self.headers.read, self.headers.confirm, self.headers.flags
+        self.confirm, self.flags = self.headers.confirm, self.headers.flags
         self.when_led = self.headers.when_led
         self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
         self.ran_out_last = True
@@ -90,9 +94,8 @@ class Channel:
         self._use(make_mode(self))
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadows: Joinable | None = None  # whose main_hook runs
-        self._place = Progress()  # where this rank was at the end of the last loop
         self.scaling = Scaling()
-        self._uneven_loop: UnevenLoop | None = None
+        self._last_loop = LastLoop()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class Channel:
 
     def progress(self) -> Progress:
         """How far this rank is, for others who wait for it; called in another thread."""
-        headers, place = self.headers.tally.headers, self.mode.place() or self._place
+        headers, place = self.headers.tally.headers, self.mode.place() or self._last_loop.place
         sender = self.headers.announced_by_me
         doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
         return place._replace(headers=headers, doing=self.guard.doing or f"{doing} (header {headers})")
@@ -237,12 +240,12 @@ class Channel:
         self.prepare()
         if self._outstanding and (left_out := self._left_out_error(None)):
             raise left_out
-        is_at_its_end = self._uneven_loop is not None and self._uneven_loop.headers == self.headers.tally.headers
+        loop, headers = self._last_loop, self.headers.tally.headers
         outcome = self.mode.drain()
-        if outcome.even and is_at_its_end and self._uneven_loop is not None:
+        if outcome.even and loop.uneven and loop.headers == headers:
             # Everybody has made every step, on dummies where there was no data.
-            self.headers.leader = self._uneven_loop.source
-            return Outcome(even=False, last=self._uneven_loop.had_data, shadowed=False)
+            self.headers.leader = loop.source
+            return Outcome(even=False, last=loop.had_data, shadowed=False)
         return outcome
 
     def shadow(self, header: Header) -> None:
@@ -296,11 +299,11 @@ class Channel:
             ProtocolError: on all ranks, if they hold different values.
         """
         loop = self.mode
-        self._place = loop.place() or self._place
+        place = loop.place() or self._last_loop.place
         self._use(mode)
         if self.late_use is not None:
             self.late_use.has_ended = True
-        self._uneven_loop = UnevenLoop(source, had_data, self.headers.tally.headers) if uneven else None
+        self._last_loop = LastLoop(place, uneven, source, had_data, self.headers.tally.headers)
         self._outstanding = []  # in a loop, a follower may be left out
         listed = [member.joinable for member in self.roster.listed]
         try:

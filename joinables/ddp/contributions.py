@@ -162,7 +162,9 @@ class Contributions:
         Unless ``zero_grad`` was called since: it sets gradients to ``None``, or writes 0 to them. A rank that only
         shadows does not come here: the loop would have called ``zero_grad``, or not, and it cannot know.
         """
-        window, writes = _left_over.pop(self._ddp, (self.window, list[tuple[int, int]]()))
+        if self._ddp not in _left_over:
+            return
+        window, writes = _left_over.pop(self._ddp)
         was_zeroed = writes != self._writes and self.last_result.is_zero
         if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
             self.window = window

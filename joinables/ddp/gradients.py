@@ -48,11 +48,9 @@ class GradientSync(DDPBurst):
         self._forwards = Forwards(ddp, self._parameters, buffers)
         self.needs_scale = bool(self._forwards.norms)  # else what is NaN on a dummy reaches other ranks
         self._contributions = Contributions(ddp, self._parameters)
-        self._last_result = self._contributions.last_result
         self._backward = -1  # the number of the last one in which a gradient entered
         self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
-        self._backwards = 0  # how many were made in this block
-        self._own_steps = 0  # how many of them outside of loops over join.iterate
+        self._own_steps = 0  # how many were made in this block, outside of loops over join.iterate
         # The number of the loop over Join.iterate in which a reduction was found to need nothing done after it.
         self._plain_in = -1
 
@@ -81,7 +79,7 @@ class GradientSync(DDPBurst):
         super().attach(join)
         self._join = join
         self._contributions.attach(join, self)
-        self._backwards, self._own_steps, self._plain_in = 0, 0, -1
+        self._own_steps, self._plain_in = 0, -1
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
 
     @override
@@ -108,10 +106,10 @@ class GradientSync(DDPBurst):
         Which parameters have a gradient is the same on all ranks afterwards: ``_begin_forward`` depends on it.
         """
         broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
-        own, kept = self._contributions.holds_unreduced, self._last_result.kept
+        own, kept = self._contributions.holds_unreduced, self._contributions.last_result.kept
         kept = adopt_gradients(self._collective, self._parameters, source, accumulated=own, also=kept)
         if not own:
-            self._last_result.kept = kept
+            self._contributions.last_result.kept = kept
 
     @override
     def synchronise_own(self, source: int) -> None:
@@ -142,13 +140,13 @@ class GradientSync(DDPBurst):
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
         contributions.weighted = not channel.is_in_loop_body and self._join.weight is not None
-        if self._last_result.kept and not channel.all_ranks_run_bursts:
-            self._last_result.look()
+        if self._contributions.last_result.kept and not channel.all_ranks_run_bursts:
+            self._contributions.last_result.look()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when
         # zero_grad may have been called. And contributors that a forward announces must be counted again (some may skip
         # the backward); with buffers it needs a header anyway.
         has_buffers = buffers is not None
-        saves = not self._last_result.kept if contributions.over_all_ranks else has_buffers
+        saves = not self._contributions.last_result.kept if contributions.over_all_ranks else has_buffers
         early = channel.announces_in_forward(self, saves_header=saves)
         contributions.with_buffers = early and has_buffers
         if early:
@@ -160,7 +158,7 @@ class GradientSync(DDPBurst):
             buffers.announced()
 
     def _watch_use(self) -> None:
-        if self._last_result.has_no_gradient and not self._forwards.armed:
+        if self._contributions.last_result.has_no_gradient and not self._forwards.armed:
             reducer.forget_use(self._ddp)
         if self._channel.all_ranks_run_bursts:
             self._contributions.used.watch()
@@ -187,13 +185,12 @@ class GradientSync(DDPBurst):
         autograd.after_reduction(lambda: [end() for end in at_end].clear())
 
     def _begin_backward(self, synchronised: bool) -> None:
-        contributions, channel, result = self._contributions, self._channel, self._last_result
+        contributions, channel = self._contributions, self._channel
+        result = contributions.last_result
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
             self._own_steps += 1
-        self._backwards += 1
-        if self._backwards == 1:
-            contributions.take_over()
+        contributions.take_over()
         reduces = self._forwards.armed or synchronised
         weight = self._join.weight
         if channel.is_in_loop_body:
@@ -262,7 +259,7 @@ class GradientSync(DDPBurst):
                 )
             if not contributions.weighs_as_last_time:
                 contributions.agree_on_weights()
-        if self._last_result.kept:
+        if self._contributions.last_result.kept:
             contributions.add_last_result()
         self.is_pending = False
         scales = contributions.scales
@@ -270,7 +267,7 @@ class GradientSync(DDPBurst):
             contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if scales or contributions.used.counts or self._rebuild.pending or self._last_result.aside:
+        if scales or contributions.used.counts or self._rebuild.pending or self._contributions.last_result.aside:
             self._at_end(self._finish_reduction)
         elif channel.all_ranks_run_bursts:  # nothing is done with the result, so it need not be there
             self._plain_in = channel.loop  # the next one is as plain
@@ -280,7 +277,7 @@ class GradientSync(DDPBurst):
 
     def _end_reduction(self) -> None:
         self.is_pending = False
-        self._forwards.armed, self._last_result.kept = False, True
+        self._forwards.armed, self._contributions.last_result.kept = False, True
         self._contributions.window = Window()
 
     def _end_plain_reduction(self) -> None:
@@ -322,7 +319,7 @@ class GradientSync(DDPBurst):
         contributions, channel = self._contributions, self._channel
         contributions.take_over()
         if channel.all_ranks_run_bursts:
-            self._last_result.look()
+            self._contributions.last_result.look()
             contributions.note_step()
         elif not contributions.weighs_as_last_time:
             contributions.agree_on_weights()
@@ -348,7 +345,7 @@ class GradientSync(DDPBurst):
         kept, window = [parameter.grad for parameter in self._parameters], contributions.window
         if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
             kept = [None if gradient is None else gradient.clone() for gradient in kept]
-        has_result, takes_part = False, takes_part and self._last_result.has_no_gradient
+        has_result, takes_part = False, takes_part and self._contributions.last_result.has_no_gradient
         try:
             contributions.drop()
             contributions.begin(0.0)
@@ -385,7 +382,7 @@ class GradientSync(DDPBurst):
             contributions.forget_zeroed()
         if not contributions.window.unreduced:
             contributions.drop()
-        elif self._last_result.kept:
+        elif self._contributions.last_result.kept:
             contributions.add_last_result()
         window = contributions.window
         contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))

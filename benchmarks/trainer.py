@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from joinables.trainer import Callback, DDPStrategy, Trainer, TrainModule
-from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 
 WORLD_SIZE, BATCH, WIDTH = 2, 64, 384
 

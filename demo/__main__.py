@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-EXTRAS = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matplotlib"}
+EXTRAS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ class Recorder(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.records = trainer.collective.all_gather_object({**self._mine, "state": module.state_dict()})
+        self.records = trainer.run.collective.all_gather_object({**self._mine, "state": module.state_dict()})
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Digits(TrainModule):
     def training_step(self, batch, batch_idx):
         images, labels = batch
         loss = cross_entropy(self.net(images), labels)
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -38,7 +38,7 @@ def train(epochs: int = 3, strategy: str = "ddp", callbacks: Callback | None = N
     """Rank 1 has three times as many batches as rank 0, and rank 2 has none. Nothing here needs to know."""
     trainer = Trainer(
         devices=len(BATCHES), accelerator="cpu", strategy=strategy, max_epochs=epochs,
-        callbacks=callbacks, enable_progress_bar=True,
+        callbacks=callbacks,
     )  # fmt: skip
     digits, validation = load()
     return trainer.fit(Digits(), DataLoader(digits, BATCH_SIZE, sampler=Shard()), DataLoader(validation, 64))

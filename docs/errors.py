@@ -38,10 +38,6 @@ TITLES = {
     "joinables/integrations": "Lightning, Accelerate and Transformers",
     "joinables/metrics": "Metrics",
     "joinables/trainer": "The trainer",
-    "joinables/trainer/callbacks": "The trainer's callbacks",
-    "joinables/trainer/checkpoints": "The trainer's checkpoints",
-    "joinables/trainer/launch": "Starting processes",
-    "joinables/trainer/loops": "Training steps, optimizers and metrics of the trainer",
 }
 TOP = """# Errors
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -209,6 +208,10 @@ class BlockChannel(Protocol):
         """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
         ...
 
+    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
+        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
+        ...
+
     def sum(self, number: float) -> Callable[[], float]:
         """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it."""
         ...
@@ -296,17 +299,6 @@ class BlockChannel(Protocol):
         ...
 
 
-class BurstState(Enum):
-    """Where a burst is, between its announcement and its end."""
-
-    IDLE = auto()
-    """Nothing is under way."""
-    PENDING = auto()
-    """It is announced, and none of its collectives is issued."""
-    RUNNING = auto()
-    """Some of its collectives may be issued, and others not."""
-
-
 class Burst(Joinable):
     """A joinable that announces each of its bursts itself, wherever it stands in the list."""
 
@@ -323,8 +315,8 @@ class Burst(Joinable):
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
-    state = BurstState.IDLE
-    """Where its last burst is."""
+    is_pending = False
+    """Whether it is announced, and none of its collectives is issued."""
 
     @property
     def mixes_ranks(self) -> str:
@@ -345,4 +337,4 @@ class Burst(Joinable):
         return False
 
     def fulfil(self) -> None:
-        """Run the pending burst with nothing to say, leaving the object as it is; its state is ``IDLE`` then."""
+        """Run the pending burst with nothing to say, leaving the object as it is; it is not pending then."""

@@ -231,10 +231,10 @@ class OpenBlock:
         joinables = [member.joinable for member in self._scope.members]
         values = values_of(joinables)
         mine = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)])
-        steps, digests = torch.stack(self._collective.all_gather(mine)).split([len(joinables), 1], dim=1)
-        made = cast("list[list[int]]", steps.tolist())
+        ranks = [cast("list[int]", each.tolist()) for each in self._collective.all_gather(mine)]
+        made = [each[:-1] for each in ranks]
         if made.count(made[0]) == len(made):
-            if len(digests.unique()) > 1:
+            if ranks.count(ranks[0]) < len(ranks):
                 raise_difference(self._collective, values)
             return outcome
         most = max(made, key=sum)

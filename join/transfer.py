@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,7 +43,8 @@ def broadcast_tensors(
             flat = chunk[0].new_empty(sum(sizes))
         collective.broadcast(as_bytes(flat), source).wait()
         if collective.rank != source and not keeps:
-            for tensor, part in zip(chunk, flat.split(sizes), strict=True):
+            parts = cast("Sequence[torch.Tensor]", flat.split(sizes))
+            for tensor, part in zip(chunk, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
 
@@ -140,7 +141,7 @@ class Inbox:
             like: the parameter that the tensors belong to. They are on its device, but for those that are on the CPU at
                 the sender; and where they have its shape, they are laid out in memory as it is.
         """
-        own = dict(pytree.tree_flatten_with_path(mine)[0])
+        own: dict[Any, Any] = dict(pytree.tree_flatten_with_path(mine)[0])
         taken = {id(tensor) for tensor in self._tensors.values()}  # one that is in several places takes one tensor
 
         def place(path: Any, slot: Any) -> Any:
@@ -148,14 +149,19 @@ class Inbox:
                 return slot
             if slot.number not in self._tensors:
                 device = torch.device(slot.device) if slot.device == "cpu" or like is None else like.device
+                held, wanted = own.get(path), (slot.shape, slot.dtype, device)
                 shell = torch.empty((), dtype=slot.dtype, device=device).expand(slot.shape)
-                tensor, wanted = own.get(path), (slot.shape, slot.dtype, device)
-                fits = isinstance(tensor, torch.Tensor) and (tensor.shape, tensor.dtype, tensor.device) == wanted
                 if self.keeps:
                     tensor = shell
-                elif not fits or id(tensor) in taken:
-                    same = like is not None and like.shape == slot.shape
-                    tensor = torch.empty_like(like if same else shell, dtype=slot.dtype, device=device)
+                elif (
+                    isinstance(held, torch.Tensor)
+                    and (held.shape, held.dtype, held.device) == wanted
+                    and id(held) not in taken
+                ):
+                    tensor = held
+                else:
+                    base = shell if like is None or like.shape != slot.shape else like
+                    tensor = torch.empty_like(base, dtype=slot.dtype, device=device)
                 taken.add(id(tensor))
                 self._tensors[slot.number] = tensor
             return self._tensors[slot.number]

@@ -33,7 +33,7 @@ from joinables.ddp.gradients import GradientSync
 from joinables.loss_gate import LossGate
 from joinables.metrics import is_metric, joinable_of_metric
 from joinables.optimizer_state import OptimizerState
-from joinables.own_collectives import ShardedModule, ShardedState, is_dtensor, is_sharded
+from joinables.own_collectives import ShardedModule, is_dtensor, is_sharded
 from joinables.state import State
 from joinables.torch_joinable import TorchJoinable
 from joinables.wrapped import holds_optimizers, unwrapped
@@ -58,7 +58,6 @@ __all__ = [
     "PeerError",
     "ProtocolError",
     "ShardedModule",
-    "ShardedState",
     "State",
     "TorchJoinable",
     "ZeroStep",
@@ -89,9 +88,6 @@ def _through_wrappers(adapter: Callable[[Any], Joinable | Sequence[Joinable]]) -
 def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequence[Joinable]:
     """An optimizer is state; one that joins by torch's rules is ZeRO, or foreign."""
     if not isinstance(optimizer, TorchJoinableBase):
-        spread = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        if spread:
-            return ShardedState(optimizer)
         return State(optimizer) if holds_optimizers(optimizer) else OptimizerState(optimizer)
     from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from join import Burst, Joinable, JoinHook
-from join.joinable import Block, BurstState
+from join.joinable import Block
 
 
 class Adapter(Joinable, JoinHook):
@@ -64,14 +64,14 @@ class Announcing(Adapter, Burst):
     """Stands for an object that communicates in the loop.
 
     A subclass registers hooks at the object in ``attach``. Before the object's collectives they call
-    ``self._channel.announce(self)`` and set ``state`` to ``RUNNING``, and to ``IDLE`` when these are done. On a rank
-    without data ``main_hook`` issues the same collectives, past those hooks.
+    ``self._channel.announce(self)``. On a rank without data ``main_hook`` issues the same collectives, past those
+    hooks.
     """
 
     @override
     def attach(self, join: Block) -> None:
         self._channel, self._collective = join.channel, join.collective
-        self.state = BurstState.IDLE
+        self.is_pending = False
 
     @override
     def detach(self) -> None:
@@ -96,9 +96,14 @@ class Silent(Adapter):
 
     @override
     def attach(self, join: Block) -> None:
-        self._collective = join.collective
+        self._channel, self._collective = join.channel, join.collective
 
     @override
     def detach(self) -> None:
         super().detach()
-        del self._collective
+        del self._channel, self._collective
+
+    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Check that an optimizer may step now; a hook for before its step."""
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self.join_name, self._channel.step)

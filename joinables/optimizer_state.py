@@ -16,7 +16,7 @@ parameter groups and step counts are compared (``join.agreement``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +51,7 @@ class OptimizerState(Silent):
     @override
     def attach(self, join: Block) -> None:
         super().attach(join)
-        self._channel, self._steps = join.channel, [0, 0]
+        self._steps = [0, 0]
         modules = [target for target in self._channel.targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(each) for module in modules for each in parameters_of_each_rank(module)}
         self._handles = [
@@ -62,11 +62,7 @@ class OptimizerState(Silent):
     @override
     def detach(self) -> None:
         super().detach()
-        del self._channel, self._ignored
-
-    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self.join_name, self._channel.step)
+        del self._ignored
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         shared = (parameter for parameter in self._parameters if id(parameter) not in self._ignored)
@@ -83,13 +79,13 @@ class OptimizerState(Silent):
         values["number of steps made on gradients in loops over join.iterate"] = self._steps[True]
         counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the index of their parameter
         for index, state in self._states().items():
-            count = state.get("step") if isinstance(state, dict) else None
+            count: Any = state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
                 counts.setdefault(count.device, {})[index] = count.detach().reshape(())
             elif isinstance(count, (int, float)):
                 values[f"step count of parameter {index}"] = float(count)
         for found in counts.values():  # one host synchronisation for each device
-            steps = torch.stack([count.double() for count in found.values()]).tolist()
+            steps = cast("list[float]", torch.stack([count.double() for count in found.values()]).tolist())
             values |= {f"step count of parameter {index}": step for index, step in zip(found, steps, strict=True)}
         return values
 
@@ -98,28 +94,29 @@ class OptimizerState(Silent):
     @override
     def synchronise(self, source: int) -> None:
         collective, optimizer = self._collective, self._optimizer
-        mine = {"groups": self._groups(), "state": self._states()}
+        groups, states, parameters = self._groups(), self._states(), self._parameters
         shapes = [[tuple(each.shape) for each in group["params"]] for group in optimizer.param_groups]
-        why_not = unlike_others((mine, self._parameters))
-        told = None if why_not else mine, (shapes, has_stepped(optimizer), self.equal_values())
-        (skeleton, (their_shapes, stepped, equal)), tensors = broadcast_skeleton(collective, told, source)
-        if not why_not and skeleton is not None:
-            why_not = self._why_not(mine["state"], skeleton["state"], shapes, their_shapes)
+        why_not = unlike_others((groups, states, parameters))
+        sent: Any = ([], {}) if why_not else (groups, states)
+        mine = sent, (shapes, has_stepped(optimizer), self.equal_values(), bool(why_not))
+        received, tensors = broadcast_skeleton(collective, mine, source)
+        their_groups: list[dict[str, Any]] = received[0][0]
+        their_states: dict[Any, Any] = received[0][1]
+        their_shapes, stepped, equal, refused = received[1]
+        if not (why_not or refused):
+            why_not = self._why_not(states, their_states, shapes, their_shapes)
         if not why_not and self._channel.ran_out_last:
             why_not = differences([[(self.join_name, values)] for values in (equal, self.equal_values())])
         self._raise_if_any_cannot(why_not)
         if collective.rank == source:
             broadcast_tensors(collective, tensors, source)
             return
-        inbox, parameters = Inbox(keeps=self._channel.ran_out_last), self._parameters
-        first = parameters[0] if parameters else None
-        groups = [
-            inbox.fill(theirs, own, next(iter(group["params"]), first))
-            for theirs, own, group in zip(skeleton["groups"], mine["groups"], optimizer.param_groups, strict=True)
-        ]
+        inbox, first = Inbox(keeps=self._channel.ran_out_last), next(iter(parameters), None)
+        likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
+        groups = [inbox.fill(*each) for each in zip(their_groups, groups, likes, strict=True)]
         states = {
-            key: inbox.fill(theirs, mine["state"].get(key), parameters[key] if isinstance(key, int) else first)
-            for key, theirs in skeleton["state"].items()
+            key: inbox.fill(state, states.get(key), parameters[key] if isinstance(key, int) else first)
+            for key, state in their_states.items()
         }
         inbox.receive(collective, source)
         if not inbox.keeps:
@@ -171,7 +168,8 @@ class OptimizerState(Silent):
         """
         index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         found: dict[Any, Any] = {}
-        for key, state in self._optimizer.state.items():
+        held = cast("dict[Any, Any]", self._optimizer.state)
+        for key, state in held.items():
             if not isinstance(key, torch.Tensor):
                 found[key] = state
             elif id(key) in index_of and id(key) not in self._ignored:

@@ -10,8 +10,8 @@ A rank without data cannot shadow them, so in a plain block their forward raises
               reduce-scatters of gradients
 
 A DDP module with SyncBatchNorm is the same DDP module there as any other (``joinables.ddp``). A sharded module stands
-for :class:`ShardedModule`, which sends nothing, and its optimizer for :class:`ShardedState`: each rank steps its own
-shards, so nothing of these is copied.
+for :class:`ShardedModule`, which sends nothing. Its optimizer is one like any other: after such a loop nothing of it is
+copied (``joinables.optimizer_state``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from join.batch import StepBatch
 from join.joinable import Block, BlockChannel
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
-from joinables.adapter import Announcing, Silent
+from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_empty_call
 from joinables.replacement import ModuleHook
 from joinables.tensors import tensors_with_grad
@@ -143,33 +143,6 @@ class ShardedModule(Announcing):
         if not self._channel.step.shadowing:
             return output
         return output + 0 * sum(tensor.sum() for tensor in (*args, *norm.parameters()))
-
-
-class ShardedState(Silent):
-    """Stands for an optimizer over shards, which each rank steps itself in a loop over ``Join.iterate``."""
-
-    @override
-    def attach(self, join: Block) -> None:
-        super().attach(join)
-        self._channel = join.channel
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._channel
-
-    @override
-    def synchronise(self, source: int) -> None:
-        """Check that all ranks have made every step, since no rank has the state of another's shards.
-
-        Raises:
-            JoinError: on all ranks, if some had more steps in a plain block.
-        """
-        if not self._channel.loop:
-            raise JoinError(
-                f"{self.join_name} steps parameters that are sharded, and ranks made different numbers of steps in a"
-                " plain block; loop over join.iterate, in which all ranks make every step [J422]"
-            )
 
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: BlockChannel) -> None:

@@ -11,7 +11,7 @@ of their own, ``joinables.optimizer_state``. Nothing is sent in the loop. At the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,6 @@ from typing_extensions import override
 from join import JoinError
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.joinable import Block
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables.adapter import Silent
 
@@ -45,16 +44,6 @@ class State(Silent):
     def __init__(self, stateful: Stateful) -> None:
         super().__init__(stateful)
         self._stateful = stateful
-
-    @override
-    def attach(self, join: Block) -> None:
-        super().attach(join)
-        self._channel = join.channel
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._channel
 
     @override
     def synchronise(self, source: int) -> None:
@@ -82,9 +71,11 @@ class State(Silent):
         if not names or is_compared(stateful):
             return
         state = stateful.state_dict()
-        matching = [
-            tensor for name, tensor in named_tensors(state) if is_plain(tensor) and names.get(name) == tensor.shape
-        ]
+        matching: list[torch.Tensor] = []
+        for path, leaf in flattened(state):
+            name = getattr(path[-1], "key", None) if path else None
+            if isinstance(leaf, torch.Tensor) and is_plain(leaf) and name in names and leaf.shape == names[name]:
+                matching.append(leaf)
         if matching:
             broadcast_tensors(self._collective, matching, source)
             stateful.load_state_dict(state)  # which may have been a copy
@@ -98,6 +89,8 @@ class State(Silent):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
+        if isinstance(self._stateful, torch.nn.Module):
+            return shapes_of(dict(self._stateful.named_buffers()))
         return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
 
 
@@ -106,22 +99,23 @@ def is_compared(stateful: object) -> bool:
     return isinstance(stateful, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
 
 
-def named_tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested containers, each with the last text in its path."""
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            keys = [key for entry in path if isinstance(key := getattr(entry, "key", None), str)]
-            yield (keys[-1] if keys else ""), leaf
+def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """The shapes of a module's buffers, which are the same on all ranks, as values that are compared."""
+    return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
+
+
+def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of nested containers, each with its path."""
+    return pytree.tree_flatten_with_path(tree)[0]
 
 
 def plain_values(tree: Any) -> dict[str, Any]:
     """The numbers, texts and small tensors of nested containers, by path; what else there is is left out."""
     found: dict[str, Any] = {}
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.tolist() if leaf.numel() == 1 else None
-        if isinstance(leaf, (bool, int, float, complex, str)):
-            found[pytree.keystr(path)] = float(leaf) if isinstance(leaf, float) else leaf  # numpy's are floats, too
+    for path, leaf in flattened(tree):
+        value = leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
+        if isinstance(value, (bool, int, float, complex, str)):
+            found[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # numpy's are floats, too
     return found
 
 

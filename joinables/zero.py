@@ -8,11 +8,16 @@ shard, on the true gradients, or these parameters would no longer train. The ord
     header   (before the local step)         header
     local step on the own shard              .
     header is read                           .
-    all-reduce of the hyperparameters (*)    all-reduce of the hyperparameters
-    .                                        take these over; change gradients as the user does; step on the own shard
+    election of a leader, if the old one     the same
+    left (*)
+    all-reduce of the hyperparameters (*):   the same:
+        the leader's, of others 0; not           0; takes over the sums
+        awaited
+    .                                        change gradients as the user does; step on the own shard
     broadcast of each rank's shard           broadcast of each rank's shard
 
-(*) only if a rank is joined, and not awaited: ``joinables.optimizer_step``.
+(*) only if a rank is joined. Learning rate, momentum and the like may change meanwhile, because schedulers run on
+active ranks only.
 
 What the loop does to gradients between ``backward`` and ``step``, such as clipping, a joined rank does by
 ``transform_gradients``. A GradScaler's unscaling is no such change, since a joined rank does not know its scale: use
@@ -27,9 +32,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
-from join.joinable import BurstState
+from join.collectives._torch_private import pytree
+from join.joinable import Block
+from join.transfer import broadcast_tree
 from joinables._torch.optimizers import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
-from joinables.optimizer_step import OptimizerStep
+from joinables.adapter import Announcing
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -37,7 +44,7 @@ else:
     ZeroRedundancyOptimizer = zero_redundancy_optimizer()
 
 
-class ZeroStep(OptimizerStep):
+class ZeroStep(Announcing):
     """Shadows the steps of a ``ZeroRedundancyOptimizer``; ``Join`` makes one for a stock optimizer by itself.
 
     Args:
@@ -51,6 +58,8 @@ class ZeroStep(OptimizerStep):
         ValueError: for an optimizer with ``overlap_with_ddp=True``: its step happens inside DDP's communication hook,
             where it cannot be shadowed.
     """
+
+    tracks_leader = True  # whose hyperparameters joined ranks take over
 
     def __init__(
         self, optimizer: ZeroRedundancyOptimizer, transform_gradients: Callable[[], object] | None = None
@@ -66,25 +75,105 @@ class ZeroStep(OptimizerStep):
                 "optimizer has overlap_with_ddp=True: its step runs inside DDP's communication hook and cannot be"
                 " shadowed; build it with overlap_with_ddp=False [J279]"
             )
-        self._zero = optimizer
+        self._zero, self._shadowing = optimizer, False
         self._transform_gradients = transform_gradients
 
     @property
     @override
-    def _local_optimizer(self) -> torch.optim.Optimizer:
-        return cast("Any", self._optimizer).optim
+    def join_name(self) -> str:
+        return f"the step of {type(self._zero).__name__}"
 
     @override
-    def _skip_step(self) -> None:
+    def attach(self, join: Block) -> None:
+        super().attach(join)
+        local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # whose step changes this rank's shard
+        self._handles = [
+            self._zero.register_step_pre_hook(self._before_step),
+            local.register_step_post_hook(self._after_local_step),
+        ]
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Take over what schedulers have changed; the shards are up to date on all ranks."""
+        self._take_over(broadcast_tree(self._collective, self._hyperparameters(), source))
+
+    # -- the active side ----------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # A closure runs bursts of its own inside the local step; then the announcement comes after it.
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self.join_name, self._channel.step)
+        if not self._shadowing and not has_closure:
+            self._announce()
+
+    def _after_local_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._shadowing:
+            return
+        if not self.is_pending:
+            self._announce()
+        self._channel.confirm()
+        self.is_pending = False
+        self._share_hyperparameters(active=True)
+
+    def _announce(self) -> None:
+        self._channel.announce(self, confirm=False)
+        self.is_pending = True
+
+    @override
+    def fulfil(self) -> None:
+        self.is_pending = False
+        self._share_hyperparameters(active=True)
         broadcast_shards(self._zero)
 
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
     @override
-    def _shadow_step(self) -> None:
+    def main_hook(self) -> None:
+        self._share_hyperparameters(active=False)
+        self._shadowing = True
         try:
             if self._transform_gradients is not None:
                 self._transform_gradients()
-        except BaseException:
-            broadcast_shards(self._zero)  # the others are in their broadcasts
-            self.state = BurstState.IDLE
-            raise
-        super()._shadow_step()
+            self._zero.step()
+        finally:
+            self._shadowing = False
+
+    # -- hyperparameters ----------------------------------------------------------------------------------------------
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Everything in the optimizer's groups but the parameters, in an order that is the same on all ranks."""
+        groups: list[dict[str, Any]] = self._zero.param_groups  # load_state_dict makes new ones
+        return [{name: group[name] for name in sorted(group.keys() - {"params"})} for group in groups]
+
+    def _take_over(self, received: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._zero.param_groups, received, strict=True):
+            group.update(values)
+
+    def _share_hyperparameters(self, *, active: bool) -> None:
+        """Send the leader's numbers to joined ranks, if there are any, in the burst of the last header."""
+        if self._channel.all_announced():
+            return
+        leads = self._channel.lead() == self._collective.rank
+        values, structure = pytree.tree_flatten(self._hyperparameters())
+        mine = [float(value) if leads else 0.0 for value in values if _is_number(value)]
+        self._sums = torch.tensor(mine, dtype=torch.float64)  # kept while it is under way
+        work = self._collective.all_reduce(self._sums)
+        if not active:
+            work.wait()
+            sums = iter(cast("list[float]", self._sums.tolist()))
+            received = [_like(value, next(sums)) if _is_number(value) else value for value in values]
+            self._take_over(pytree.tree_unflatten(received, structure))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _like(value: Any, number: float) -> Any:
+    """The number in the type of ``value``; a tensor is changed in place."""
+    if isinstance(value, torch.Tensor):
+        return value.fill_(number)
+    return int(number) if isinstance(value, int) and number.is_integer() else number

@@ -21,7 +21,7 @@ import torch.multiprocessing
 
 import joinables.trainer
 from docs.outputs import output_of, scripts
-from joinables.trainer import Launcher, ddp_strategy
+from joinables.trainer import Launcher, strategy
 from tests import torchrun
 from tests.ending import Ending
 from tests.selection import ALL, at_night
@@ -57,7 +57,7 @@ def as_script(rank: int, script: str, *arguments: str) -> None:
     """Run a file, or else a module, as the interpreter would; what it spawns is forked."""
     fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.multiprocessing.spawn = fork  # type: ignore[assignment]
-    joinables.trainer.Launcher = ddp_strategy.Launcher = Forking
+    joinables.trainer.Launcher = strategy.Launcher = Forking
     torchrun.forks()
     sys.argv = [script, *arguments]
     if script.endswith(".py"):

@@ -91,7 +91,7 @@ class StepCounts:
         windows, world_size = self._windows, len(self.batches)
         ranks = [[rank for rank, count in enumerate(self.batches) if count > step] for step in range(with_data)]
         self._shares = [(len(having), having[0]) for having in ranks]
-        self._shares += [(0, self._lockstep.step.first_with_data)] * (self.steps - with_data)
+        self._shares += [(0, first) for _, first in self._shares[-1:]] * (self.steps - with_data)
         if windows.weighs:
             weights = [sum(self._answers[rank][1][step] for rank in having) for step, having in enumerate(ranks)]
         elif windows.over_all_ranks:

@@ -4,7 +4,7 @@ A rank is *active* while it runs the body of a ``Join`` block and *joined* once 
 collectives is announced, and what was announced is run by everybody. How ranks learn of announcements is the mode's
 business (``join.protocol.mode``); here stands what is the same in all modes.
 
-*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``BurstState.PENDING``); whoever is
+*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); whoever is
 about to announce something else, or to leave, runs it first with nothing to say: it is flushed. A rank that fails sends
 nothing more (``join.failure.peers``).
 
@@ -26,7 +26,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import BurstState, Joinable
+from join.joinable import Burst, Joinable
 from join.protocol.header import Header
 from join.protocol.headers import Headers
 from join.protocol.late_use import LateUse
@@ -208,7 +208,7 @@ class Channel:
         if self.guard.closed:
             self.guard.raise_closed()
         for burst in self.roster.may_be_pending:
-            if burst.state is BurstState.PENDING and burst is not but:
+            if burst.is_pending and burst is not but:
                 self.flush(but)
         if not self.headers.is_applied:
             self.headers.apply(self.mode.elect)
@@ -217,7 +217,7 @@ class Channel:
         """Run what is announced and pending, and, if ``complete``, the followers that go with it."""
         flushed = False
         for burst in self.roster.may_be_pending:
-            if burst.state is BurstState.PENDING and burst is not but:
+            if burst.is_pending and burst is not but:
                 burst.fulfil()
                 flushed = True
         if flushed and complete:
@@ -255,11 +255,7 @@ class Channel:
 
     def shadow_member(self, member: Member) -> None:
         """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
-        if member.burst is not None:
-            member.burst.state = BurstState.RUNNING
         self._run_main_hook(member)
-        if member.burst is not None:
-            member.burst.state = BurstState.IDLE
         self._outstanding += member.followers
         if not self.holds_followers():
             self.complete_followers()
@@ -307,13 +303,13 @@ class Channel:
         self._uneven_loop = UnevenLoop(source, had_data, self.headers.tally.headers) if uneven else None
         self._outstanding = []  # in a loop, a follower may be left out
         listed = [member.joinable for member in self.roster.listed]
-        for joinable in listed:
-            with profiled("synchronise", joinable.join_name):
-                joinable.synchronise_own(source)
         try:
             check_equal(self.collective, values_of(listed), self.guard.wait)
         except ProtocolError as error:
             self.guard.close_and_raise(error)  # on all ranks
+        for joinable in listed:
+            with profiled("synchronise", joinable.join_name):
+                joinable.synchronise_own(source)
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -335,6 +331,11 @@ class Channel:
             return work.total()
 
         return total
+
+    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
+        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
+        header = self.headers.read()
+        return header.flags(self.roster.index[id(burst)]), header.active
 
     def lead(self) -> int:
         """The rank that leads from the last header's burst on; called at the same place on all ranks."""

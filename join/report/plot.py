@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from join.files import whole_file
 from join.report.step_times import EDGES, PER_DECADE
 
 if TYPE_CHECKING:
@@ -46,8 +45,12 @@ def save(figure: Any, path: Path) -> None:
     Raises:
         FileNotFoundError: if there is no folder for it.
     """
-    with whole_file(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
+    part = path.with_name(f".{path.name}.part")  # so that nobody ever sees half a picture
+    try:
+        figure.savefig(part, format=path.suffix.removeprefix(".") or "png", dpi=150)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _draw_timeline(axis: Any, ranks: Sequence[RankReport]) -> None:

@@ -4,16 +4,18 @@ from joinables._torch.versions import require
 
 require(
     {
-        "torch._C": ("_current_graph_task_id",),
+        "torch._C": ("_current_graph_task_id", "_will_engine_execute_node"),
         "torch:_C._functions.AccumulateGrad": ("_register_hook_dict",),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._dynamo.decorators": ("skip",),
-        "torch._dynamo.eval_frame:OptimizedModule": ("_orig_mod",),
+        "torch._dynamo.eval_frame": ("OptimizedModule",),
+        "torch": ("_foreach_mul_",),
         "torch.autograd": ("_unsafe_preserve_version_counter",),
         "torch.autograd:Variable._execution_engine": ("queue_callback",),
         "torch:Tensor": ("_backward_hooks", "_version"),
         "torch.distributed:Reducer": (
             "_autograd_hook",
+            "_check_reducer_finalized",
             "_delay_all_reduce",
             "_get_local_used_map",
             "_get_zeros_like_grad_buckets",
@@ -23,26 +25,13 @@ require(
             "prepare_for_forward",
         ),
         "torch.distributed.algorithms.join": ("_JoinConfig",),
-        "torch.distributed.algorithms.join:Joinable": ("_join_config",),
+        "torch.optim.lr_scheduler": ("LRScheduler",),
         "torch.nn.parallel:DistributedDataParallel": (
             "_assign_modules_buffers",
             "_check_sync_bufs_post_fwd",
-            "_comm_hooks",
             "_get_active_ddp_module",
             "_get_ddp_logging_data",
-            "_has_rebuilt_buckets",
-            "_module_parameters",
-            "_static_graph_delay_allreduce_enqueued",
             "_sync_module_buffers",
-            "find_unused_parameters",
-            "forward_sync_buffers|broadcast_buffers",
-            "modules_buffers",
-            "parameters_to_ignore",
-            "reducer",
-            "require_forward_param_sync",
-            "static_graph",
         ),
-        "torch.optim.lr_scheduler:LRScheduler": ("_opt_called",),
-        "torch.utils.data:DataLoader": ("_iterator",),
     }
 )

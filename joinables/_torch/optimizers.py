@@ -32,7 +32,7 @@ def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is ", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    require({"torch.distributed.optim:ZeroRedundancyOptimizer": ("_overlap_with_ddp", "_sync_params")})
+    require({"torch.distributed.optim:ZeroRedundancyOptimizer": ("_sync_params",)})
     return ZeroRedundancyOptimizer
 
 

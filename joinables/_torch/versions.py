@@ -9,11 +9,9 @@ Each function says which versions it is for. Where the oldest of them is no long
 
 from __future__ import annotations
 
-import dis
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,54 +29,37 @@ def require(needed: Mapping[str, Sequence[str]]) -> None:
     """Raise an error that names what this torch lacks.
 
     Args:
-        needed: attributes of modules, objects and classes by their owner, which is written as
-            :func:`pkgutil.resolve_name` takes it: ``"module:name"``. Those of a class may also be set by any of its
-            methods. ``"a|b"`` stands for one of two.
+        needed: attributes of modules and classes by their owner, which is written as :func:`pkgutil.resolve_name` takes
+            it: ``"module:name"``.
 
     Raises:
         ImportError: in one sentence, also with the versions that work.
     """
-    missing = [name for owner, names in needed.items() for name in _missing(owner, names)]
+    missing: list[str] = []
+    for owner, names in needed.items():
+        try:
+            found = pkgutil.resolve_name(owner)
+        except (ImportError, AttributeError):
+            missing.append(owner.replace(":", "."))
+        else:
+            missing += [f"{owner.replace(':', '.')}.{name}" for name in names if not hasattr(found, name)]
+    _raise_if_any(missing)
+
+
+def require_of(obj: object, names: Sequence[str]) -> None:
+    """Raise the same error for attributes that an object lacks; ``"a|b"`` stands for one of two."""
+    either = [name.split("|") for name in names]
+    _raise_if_any(
+        [f"{type(obj).__name__}.{each[0]}" for each in either if not any(hasattr(obj, name) for name in each)]
+    )
+
+
+def _raise_if_any(missing: Sequence[str]) -> None:
     if missing:
         raise ImportError(
             f"joinables needs {', '.join(missing)}, which torch {torch.__version__} does not have;"
             f" install one of torch {SUPPORTED} [J103]"
         )
-
-
-def _missing(owner: str, names: Sequence[str]) -> Iterator[str]:
-    try:
-        found = pkgutil.resolve_name(owner)
-    except (ImportError, AttributeError):
-        yield owner.replace(":", ".")
-        return
-    absent = [name.split("|") for name in names if not any(hasattr(found, each) for each in name.split("|"))]
-    set_later = _set_by_methods(found, {each for either in absent for each in either})
-    for either in absent:
-        if set_later.isdisjoint(either):
-            yield f"{owner.replace(':', '.')}.{either[0]}"
-
-
-def _set_by_methods(owner: Any, names: set[str]) -> set[str]:
-    """Which of these attributes the methods of a class set. Finding that in their code costs some milliseconds."""
-    found = set[str]()
-    for method in [method for base in getattr(owner, "__mro__", ()) for method in vars(base).values()]:
-        for code in _code_of(method):
-            if not (names - found).isdisjoint(code.co_names):
-                found |= names & {each.argval for each in dis.Bytecode(code) if each.opname == "STORE_ATTR"}
-    return found
-
-
-def _code_of(function: Any) -> Iterator[CodeType]:
-    """The code of a function or method, and of those inside it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    waiting = [getattr(getattr(function, "__func__", function), "__code__", None)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType):
-            yield code
-            waiting += code.co_consts
 
 
 # -- DistributedDataParallel ----------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
         ValueError: if it contains SyncBatchNorm and its own forward does not run it (the trainer's does not), or
             another DDP module, whose collectives a joined rank would leave out.
     """
+    reducer.check(ddp)
     modules = cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules())
     for name, module in modules:
         if isinstance(module, DistributedDataParallel):

@@ -5,16 +5,22 @@ When each of them comes, and the order of collectives, is told in ``joinables.dd
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join.joinable import Block, BurstState
-from join.transfer import broadcast_tensors
+from join.joinable import Block
+from join.transfer import broadcast_tensors, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
+from joinables.state import shapes_of
+
+# Of the buffers at their last synchronisation, the same on all ranks: one rank may evaluate between blocks.
+_shapes: weakref.WeakKeyDictionary[DistributedDataParallel, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class DDPBurst(Announcing):
@@ -41,13 +47,22 @@ class BufferSync(DDPBurst):
     that step. Each module remembers it: one that is called after another finds that this one has a new leader. Not so
     where buffers are synchronised after the forward that changes them (``forward_is_over`` of the module says so):
     there the header is awaited, and the lowest rank that is active in the step itself leads.
+
+    A forward may make a buffer longer (a cache of masks), and then an active rank waits for the header, in which those
+    say so whose buffers have changed: if all that are active, all ranks take over the leader's buffers with their
+    shapes; else those that know of it raise. In a loop over ``Join.iterate`` all ranks may change them alike while all
+    have data, as with DDP alone; a rank that changes them while another one has a dummy raises.
     """
 
     what = "the buffer broadcast"
     tracks_leader = True
+    flag_count = 1
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
+        self._changed: list[str] = []  # buffers of another shape than at the last synchronisation
+        # In a loop over join.iterate: whether all ranks had data in the last forward, and in the one that changed them.
+        self._all_had_data = self._all_changed = True
         self._after_forward = False  # a comm hook synchronises buffers after the forward, not before it
         self._are_new = False  # the forward has changed them by the time they are broadcast
 
@@ -56,42 +71,104 @@ class BufferSync(DDPBurst):
         super().attach(join)
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
-        self._lead_by(join.channel.leader)
+        self.lead_by(join.channel.leader)
+        self._places = reducer.buffer_places(self._ddp)
+        self._changed, self._shapes = [], _shapes.setdefault(self._ddp, self._shapes_now())
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        _shapes[self._ddp] = self._shapes
+
+    @override
+    def flags(self, active: bool) -> Sequence[bool]:
+        return (bool(self._changed),)
+
+    def look(self) -> None:
+        """Look for buffers of another shape; called before a forward announces anything."""
+        now = self._shapes_now()
+        if now != self._shapes:
+            pairs = zip(self._places, now, self._shapes, strict=True)
+            self._changed = [f"{name} {list(shape)}" for name, shape, before in pairs if shape != before]
+            self._all_changed = self._all_had_data
+        self._all_had_data = self._channel.step.contributors in (None, self._collective.world_size)
+
+    def _shapes_now(self) -> list[tuple[int, ...]]:
+        held = [places.get(name) for places, name in self._places.values()]
+        return [() if buffer is None else buffer.shape for buffer in held]
 
     @override
     def main_hook(self) -> None:
-        self.state = BurstState.RUNNING
-        # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of the
-        # step before still has what all have to start from.
-        reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
-        self._channel.when_led(self._lead_by)
-        self.state = BurstState.IDLE
+        self.look()
+        self._run(shadows=True)
 
-    def _lead_by(self, leader: int) -> None:
+    def _run(self, *, shadows: bool = False) -> None:
+        self.is_pending = False
+        if (shadows or self._changed) and not self._after_forward and self._takes_over_shapes():
+            self._take_over(self._leader)
+        else:
+            # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of
+            # the step before still has what all have to start from.
+            reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
+        self._channel.when_led(self.lead_by)
+
+    def lead_by(self, leader: int) -> None:
+        """Let this rank's buffers be taken next."""
         self._leader = leader
+
+    def _takes_over_shapes(self) -> bool:
+        """Whether all active ranks have changed the shapes of buffers, so that all ranks have to take them over."""
+        if self._channel.all_ranks_run_bursts:
+            if not self._all_changed:
+                self._protest("but another rank had no data")
+            self._changed, self._shapes = [], self._shapes_now()
+            return False
+        (changed,), active = self._channel.flags_beside(self)
+        if changed != active and (changed or self._changed):
+            self._protest(f"so they did on {changed} of {active} ranks with data")
+        return changed == active
+
+    def _protest(self, who: str) -> None:
+        names = ", ".join(self._changed) or "of some ranks"
+        self._channel.protest(
+            f"the buffers {names} of {type(cast('object', self._ddp.module)).__name__} changed their shape; {who}. Make"
+            " them as long as they will be needed before the block, or build DistributedDataParallel(...,"
+            " broadcast_buffers=False) if they hold the same on all ranks anyway [J444]"
+        )
+
+    def _take_over(self, source: int) -> None:
+        """Take over the buffers of rank ``source``, with their shapes."""
+        received = broadcast_tree(self._collective, reducer.buffers(self._ddp), source)
+        if self._collective.rank != source:
+            reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
+        self._changed, self._shapes = [], self._shapes_now()
 
     @override
     def fulfil(self) -> None:
-        self.main_hook()
+        self._run()
 
     def announced(self) -> None:
         """Broadcast the buffers, whose header was sent; after the forward, if a comm hook asks for that."""
-        self.state = BurstState.PENDING
+        self.is_pending = True
         if not self._after_forward:
-            self.main_hook()
+            self._run()
 
     def forward_ended(self) -> None:
         """Broadcast buffers that had to wait for the end of the forward."""
-        if self.state is BurstState.PENDING:
-            self.main_hook()
+        if self.is_pending:
+            self._run()
 
     @override
     def synchronise(self, source: int) -> None:
-        self.synchronise_own(source)
+        self._take_over(source)
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return shapes_of(reducer.buffers(self._ddp))
 
     @override
     def synchronise_own(self, source: int) -> None:
-        broadcast_tensors(self._collective, reducer.buffers(self._ddp), source)
+        broadcast_tensors(self._collective, list(reducer.buffers(self._ddp).values()), source)
 
 
 class BucketRebuild(DDPBurst):
@@ -112,9 +189,7 @@ class BucketRebuild(DDPBurst):
     @override
     def main_hook(self) -> None:
         self.due = False
-        self.state = BurstState.RUNNING
         reducer.rebuild_buckets(self._ddp)
-        self.state = BurstState.IDLE
         self.pending = reducer.will_rebuild_buckets(self._ddp)
 
     def expect(self) -> None:

@@ -108,6 +108,8 @@ class Forwards:
             channel.module_called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
+            if torch.is_grad_enabled():
+                self._buffers.look()
         if torch.is_grad_enabled():
             self._begins()
         if self._expects_backward_inside:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import JoinError, JoinHook
-from join.joinable import Block, BurstState
+from join.joinable import Block
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
@@ -113,6 +113,10 @@ class GradientSync(DDPBurst):
         if not own:
             self._last_result.kept = kept
 
+    @override
+    def synchronise_own(self, source: int) -> None:
+        self._check_finished()
+
     # -- the header ---------------------------------------------------------------------------------------------------
 
     @override
@@ -130,7 +134,10 @@ class GradientSync(DDPBurst):
         if self._ddp.find_unused_parameters:
             self._watch_use()
         contributions, channel, buffers = self._contributions, self._channel, self._buffers
-        if not self._ddp.require_backward_grad_sync or self.state is BurstState.PENDING:
+        synchronises = self._ddp.require_backward_grad_sync
+        if buffers is not None and channel.is_in_loop_body and not synchronises:
+            buffers.lead_by(channel.step.first_with_data)  # nothing is announced, and the forward changes them
+        if not synchronises or self.is_pending:
             return
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
@@ -146,7 +153,7 @@ class GradientSync(DDPBurst):
         contributions.with_buffers = early and has_buffers
         if early:
             channel.announce(self)
-            self.state = BurstState.PENDING
+            self.is_pending = True
         elif buffers is not None:
             channel.announce(buffers)
         if buffers is not None:
@@ -192,7 +199,7 @@ class GradientSync(DDPBurst):
         if channel.is_in_loop_body:
             channel.scaling.check_backward(self.join_name)
             if reduces and weight and self._plain_in == channel.loop and contributions.are_plain:
-                if not (self._forwards.armed and self.state is BurstState.PENDING):
+                if not (self._forwards.armed and self.is_pending):
                     self._announce_backward()
                 self._end_reduction()
                 return
@@ -238,15 +245,15 @@ class GradientSync(DDPBurst):
     def _announce_backward(self) -> None:
         if not self._forwards.armed:  # a second backward, of which DDP itself would not reduce the gradients
             reducer.expect_backward(self._ddp, self._forwards.outputs)
-        if self.state is not BurstState.PENDING:
+        if not self.is_pending:
             self._contributions.with_buffers = False
             self._contributions.weighted = not self._channel.is_in_loop_body and self._join.weight is not None
             self._channel.announce(self)
-            self.state = BurstState.PENDING
+            self.is_pending = True
 
     def _begin_reduction(self) -> None:
         contributions, channel = self._contributions, self._channel
-        if not (self._forwards.armed and self.state is BurstState.PENDING):
+        if not (self._forwards.armed and self.is_pending):
             self._announce_backward()
         if not channel.all_ranks_run_bursts:
             if contributions.weighted != (contributions.window.weight is not None):
@@ -257,7 +264,7 @@ class GradientSync(DDPBurst):
                 contributions.agree_on_weights()
         if self._last_result.kept:
             contributions.add_last_result()
-        self.state = BurstState.RUNNING
+        self.is_pending = False
         scales = contributions.scales
         if scales:
             contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
@@ -269,14 +276,32 @@ class GradientSync(DDPBurst):
             self._plain_in = channel.loop  # the next one is as plain
             self._end_reduction()
         else:
-            self._at_end(self._end_reduction)
+            self._at_end(self._end_plain_reduction)
 
     def _end_reduction(self) -> None:
-        self.state = BurstState.IDLE
+        self.is_pending = False
         self._forwards.armed, self._last_result.kept = False, True
         self._contributions.window = Window()
 
+    def _end_plain_reduction(self) -> None:
+        self._check_finished()
+        self._end_reduction()
+
+    def _check_finished(self) -> None:
+        """Check that the backward has reached all parameters: ranks without data reduce them all.
+
+        Raises:
+            JoinError: if ``backward(inputs=...)`` has left some out, or none of the module's outputs depends on them.
+        """
+        if not reducer.has_finished(self._ddp):
+            raise JoinError(
+                f"{self.join_name} did not reach all parameters that the module waits for; name them all in"
+                " backward(inputs=...), leave it out, or build the module with find_unused_parameters=True where a loss"
+                " does not depend on all of them [J473]"
+            )
+
     def _finish_reduction(self) -> None:
+        self._check_finished()
         try:
             self._contributions.end()
         finally:
@@ -293,7 +318,7 @@ class GradientSync(DDPBurst):
         Raises:
             ProtocolError: if others did not skip it, and this rank had something to give.
         """
-        self.state = BurstState.RUNNING
+        self.is_pending = False
         contributions, channel = self._contributions, self._channel
         contributions.take_over()
         if channel.all_ranks_run_bursts:
@@ -304,7 +329,6 @@ class GradientSync(DDPBurst):
         has_data = contributions.window.unreduced or not (self._join.shadowing or channel.has_run_out)
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._forwards.armed = False
-        self.state = BurstState.IDLE
         if self._rebuild.pending:
             self._rebuild.run()
         if missed and not channel.has_run_out:

@@ -2,48 +2,34 @@
 
 ``Trainer(devices=4).fit(module, loader)``, with a :class:`TrainModule` whose methods say what a step is.
 
-    trainer, arguments          what users call, and the checks of what they give
-    work, result                one rank's part of a run, and what it comes back with
-    strategy, ddp_strategy      how a module is wrapped, and how its gradients are made
-    module, hooks               what is trained
-    launch                      one function on all ranks, in processes started here or by others
-    loops                       fit, evaluation and prediction on one rank
-    callbacks, checkpoints      what is called during a run; what a fit resumes from
+    trainer             what users call, and one rank's part of a run
+    module              what is trained
+    strategy            how a module is wrapped, and how its gradients are made
+    launch              one function on all ranks, in processes started here or by others
+    loop, run           fit, evaluation and prediction on one rank, and what is known there
+    data, metrics, rng  who gets which batch; means over all samples; random states
+    callbacks           what is called during a run
+    checkpoint          what a fit resumes from
 """
 
-from joinables.trainer.callbacks.base import Callback
-from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
-from joinables.trainer.callbacks.early_stopping import EarlyStopping
-from joinables.trainer.callbacks.files import CSVMetrics, TensorBoardMetrics
-from joinables.trainer.callbacks.progress import ProgressBar
-from joinables.trainer.ddp_strategy import DDPStrategy
-from joinables.trainer.launch.environment import Environment, LocalEnvironment, Place
-from joinables.trainer.launch.errors import LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
-from joinables.trainer.launch.launcher import Launcher
-from joinables.trainer.loops.data import UnevenDistributedSampler
+from joinables.trainer.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from joinables.trainer.data import UnevenDistributedSampler
+from joinables.trainer.launch import Launcher, LaunchError, NotPicklable, RemoteTraceback, WorkerDied, WorkerRaised
 from joinables.trainer.module import TrainModule
-from joinables.trainer.result import Result
-from joinables.trainer.strategy import SingleStrategy, Strategy, register_strategy, strategies
-from joinables.trainer.trainer import Trainer
+from joinables.trainer.strategy import DDPStrategy, Strategy, register_strategy, strategies
+from joinables.trainer.trainer import Result, Trainer
 
 __all__ = [
-    "CSVMetrics",
     "Callback",
     "DDPStrategy",
     "EarlyStopping",
-    "Environment",
     "LaunchError",
     "Launcher",
-    "LocalEnvironment",
     "ModelCheckpoint",
     "NotPicklable",
-    "Place",
-    "ProgressBar",
     "RemoteTraceback",
     "Result",
-    "SingleStrategy",
     "Strategy",
-    "TensorBoardMetrics",
     "TrainModule",
     "Trainer",
     "UnevenDistributedSampler",

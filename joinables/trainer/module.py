@@ -2,27 +2,45 @@
 
 It is a ``torch.nn.Module`` with methods that say what a step is and which optimizers it needs; the trainer does the
 rest. The names are those of a LightningModule: one that uses only these runs unchanged with this base class instead.
+
+The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
+
+    on_train_start
+    an epoch      on_train_epoch_start
+      a batch       on_train_batch_start, training_step, on_before_optimizer_step, on_train_batch_end
+      validation    as below
+                  on_train_epoch_end
+    on_train_end
+
+    on_*_start, on_*_epoch_start
+      a batch       on_*_batch_start, *_step, on_*_batch_end
+    on_*_epoch_end, on_*_end
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from joinables.trainer.hooks import ModuleHooks
-from joinables.trainer.loops.metrics import Reduction
+from joinables.trainer.callbacks import Callback
+from joinables.trainer.metrics import Reduction
 
 if TYPE_CHECKING:
     from joinables.trainer.trainer import Trainer
 
 
-class TrainModule(ModuleHooks, torch.nn.Module):
+class TrainModule(torch.nn.Module):
     """Base of modules that a :class:`Trainer` trains.
 
     Override ``training_step`` and ``configure_optimizers`` to fit, and ``validation_step``, ``test_step`` or
-    ``predict_step`` for the other runs. There are hooks between the steps, those of :class:`ModuleHooks`.
+    ``predict_step`` for the other runs. The hooks between the steps, the ``on_...`` methods, do nothing unless
+    overridden.
+
+    All ranks call them at the same time, so they may communicate. Those of a batch, of an optimizer step and of a
+    checkpoint must not: ranks without data, or that do not write, do not call them. Those of an evaluation run in eval
+    mode and without grad, as its steps do.
 
     Parts that are in eval mode when a fit begins, such as frozen BatchNorm layers, stay in it; a module that is in eval
     mode as a whole is put into training mode.
@@ -38,17 +56,15 @@ class TrainModule(ModuleHooks, torch.nn.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of one batch, its mean over the samples: a tensor, or a dict with it under ``"loss"``."""
-        raise NotImplementedError(f"{type(self).__name__} has no training_step, which fit needs; write one [J257]")
+        raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, without grad; ``self.log`` the metrics."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no validation_step, which validate needs; write one [J258]"
-        )
+        raise NotImplementedError
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, without grad; ``self.log`` the metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step, which test needs; write one [J259]")
+        raise NotImplementedError
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the outputs for one batch; by default, the module's output for it, or for a tuple's first element."""
@@ -61,9 +77,93 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         ``ReduceLROnPlateau``; a scheduler is stepped after every epoch, or, given
         as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no configure_optimizers, which fit needs; write one [J260]"
-        )
+        raise NotImplementedError
+
+    # -- hooks that a user may override -------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Called before the first epoch of a fit."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called before the first batch of an epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called before a training step, with its batch on the device."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before the gradients are clipped and ``optimizer`` makes a step; may change them.
+
+        With a sharded optimizer, also on a rank without data, which has the same gradients and steps its shard.
+        """
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a training step, which returned ``outputs``, and after the optimizer's if one followed."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called after an epoch and its validation."""
+
+    def on_train_end(self) -> None:
+        """Called after the last epoch of a fit."""
+
+    def on_validation_start(self) -> None:
+        """Called before a validation."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the validation batches."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called before a validation step."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a validation step."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the validation batches, before their metrics are averaged."""
+
+    def on_validation_end(self) -> None:
+        """Called after a validation; ``trainer.callback_metrics`` is up to date."""
+
+    def on_test_start(self) -> None:
+        """Called before a test."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the test batches."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called before a test step."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a test step."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the test batches, before their metrics are averaged."""
+
+    def on_test_end(self) -> None:
+        """Called after a test; ``trainer.callback_metrics`` is up to date."""
+
+    def on_predict_start(self) -> None:
+        """Called before a prediction."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Called before the batches of a prediction."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Called before a predict step."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a predict step."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Called after the batches of a prediction."""
+
+    def on_predict_end(self) -> None:
+        """Called after a prediction."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take from a checkpoint."""
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
@@ -75,9 +175,7 @@ class TrainModule(ModuleHooks, torch.nn.Module):
             RuntimeError: outside a run.
         """
         if self._trainer is None:
-            raise RuntimeError(
-                f"{type(self).__name__} is not in a run of a Trainer; call this in a hook or a step [J261]"
-            )
+            raise RuntimeError(f"{type(self).__name__} is in no run of a Trainer; call this in a hook or a step [J261]")
         return self._trainer
 
     def log(
@@ -101,26 +199,20 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         Args:
             name: its name.
             value: a number, or a tensor with one element; for ``"mean"``, the mean over the samples of the batch.
-            prog_bar: whether the progress bar shows the latest value.
+            prog_bar: accepted for familiarity.
             reduce_fx: how values become one; ``"mean"`` is weighted by the number of samples.
             batch_size: the number of samples in the batch; by default, the length of the batch's first tensor.
-            logger: whether it goes into files (``CSVMetrics``, ``TensorBoardMetrics``).
-            on_step: whether these files also get each single value, of rank 0.
-            on_epoch: accepted for familiarity; values are always reduced over the epoch.
-            sync_dist: accepted for familiarity; values are always reduced over the ranks.
+            logger: accepted for familiarity, as are those that follow; values are always reduced over the epoch, and
+                over the ranks.
+            on_step: see above.
+            on_epoch: see above.
+            sync_dist: see above.
 
         Raises:
-            ValueError: for a value with several elements, or an unknown ``reduce_fx``.
+            ValueError: for an unknown ``reduce_fx``.
+            RuntimeError: for a tensor with several elements; in a prediction.
         """
-        self.trainer.record(
-            name,
-            value,
-            reduce_fx=reduce_fx,
-            batch_size=batch_size,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=bool(on_step),
-        )
+        self.trainer.run.log(name, value, batch_size, reduce_fx)
 
     def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
         """Record several metrics; ``options`` are those of :meth:`log`."""
@@ -129,15 +221,11 @@ class TrainModule(ModuleHooks, torch.nn.Module):
 
     def optimizers(self) -> Any:
         """The optimizer of the run, or the list of them if there are several."""
-        optimizers = self.trainer.optimizers
-        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        return _one_or_all(self.trainer.run.optimizers)
 
     def lr_schedulers(self) -> Any:
         """The scheduler of the run, or the list of them if there are several; ``None`` without any."""
-        schedulers = [each.scheduler for each in self.trainer.schedulers]
-        if not schedulers:
-            return None
-        return schedulers[0] if len(schedulers) == 1 else schedulers
+        return _one_or_all([each.scheduler for each in self.trainer.run.schedulers]) or None
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``.
@@ -149,14 +237,10 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         Raises:
             TypeError: for another option.
         """
-        unknown = options.keys() - {"retain_graph", "create_graph"}
-        if unknown:
+        if not options.keys() <= {"retain_graph", "create_graph"}:
             # DDP waits for the gradients of all parameters, and would wait for those that inputs= leaves out.
-            raise TypeError(
-                f"manual_backward takes retain_graph and create_graph, and not {', '.join(sorted(unknown))}; leave it"
-                " out [J262]"
-            )
-        self.trainer.backward(loss, **options)
+            raise TypeError(f"manual_backward takes retain_graph and create_graph; {options!r} has more [J262]")
+        self.trainer.run.backward(loss, **options)
 
     @property
     def device(self) -> torch.device:
@@ -183,3 +267,55 @@ class TrainModule(ModuleHooks, torch.nn.Module):
         state = dict(super().__getstate__())
         state.pop("_trainer", None)  # a copy of the module is in no run
         return state
+
+
+def _one_or_all(found: Sequence[Any]) -> Any:
+    return found[0] if len(found) == 1 else list(found)
+
+
+_NAMES = """
+backward configure_callbacks configure_gradient_clipping configure_model configure_sharded_model lr_scheduler_step
+on_after_backward on_after_batch_transfer on_batch_end on_batch_start on_before_backward on_before_batch_transfer
+on_before_zero_grad on_epoch_end on_epoch_start on_fit_end on_fit_start on_predict_model_eval on_predict_model_train
+on_test_model_eval on_test_model_train on_validation_model_eval on_validation_model_train on_validation_model_zero_grad
+optimizer_step optimizer_zero_grad prepare_data setup teardown test_epoch_end test_step_end training_epoch_end
+training_step_end transfer_batch_to_device validation_epoch_end validation_step_end
+"""
+_UNCALLED = frozenset(_NAMES.split())
+"""Methods of Lightning's modules and callbacks that are not called."""
+
+_NEEDED = {
+    "fit": ("training_step", "configure_optimizers"),
+    "validate": ("validation_step",),
+    "test": ("test_step",),
+    "predict": (),
+}
+
+
+def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) -> None:
+    """Refuse a module that lacks what a run of this kind calls, or has hooks that nobody calls."""
+    if not isinstance(module, TrainModule):
+        raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule [J181]")
+    for name in _NEEDED[stage]:
+        if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
+            raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one [J182]")
+    refuse_hooks(module, _UNCALLED if calls_val_dataloader else _UNCALLED | {"val_dataloader"})
+
+
+def check_callback(callback: Any) -> None:
+    """Refuse what is no callback, or has hooks that nobody calls."""
+    if not isinstance(callback, Callback):
+        raise TypeError(f"callbacks has a {type(callback).__name__}; derive it from joinables.trainer.Callback [J177]")
+    hooks = {name for name in (*_UNCALLED, *vars(TrainModule)) if name.startswith("on_")}
+    refuse_hooks(callback, (hooks | {"setup", "teardown"}) - vars(Callback).keys())
+
+
+def refuse_hooks(hooked: object, uncalled: Set[str]) -> None:
+    """Refuse a module or a callback with methods that Lightning calls and the trainer does not."""
+    kind = type(hooked)
+    found = sorted(name for name in uncalled if callable(getattr(kind, name, None)))
+    if found:
+        raise TypeError(
+            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}; move what they do, and"
+            " rename those that are your own [J210]"
+        )

@@ -1,46 +1,64 @@
-"""How a module is trained on the ranks of a run: :class:`Strategy`, and :class:`SingleStrategy` for one process.
+"""How a module is trained on the ranks of a run: :class:`Strategy` for one process, :class:`DDPStrategy` for several.
 
-A strategy starts the processes, owns the wrapper around the module, if there is one, and runs backward::
+A strategy starts the processes, owns the wrapper around the module, if there is one, and runs backward.
 
-    with strategy.block(...):              one epoch
-        loss = module.training_step(...)
-        strategy.backward(loss, ...)
+The wrapper of :class:`DDPStrategy` is DDP around a :class:`joinables.LossGate`, whose forward returns the loss that it
+is given. The training step runs the user's module as it is, whatever methods it calls; then the loss goes through DDP,
+which finds the parameters behind it, and backward. So nothing of the user's module is replaced, and several backwards
+in one step are as many passes through the gate::
+
+    with strategy.block(...):              one epoch: Join, over what is trained
+        loss = module.training_step(...)   no collective
+        strategy.backward(loss, ...)       ddp(loss): buffers; backward: buckets of gradients
 """
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
-from join import JoinReport
-from join.collectives import Collective, SingleCollective
+from join import Join, JoinReport
+from join.collectives import Collective, SingleCollective, collective_of
+from joinables.loss_gate import LossGate
+from joinables.trainer.launch import Launcher, StartMethod
+
+if TYPE_CHECKING:
+    from joinables.zero import ZeroRedundancyOptimizer
 
 
-class Strategy(ABC):
-    """How a module is trained on the ranks of a run; one object serves one trainer."""
+class Strategy:
+    """How a module is trained on the ranks of a run: here, in one process and without a wrapper.
 
-    is_distributed: ClassVar[bool]
+    One object serves one trainer.
+    """
+
+    is_distributed: ClassVar[bool] = False
     shards_optimizers: bool = False
     report: JoinReport | None = None
     """Who did what in the last block, which is an epoch."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._single = SingleCollective()
+        self._parameters: list[torch.nn.Parameter] = []
+        self._unit = self._window = 0.0  # the first weight since the last step, and the sum of all, divided by it
+
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         """Run ``fn(*args)`` on all ranks and return rank 0's result."""
+        self._single.teardown()
+        self._single.setup(0, 1)
+        return fn(*args)
 
     @property
-    @abstractmethod
     def collective(self) -> Collective:
         """The ranks of the run."""
+        return collective_of(None) if self.is_distributed else self._single
 
-    @abstractmethod
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
         """Wrap ``module`` for training; if it is wrapped here already, nothing happens.
 
@@ -52,12 +70,13 @@ class Strategy(ABC):
         Raises:
             TypeError: if it is wrapped already, by somebody else.
         """
+        check_not_wrapped(module)
+        self._parameters, self._window = list(module.parameters()), 0.0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers to use in the run: ``optimizers`` themselves, or sharded ones in their place."""
-        return list(optimizers)
+        return [sharded(each) for each in optimizers] if self.shards_optimizers else list(optimizers)
 
-    @abstractmethod
     def block(
         self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
     ) -> AbstractContextManager[object]:
@@ -69,8 +88,9 @@ class Strategy(ABC):
             throw: whether all ranks raise when the first has no more.
             transform_gradients: what the loop does to gradients between backward and step.
         """
+        self.report = JoinReport()
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of ``loss``.
 
@@ -81,87 +101,149 @@ class Strategy(ABC):
                 call, on all ranks.
             **options: of ``torch.Tensor.backward``.
         """
-
-    @abstractmethod
-    def teardown(self) -> None:
-        """Drop the wrapper and its buckets, and leave the module as it was."""
-
-
-class SingleStrategy(Strategy):
-    """Training in one process, without a wrapper."""
-
-    is_distributed = False
-
-    def __init__(self) -> None:
-        self._collective = SingleCollective()
-        self._module: torch.nn.Module | None = None
-        self._window = 0.0  # the sum of the weights of the backwards since the last step
-
-    @override
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        self._collective.teardown()
-        self._collective.setup(0, 1)
-        return fn(*args)
-
-    @property
-    @override
-    def collective(self) -> Collective:
-        return self._collective
-
-    @override
-    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        check_not_wrapped(module)
-        self._module, self._window = module, 0.0
-
-    @override
-    def block(
-        self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
-    ) -> AbstractContextManager[object]:
-        self.report = JoinReport()
-        return contextlib.nullcontext()
-
-    @override
-    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
-        assert self._module is not None
         if weight is None or (sync and not self._window):
             loss.backward(**options)
             return
-        self._window += weight
-
-        # Weights apply at the parameters, as under DDP: a loss times its weight could overflow in half precision.
-        def weigh(gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * weight
-
-        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        handles: list[Any] = [parameter.register_hook(weigh) for parameter in parameters]
-        try:
-            loss.backward(**options)
-        finally:
-            for handle in handles:
-                handle.remove()
+        # Divided by a weight of the window, so that gradients have the usual size, and half precision can hold them.
+        self._unit = self._unit if self._window else weight or 1.0
+        self._window += weight / self._unit
+        (loss * (weight / self._unit)).backward(**options)
         if sync:
-            for parameter in self._module.parameters():
+            for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(self._window)
             self._window = 0.0
 
+    def teardown(self) -> None:
+        """Drop the wrapper, if there is one, and its buckets."""
+        self._parameters = []
+
+
+class DDPStrategy(Strategy):
+    """Training with ``DistributedDataParallel``, one process a rank.
+
+    Args:
+        start_method: how processes are started, where nobody else starts them.
+        find_unused_parameters: as in DDP; ``None`` is ``False``, but ``True`` under manual optimization, where a
+            backward may reach a part of the parameters only. If all backwards reach all of them, torch says so on
+            stderr: then give ``False``.
+        shard_optimizers: whether optimizers become ``ZeroRedundancyOptimizer``.
+        ddp_comm_state: first argument of ``ddp_comm_hook``.
+        ddp_comm_hook: communication hook of the gradients.
+        ddp_comm_wrapper: wraps the hook, as ``fp16_compress_wrapper`` does.
+        timeout: seconds that a joined or waiting rank gives the others, as in ``Join``.
+        **ddp_kwargs: other arguments of ``DistributedDataParallel``.
+    """
+
+    is_distributed = True
+
+    def __init__(
+        self,
+        start_method: StartMethod = "spawn",
+        *,
+        find_unused_parameters: bool | None = None,
+        shard_optimizers: bool = False,
+        ddp_comm_state: object = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        timeout: float | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.start_method: StartMethod = start_method
+        self.shards_optimizers = shard_optimizers
+        self._find_unused = find_unused_parameters
+        self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+        self._timeout, self._ddp_kwargs = timeout, ddp_kwargs
+        self.ddp: DistributedDataParallel | None = None
+        """The wrapper, while there is one."""
+        self._wrapped: tuple[Any, ...] = ()  # what the wrapper was made for
+        self._join: Join | None = None
+
+    @override
+    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
+        backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
+        return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
+
+    @override
+    def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
+        check_not_wrapped(module)
+        key = (id(module), id(torch.distributed.group.WORLD), *((id(p), p.requires_grad) for p in module.parameters()))
+        if key == self._wrapped:
+            return
+        self.teardown()
+        self.ddp = DistributedDataParallel(
+            LossGate(module),
+            device_ids=None if device.type == "cpu" else [device],
+            find_unused_parameters=several_backwards if self._find_unused is None else self._find_unused,
+            **self._ddp_kwargs,
+        )
+        state, hook, wrapper = self._hook
+        if hook is not None:
+            self.ddp.register_comm_hook(state, wrapper(hook) if wrapper is not None else hook)
+        self._wrapped = key
+
+    @override
+    @contextlib.contextmanager
+    def block(
+        self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
+    ) -> Generator[None]:
+        if self.shards_optimizers:
+            from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
+
+            listed = [
+                ZeroStep(each, transform_gradients) if isinstance(each, ZeroRedundancyOptimizer) else each
+                for each in listed
+            ]
+        join = Join(
+            [self.ddp, *listed],
+            enable=enable,
+            throw_on_early_termination=throw,
+            timeout=self._timeout,
+            divide_by_initial_world_size=False,
+        )
+        self._join = join if enable else None
+        try:
+            with join:
+                yield
+            self.report = join.report
+        finally:
+            self._join = None
+
+    @override
+    def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:
+        assert self.ddp is not None
+        if self._join is not None:
+            self._join.weight = weight
+        with contextlib.nullcontext() if sync else self.ddp.no_sync():
+            gated = self.ddp(loss)
+            (gated if self._join is None else self._join.scale(gated)).backward(**options)
+
     @override
     def teardown(self) -> None:
-        self._module = None
+        self.ddp, self._wrapped = None, ()
 
 
 def check_not_wrapped(module: torch.nn.Module) -> None:
-    """Raise a ``TypeError`` for a module that is, or contains, a data-parallel wrapper."""
-    for name, part in cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules()):
-        if isinstance(part, (DistributedDataParallel, DataParallel)):
-            where = f"contains one ({name!r})" if name else "is one"
-            raise TypeError(
-                f"the trainer wraps modules in DistributedDataParallel itself, and this {type(module).__name__}"
-                f" {where}; pass the bare module [J263]"
-            )
+    """Raise a ``TypeError`` for a module that contains a data-parallel wrapper."""
+    if any(isinstance(part, (DistributedDataParallel, DataParallel)) for part in module.modules()):
+        raise TypeError(f"{type(module).__name__} contains a data-parallel wrapper; pass the bare module [J263]")
 
 
-# -- registry ---------------------------------------------------------------------------------------------------------
+def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
+    """Return a ``ZeroRedundancyOptimizer`` of the same kind and groups as ``optimizer``, which has no state yet."""
+    from joinables.zero import ZeroRedundancyOptimizer  # it takes a second to import; most programs never need it
+
+    options = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    zero = ZeroRedundancyOptimizer(groups[0]["params"], type(optimizer), **options)
+    zero.param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
+    for group in groups[1:]:
+        zero.add_param_group(group)
+    return zero
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
 
 _registry: dict[str, tuple[Callable[[], Strategy], str]] = {}
 
@@ -186,11 +268,25 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     """Return ``strategy``, or the one registered under that name."""
     if isinstance(strategy, Strategy):
         return strategy
-    if not isinstance(strategy, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"strategy={strategy!r} must be a name or a Strategy [J265]")
     if strategy not in _registry:
         raise ValueError(f"strategy={strategy!r} is unknown; the known ones are {', '.join(strategies())} [J266]")
     return _registry[strategy][0]()
 
 
-register_strategy("single", SingleStrategy, "one process, no wrapper")
+register_strategy("single", Strategy, "one process, no wrapper")
+register_strategy("ddp", DDPStrategy, "DDP; processes are spawned, unless a launcher has started them")
+register_strategy("ddp_spawn", DDPStrategy, "the same as ddp")
+register_strategy(
+    "ddp_fork", lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"
+)
+register_strategy("ddp_forkserver", lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks")
+register_strategy(
+    "ddp_zero",
+    lambda: DDPStrategy(shard_optimizers=True),
+    "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
+)
+register_strategy(
+    "ddp_find_unused_parameters_true",
+    lambda: DDPStrategy(find_unused_parameters=True),
+    "DDP for steps that reach a part of the parameters only",
+)

@@ -1,39 +1,71 @@
 """Training, validation, test and prediction in one call each: :class:`Trainer`.
 
-A call runs one function, ``joinables.trainer.work.work``, on every rank and returns its result. The processes are
-started for it, or torchrun, SLURM or MPI have started them; everything else is the same. The process that called gets
-everything back: weights, optimizer state, counters, metrics. So a second ``fit`` goes on where the first ended.
+A call runs one function, :func:`work`, on every rank and returns its result. The processes are started for it, or
+torchrun, SLURM or MPI have started them; everything else is the same. The process that called gets everything back:
+weights, optimizer state, counters, metrics. So a second ``fit`` goes on where the first ended.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.utils.data import Dataset
 
 from join import JoinReport
-from joinables.trainer import arguments
-from joinables.trainer.callbacks.base import Callback
-from joinables.trainer.callbacks.checkpoint import ModelCheckpoint
-from joinables.trainer.checkpoints import snapshot
-from joinables.trainer.checkpoints.file import read_checkpoint, write_checkpoint
-from joinables.trainer.keywords import checks_keywords
-from joinables.trainer.launch.folders import temporary_folder
-from joinables.trainer.launch.launched import detect_environment
-from joinables.trainer.loops import rng
-from joinables.trainer.loops.data import Plan
-from joinables.trainer.loops.precision import Precision
-from joinables.trainer.loops.run import FitRun, Run, Task
-from joinables.trainer.module import TrainModule
-from joinables.trainer.result import LastFit, Result
-from joinables.trainer.strategy import Strategy
-from joinables.trainer.work import put_buffers, receive_callbacks, receive_home, send_callback, work
+from join.collectives._torch_private import pytree
+from joinables.train_mode import keeping_modes
+from joinables.trainer import rng
+from joinables.trainer.callbacks import Callback, ModelCheckpoint
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from joinables.trainer.launch import detect_environment
+from joinables.trainer.loop import FitLoop, evaluate
+from joinables.trainer.module import TrainModule, check_callback, check_module
+from joinables.trainer.run import Counters, Run, Task
+from joinables.trainer.strategy import Strategy, strategy_of
 
-Uneven = Literal["join", "stop", "error"]
+logger = logging.getLogger("joinables")
+
+Uneven: TypeAlias = Literal["join", "stop", "error"]
+Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
+
+_DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's result; immutable, and the same whether the processes were started here or by a launcher.
+
+    Attributes:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        epochs: how many epochs were completed, over all fits.
+        global_step: how many optimizer steps were made, over all fits.
+        callback_metrics: the latest value of every metric.
+        callbacks: the callbacks' states, by ``state_key``.
+        join_report: steps, shadowed steps and idle time by rank in the last epoch; ``None`` before any.
+        stopped: whether a callback ended the fit.
+        metrics: those of this validation or test.
+        predictions: of a prediction, the batches' outputs in the order of the data set.
+    """
+
+    stage: str
+    epochs: int
+    global_step: int
+    callback_metrics: Mapping[str, float]
+    callbacks: Mapping[str, Any]
+    join_report: JoinReport | None
+    stopped: bool
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    predictions: Sequence[Any] = ()
 
 
 class Trainer:
@@ -53,10 +85,7 @@ class Trainer:
         gradient_clip_val: largest norm of the gradient; ``None`` for no limit.
         uneven: what happens if ranks have different numbers of batches: ``"join"`` trains on all of them, ``"stop"``
             ends the epoch with the first rank that has no more, ``"error"`` raises.
-        sync_batchnorm: whether BatchNorm layers are SyncBatchNorm while they train; on GPUs only.
         callbacks: objects that are called at certain points of a run.
-        enable_progress_bar: whether rank 0 shows a bar on a terminal; needs tqdm. Elsewhere, and in notebooks,
-            ``callbacks=ProgressBar(disable=False)`` shows it.
         default_root_dir: where files go; by default, the current directory.
         seed: where random numbers and the order of data start; with ``None``, ranks that are started here go on with
             this process's random numbers, and this process goes on with rank 0's.
@@ -66,7 +95,6 @@ class Trainer:
         ValueError: if one is out of range, or does not go with another.
     """
 
-    @checks_keywords
     def __init__(
         self,
         *,
@@ -80,54 +108,54 @@ class Trainer:
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         uneven: Uneven = "join",
-        sync_batchnorm: bool = False,
         callbacks: Sequence[Callback] | Callback | None = None,
-        enable_progress_bar: bool = False,
         default_root_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._accelerator = arguments.checked_accelerator(accelerator)
-        self.world_size = arguments.world_size_for(devices, num_nodes, self._accelerator)
-        self.strategy = arguments.checked_strategy(strategy, self.world_size, devices)
-        if sync_batchnorm:
-            self.strategy = arguments.with_sync_batchnorm(self.strategy, self._accelerator)
-        self.precision = precision
-        if self._scales_loss and self.strategy.shards_optimizers:  # the first of them refuses an unknown precision
-            raise ValueError("precision='16-mixed' does not go with sharded optimizers; use 'bf16-mixed' [J267]")
-        arguments.check_limits(max_epochs, max_steps, gradient_clip_val)
+        _check_choice("accelerator", accelerator, ("auto", "cpu", "cuda", "gpu"))
+        _check_choice("uneven", uneven, ("join", "stop", "error"))
+        _check_choice("precision", str(precision), tuple(_DTYPES))
+        self._accelerator = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+        if accelerator in ("cuda", "gpu") and self._accelerator == "cpu":
+            raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu' [J169]")
+        self.world_size = _world_size(devices, num_nodes, self._accelerator, alone=strategy == "single")
+        self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
+        if self.world_size > 1 and not self.strategy.is_distributed:
+            raise ValueError(f"strategy={strategy!r} is for one process; leave it out, or set devices=1 [J174]")
+        self.dtype = _DTYPES[str(precision)]
+        if self.dtype is torch.float16 and self.strategy.shards_optimizers:
+            raise ValueError("'16-mixed' does not go with sharded optimizers; use 'bf16-mixed' [J267]")
+        if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
+            raise ValueError(f"{accumulate_grad_batches=} and {gradient_clip_val=} must be positive [J168]")
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
-        self.max_steps = max_steps
-        arguments.check_count("accumulate_grad_batches", accumulate_grad_batches)
+        self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
-        arguments.check_choice("uneven", uneven, ("join", "stop", "error"))
         self.uneven: Uneven = uneven
-        if seed is not None:
-            arguments.check_count("seed", seed, least=0)
-        self.seed = seed
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.callbacks = arguments.checked_callbacks(callbacks, enable_progress_bar)
+        self.callbacks = _in_order(callbacks)
         self.metrics: dict[str, float] = {}
         """The latest value of every metric."""
         self.should_stop = False
         """Set it, on any rank, to end the fit after the epoch under way."""
-        self.plan: Plan | None = None
-        """What is known of the ranks' data in the epoch under way."""
         self._run: Run | None = None  # the one under way in this process
-        self._last = LastFit()
+        self._last_module: weakref.ref[TrainModule] | None = None
+        self._last_state: dict[str, Any] | None = None
+        """What the next fit of the last module resumes from, without its weights: see ``joinables.trainer.checkpoint``.
 
-    @property
-    def _scales_loss(self) -> bool:
-        return Precision(self.precision, self._accelerator).scales_loss
+        On rank 0 only, and ``None`` before a fit has ended.
+        """
+        self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit, by state_key
+        self.counters = Counters()
+        """The optimizer steps and completed epochs, over all fits of the module."""
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    @checks_keywords
     def fit(
         self,
         module: TrainModule,
         train_loader: Any,
         val_loader: Any = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
+        ckpt_path: Checkpoint = None,
     ) -> Result:
         """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
 
@@ -142,36 +170,18 @@ class Trainer:
             val_loader: batches to validate on after every epoch.
             ckpt_path: a checkpoint to go on from instead, with its weights.
         """
-        self._check_run("fit", module)
+        check_module(module, "fit", calls_val_dataloader=val_loader is not None)
+        if val_loader is not None:
+            check_module(module, "validate")
         if self.max_epochs is None and self.max_steps is None:
             raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them [J268]")
-        to_come = 1 if self.max_epochs is None else self.max_epochs - self.epochs
-        arguments.check_loader("train_loader", train_loader, to_come)
-        sets_steps = self.gradient_clip_val is not None or self.accumulate_grad_batches > 1
-        arguments.check_manual(module, sets_steps=sets_steps, scales_loss=self._scales_loss)
-        if val_loader is not None:
-            arguments.check_module(module, "validate")
-            arguments.check_loader("val_loader", val_loader, to_come)
-        elif callable(getattr(module, "val_dataloader", None)):
-            raise TypeError(
-                f"{type(module).__name__} has val_dataloader, which the trainer does not call; give fit what it returns"
-                " as val_loader, and rename it if it is your own [J269]"
-            )
-        if ckpt_path is not None:
-            # A missing or broken file is told here, before anything changes, and not by a worker.
-            snapshot.check(read_checkpoint(ckpt_path), str(ckpt_path))
-        if self._last.module is not module:
-            self._last.begin(module, self.callbacks)
-            self.metrics = {}
-        self._last.remember_callbacks(self.callbacks)
-        self.should_stop = False
+        automatic = self.gradient_clip_val, self.accumulate_grad_batches, self.dtype is torch.float16
+        if not module.automatic_optimization and automatic != (None, 1, False):
+            raise ValueError("clipping, accumulation and '16-mixed' need automatic_optimization; leave them out [J183]")
         loaders = {"train_loader": train_loader, "val_loader": val_loader}
-        return replace(self._launch("fit", module, loaders, ckpt_path), state=None)
+        return self._launch("fit", module, loaders, ckpt_path)
 
-    @checks_keywords
-    def validate(
-        self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
-    ) -> list[dict[str, float]]:
+    def validate(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
         """Run ``validation_step`` over ``loader``; return a list with the metrics, by name.
 
         With ``ckpt_path``, ``module`` gets the weights of that checkpoint first, and keeps them; so in ``test`` and
@@ -179,69 +189,77 @@ class Trainer:
         """
         return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path).metrics)]
 
-    @checks_keywords
-    def test(
-        self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None
-    ) -> list[dict[str, float]]:
+    def test(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
         """Run ``test_step`` over ``loader``; return a list with the metrics, by name."""
         return [dict(self._launch("test", module, {"loader": loader}, ckpt_path).metrics)]
 
-    @checks_keywords
-    def predict(self, module: TrainModule, loader: Any, ckpt_path: str | os.PathLike[str] | None = None) -> list[Any]:
+    def predict(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[Any]:
         """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
-        return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions or ())
-
-    def _check_run(self, stage: str, module: TrainModule) -> None:
-        arguments.check_module(module, stage)
-        if self._run is not None:
-            raise RuntimeError(
-                f"this trainer is in a run already, in which {stage} cannot be called; call it after that [J270]"
-            )
+        return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions)
 
     def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
         """Have all ranks do their part of a run, and bring its results into this process."""
-        if stage != "fit":
-            self._check_run(stage, module)
-            arguments.check_loader("loader", loaders["loader"], 1)
-        if self.world_size > 1 and self.is_global_zero:
-            for name, loader in loaders.items():
-                if loader is not None:
-                    arguments.warn_if_not_dealt_out(name, loader, self.world_size)
-        with temporary_folder() as folder:
-            path = None if ckpt_path is None else Path(ckpt_path)
-            if stage == "fit" and path is None and self._last.state is not None:
-                path = folder / "last-fit"
-                write_checkpoint(self._last.state, path, durable=False)
-            task = Task(stage, path, folder, os.getpid(), rng.capture())
+        check_module(module, stage)
+        for name, loader in loaders.items():
+            if isinstance(loader, Dataset):
+                raise TypeError(f"{name} is a data set; wrap it: DataLoader(dataset, batch_size=...) [J186]")
+        if self._run is not None:
+            raise RuntimeError(f"this trainer is in a run, in which {stage} cannot be called; call it after [J270]")
+        # A missing or broken file is told here, before anything changes, and not by a worker.
+        saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
+        if stage == "fit":
+            self._begin(module)
+            saved = saved or self._last_state
+        before = self.counters.state_dict()
+        with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
+            task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
             try:
-                result: Result = self.strategy.launch(
+                result, state, home = self.strategy.launch(
                     self.world_size, self._accelerator, work, self, module, loaders, task
                 )
             except BaseException:
-                receive_callbacks(folder, self.callbacks)
+                for index, callback in enumerate(self.callbacks):
+                    if (path := Path(folder, f"callback-{index}")).exists():
+                        callback.load_state_dict(torch.load(path, weights_only=False))
+                self.counters.load_state_dict(before)
                 raise
-            home = receive_home(folder)
-            if home is not None:
-                result = replace(result, state=home["state"])
-                self._take_over(result)
-                Precision(self.precision, "cpu").convert_module(module)
-                if result.state is not None:
-                    module.load_state_dict(result.state["module"])
-                elif path is not None:
-                    module.load_state_dict(read_checkpoint(path)["module"])
-                put_buffers(module, home["buffers"])
-                rng.restore(home["random"])
-            if stage == "fit":
-                self._last.end(result)
+        if home is not None:
+            self._take_over(module, result, home)
+        if state is not None:
+            kept = {name: value for name, value in state.items() if name != "module"}
+            # Copies: the optimizer of the next fit would go on in the same tensors.
+            self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
         return result
 
-    def _take_over(self, result: Result) -> None:
-        """Bring this trainer and its callbacks to the state of rank 0's, in another process."""
+    def _begin(self, module: TrainModule) -> None:
+        """Begin a fit; for another module, forget the last one, and have callbacks be as before their own first."""
+        self.should_stop = False
+        if self._last_module is None or self._last_module() is not module:
+            self._last_module, self._last_state = weakref.ref(module), None
+            self.counters, self.metrics = Counters(), {}
+            for each in self.callbacks:
+                if each.state_key in self._first_states:
+                    each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
+        for each in self.callbacks:
+            self._first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process gets the state with its task, and does not need the rest.
+        return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
+
+    def _take_over(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
+        """Bring this process to the state of rank 0's, another one."""
         self.metrics = dict(result.callback_metrics)
+        self.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
         self.should_stop, self.strategy.report = result.stopped, result.join_report
         for callback in self.callbacks:
             if callback.state_key in result.callbacks:
                 callback.load_state_dict(result.callbacks[callback.state_key])
+        if self.dtype is torch.float64:
+            module.double()
+        if home["module"] is not None:
+            module.load_state_dict(home["module"])
+        rng.restore(home["random"])
 
     # -- for modules and callbacks ------------------------------------------------------------------------------------
 
@@ -256,12 +274,6 @@ class Trainer:
         return self.strategy.report
 
     @property
-    def latest(self) -> dict[str, float]:
-        """The single values logged last on this rank, of metrics that the progress bar shows."""
-        metrics = {} if self._run is None else self._run.store.metrics
-        return {name: metric.last for name, metric in metrics.items() if metric.prog_bar}
-
-    @property
     def run(self) -> Run:
         """The run under way.
 
@@ -273,20 +285,12 @@ class Trainer:
         return self._run
 
     @property
-    def _fit(self) -> FitRun | None:
-        return self._run if isinstance(self._run, FitRun) else None
-
-    @property
-    def collective(self) -> Any:
-        """The ranks of the run under way."""
-        return self.run.collective
-
-    @property
     def global_rank(self) -> int:
         """The rank of this process; outside a run 0, or what torchrun, SLURM or MPI say."""
         if self._run is not None:
             return self._run.rank
-        return detect_environment().place().rank if self.strategy.is_distributed else 0
+        environment = detect_environment() if self.strategy.is_distributed else None
+        return 0 if environment is None else environment.place.rank
 
     @property
     def is_global_zero(self) -> bool:
@@ -294,49 +298,14 @@ class Trainer:
         return self.global_rank == 0
 
     @property
-    def epochs(self) -> int:
-        """How many epochs were completed, over all fits."""
-        return (self._fit or self._last).counters.epochs
-
-    @property
     def current_epoch(self) -> int:
         """The epoch under way, from 0; outside a fit, the number of completed ones."""
-        return self._fit.position.epoch if self._fit else self.epochs
+        return self.counters.epochs if self._run is None else self._run.position.epoch
 
     @property
     def global_step(self) -> int:
         """The number of optimizer steps, over all fits."""
-        return (self._fit or self._last).counters.global_step
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the fit under way."""
-        return self._fit.optimizers if self._fit else []
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """The schedulers of the fit under way, with when they step."""
-        return self._fit.schedulers if self._fit else []
-
-    def record(self, name: str, value: Any, *, batch_size: int | None, **options: Any) -> None:
-        """Record a metric: ``module.log`` calls this."""
-        run = self.run
-        if run.task.stage == "predict":
-            raise RuntimeError(
-                f"metric {name!r} was logged in a prediction, which has no metrics; use validate or test [J272]"
-            )
-        if not run.takes_metrics:
-            raise RuntimeError(
-                f"metric {name!r} was logged in a callback's on_start or on_end, where no metrics are taken; log it in"
-                " on_evaluation_start, on_evaluation_end, on_train_epoch_start or on_train_end [J273]"
-            )
-        run.store.record(name, value, run.samples if batch_size is None else batch_size, **options)
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradients of ``loss``: ``module.manual_backward`` calls this."""
-        if self._fit is None:
-            raise RuntimeError("manual_backward is for training_step; call it there [J274]")
-        self._fit.backward(loss, **options)
+        return self.counters.global_step
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
         """Write a checkpoint; called on all ranks at the same step, those without data excepted, or after the fit.
@@ -351,35 +320,136 @@ class Trainer:
             RuntimeError: before any fit, in another run, or when the module that was trained is gone.
             TypeError: if a state holds more than plain data and tensors.
         """
-        if self._fit is not None and self._fit.optimizers:
-            state = self._fit.take_snapshot()
+        if self._run is not None and self._run.optimizers:
+            state = self._run.take_snapshot()
         else:
-            module, state = self._last.module, self._last.state
+            module, state = self._last_module and self._last_module(), self._last_state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
-                raise RuntimeError(
-                    "there is no fit under way, nor the state and the module of one that ended; save in a fit, or right"
-                    " after it [J275]"
-                )
+                raise RuntimeError("there is no fit, nor state and module of one; save in a fit, or after it [J275]")
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
-            snapshot.check_readable(state)
             write_checkpoint(state, path)
         return state is not None
 
     def note(self, callback: Callback) -> None:
         """Let the process that started the run have the state of one of its callbacks, even if the run then fails."""
-        send_callback(self.run.task, self.callbacks.index(callback), callback)
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ``ModelCheckpoint`` among the callbacks."""
-        return next((each for each in self.callbacks if isinstance(each, ModelCheckpoint)), None)
+        task = self.run.task
+        if os.getpid() != task.home:
+            path = task.folder / f"callback-{self.callbacks.index(callback)}"
+            torch.save(callback.state_dict(), path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)  # it is whole, even if this process is killed
 
     def device_of(self, rank: int) -> torch.device:
         """The device on which this process computes, as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
         environment = detect_environment()
-        local_rank = rank if environment.creates_processes else environment.place().local_rank
+        local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
         return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Refuse what is none of the ``known`` values."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(known)} [J166]")
+
+
+def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:
+    """The number of processes on all nodes.
+
+    With ``devices="auto"``, that is as many as a launcher has started; without a launcher, one for each GPU, or 1.
+    """
+    environment = detect_environment()
+    started = None if environment is None else environment.place.world_size
+    there = torch.cuda.device_count() if accelerator == "cuda" else None
+    wanted = (1 if alone else started or there or 1) if devices == "auto" else devices * num_nodes
+    too_many = (num_nodes > 1 and started is None) or (there is not None and devices != "auto" and devices > there)
+    if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
+        raise ValueError(
+            f"devices={devices} and num_nodes={num_nodes}, but there are {there} GPUs here, and torchrun, SLURM or MPI"
+            f" started {started} processes; leave both out, or pass strategy='single' for each to train alone [J172]"
+        )
+    return wanted
+
+
+def _in_order(callbacks: Any) -> list[Callback]:
+    """The callbacks in the order in which they are called."""
+    listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+    for each in listed:
+        check_callback(each)
+    listed.sort(key=lambda each: isinstance(each, ModelCheckpoint))  # a checkpoint holds what the others did
+    keys = [each.state_key for each in listed]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"callbacks has several of one state_key: {', '.join(keys)}; give each its own [J178]")
+    return listed
+
+
+# -- one rank's part --------------------------------------------------------------------------------------------------
+
+
+def work(
+    trainer: Trainer, module: TrainModule, loaders: Mapping[str, Any], task: Task
+) -> tuple[Result, dict[str, Any] | None, dict[str, Any] | None]:
+    """Do one rank's part of a run; called on all ranks.
+
+    Returns:
+        The result; the state of a fit, on rank 0; and what else is to get home, if that is another process.
+    """
+    is_at_home = os.getpid() == task.home
+    if not is_at_home:
+        rng.start_from(task.random)
+    run, loop = Run(trainer, module, task), None
+    made: dict[str, Any] = {}
+    state: dict[str, Any] | None = None
+    trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
+    try:
+        with keeping_modes(module), _telling_callbacks(run):
+            if task.stage == "fit":
+                loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"])
+                loop.start()
+                loop.run()
+                state = run.take_snapshot()
+            elif task.saved is not None:
+                module.load_state_dict(task.saved["module"])
+            if task.stage != "fit":
+                made["metrics"], made["predictions"] = evaluate(run, loaders["loader"], task.stage)
+    finally:
+        if loop is not None:
+            loop.end()
+        trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
+        trainer.strategy.teardown()
+    result = Result(
+        stage=task.stage,
+        **trainer.counters.state_dict(),
+        callback_metrics=dict(trainer.metrics),
+        callbacks={each.state_key: each.state_dict() for each in trainer.callbacks},
+        join_report=trainer.join_report,
+        stopped=trainer.should_stop,
+        **made,
+    )
+    if is_at_home or run.rank != 0:
+        return result, state, None
+    weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
+    return result, state, {"module": weights, "random": rng.capture()}
+
+
+@contextmanager
+def _telling_callbacks(run: Run) -> Generator[None]:
+    """A context that calls the callbacks' ``on_start``, ``on_end``, and ``on_exception`` with what is raised in it."""
+    try:
+        run.call("on_start", run.task.stage)
+        run.takes_metrics = run.task.stage != "predict"
+        yield
+    except BaseException as error:
+        try:
+            run.call("on_exception", error)
+        except Exception:  # the exception that is under way says more
+            logger.exception("a callback raised in on_exception")
+        raise
+    finally:
+        run.takes_metrics = False
+        run.call("on_end", run.task.stage)

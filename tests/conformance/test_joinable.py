@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Burst, Join, Joinable, JoinHook
 from join.collectives import collective_of
-from join.joinable import BurstState
 from join.registry import joinables_of
 from tests.join.counter import Counter, Leading
 from tests.joinables.test_state import Summer
@@ -72,7 +71,7 @@ def conforms(rank: int, name: str) -> list[tuple[str, bool, bool]]:
             assert collective_of(joinable.join_process_group).world_size == 2
         if isinstance(joinable, Burst):
             assert len(joinable.flags(False)) == joinable.flag_count
-            assert joinable.state is BurstState.IDLE
+            assert not joinable.is_pending
         described.append((type(joinable).__name__, joinable.communicates, isinstance(joinable, Burst)))
     for _ in range(2):  # attach and detach leave it ready for the next block
         with Join([target, Counter(collective_of(None))]):

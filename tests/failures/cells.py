@@ -130,8 +130,9 @@ class Trouble:
             if self.how == "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "KeyboardInterrupt":
-                signal.raise_signal(signal.SIGINT)
-                raise KeyboardInterrupt  # the trainer's workers leave the signal to the process that started them
+                if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:  # which ends the trainer's workers at once
+                    signal.raise_signal(signal.SIGINT)
+                raise KeyboardInterrupt
         return self.reached
 
     def loader(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

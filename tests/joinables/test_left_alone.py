@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,8 @@ class Body(ABC):
 
     listed: list[Any]
     weighs = False
+    scale: Callable[[torch.Tensor], torch.Tensor]
+    window = 1
 
     @abstractmethod
     def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]: ...
@@ -46,22 +48,20 @@ class TwoModules(Body):
 
     def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
         yield
-        self.head(self.net(x).detach()).sum().backward()
+        self.scale(self.head(self.net(x).detach()).sum()).backward()
         yield
         if step % 2 == 0:
-            self.head(y).sum().backward()
+            self.scale(self.head(y).sum()).backward()
         self.optimizers[1].step()
         yield
         scores = self.head(self.net(x))
         yield
-        scores.sum().backward()
+        self.scale(scores.sum()).backward()
         self.optimizers[0].step()
 
 
 class Sharded(Body):
     """FSDP2, clipped by the norm of all shards."""
-
-    window = 1
 
     def __init__(self) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -79,7 +79,7 @@ class Sharded(Body):
         self.model.set_requires_gradient_sync(synchronises)
         output = self.model(x)
         yield
-        (output - y).square().sum().backward()
+        self.scale((output - y).square().sum()).backward()
         yield
         if synchronises:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -104,7 +104,7 @@ class WithZero(Body):
 
     def places(self, x: torch.Tensor, y: torch.Tensor, step: int) -> Iterator[None]:
         self.optimizer.zero_grad()
-        (self.net(x) - y).square().sum().backward()
+        self.scale((self.net(x) - y).square().sum()).backward()
         self.optimizer.step()
         yield
 
@@ -121,8 +121,9 @@ def running(rank: int, kind: type[Body], steps: range, place: int, lookahead: in
         with Join(body.listed, divide_by_initial_world_size=False, **how) as block:
             batches = [batch(rank, 0, number) for number in range((4, 6, 0)[rank])]
             weigh: Any = (lambda data: len(data[0])) if body.weighs else None
-            for at, (x, y) in enumerate(block.iterate(batches, lookahead=lookahead, weigh=weigh)):
-                body.scale = block.scale
+            loop = block.iterate(batches, lookahead=lookahead, weigh=weigh, window=body.window)
+            body.scale = block.scale
+            for at, (x, y) in enumerate(loop):
                 if rank == 1 and at in steps and place < 0:
                     continue
                 for where, _ in enumerate(body.places(x, y, at)):

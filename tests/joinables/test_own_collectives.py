@@ -310,7 +310,7 @@ def steps_shards(rank: int) -> str:
 
 def test_steps_of_shards_that_ranks_made_unevenly_in_a_plain_block(pool: Pool) -> None:
     for text in pool.run(steps_shards, ranks=2):
-        assert text.startswith("SGD steps parameters that are sharded, and ranks made different numbers of steps")
+        assert "loop over join.iterate, which copies nothing" in text
 
 
 def with_statistics(rank: int, counts: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -322,7 +322,7 @@ def with_statistics(rank: int, counts: tuple[int, ...]) -> tuple[Any, torch.Tens
         before = statistics.clone()
         for x, y in join.iterate([batch(rank, 0, step) for step in range(counts[rank])]):
             optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
+            join.scale(((model(x) - y) ** 2).mean()).backward()
             optimizer.step()
             before = statistics.clone()
     return join.report, before, statistics
@@ -415,10 +415,10 @@ def train_fsdp1(rank: int, counts: tuple[int, ...]) -> list[torch.Tensor]:
 
     model = sharded_by("FSDP1")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with Join([model]) as join:
-        for step, (x, _) in enumerate(join.iterate([batch(rank, 0, step) for step in range(counts[rank])])):
+    with Join([model], divide_by_initial_world_size=False) as join:
+        for x, _ in join.iterate([batch(rank, 0, step) for step in range(counts[rank])]):
             optimizer.zero_grad()
-            (model(x).square().sum() * 3 / sum(count > step for count in counts)).backward()
+            join.scale(model(x).square().sum()).backward()
             model.clip_grad_norm_(10.0)
             optimizer.step()
     with FullyShardedDataParallel.summon_full_params(model):
@@ -462,7 +462,7 @@ def train_refusing(rank: int, counts: tuple[int, ...]) -> dict[str, torch.Tensor
             optimizer.zero_grad()
             output = model(x)
             assert len(output) == len(x)
-            ((output - y) ** 2).sum().backward()
+            join.scale(((output - y) ** 2).sum()).backward()
             optimizer.step()
             with torch.no_grad():
                 model(x)
@@ -504,7 +504,7 @@ def outcome(rank: int, fault: str) -> str:
                 loss = model(x).sum()
                 if (fault, rank, step) == ("loss", 1, 1):
                     raise OSError("disk")
-                loss.backward()
+                join.scale(loss).backward()
                 if (fault, rank, step) == ("step", 1, 1):
                     raise OSError("disk")
                 optimizer.step()
@@ -540,7 +540,7 @@ def with_sparse_calls(rank: int) -> dict[str, torch.Tensor]:
         mine = [batch(rank, 0, step) for step in range(2 * rank)]
         for x, y in join.iterate(mine, dummy="empty"):
             optimizer.zero_grad()
-            ((model(x.to_sparse() if len(x) else x) - y) ** 2).sum().backward()
+            join.scale(((model(x.to_sparse() if len(x) else x) - y) ** 2).sum()).backward()
             optimizer.step()
     return flat_state(whole(model.state_dict()))
 
@@ -572,7 +572,7 @@ def train_two_loops(rank: int, in_one_block: bool) -> dict[str, torch.Tensor]:
                 mine = [batch(rank, epoch, step) for step in range(counts[epoch][rank])]
                 for x, y in join.iterate(mine, dummy="last"):
                     optimizer.zero_grad()
-                    ((model(x) - y) ** 2).mean().backward()
+                    join.scale(((model(x) - y) ** 2).mean()).backward()
                     optimizer.step()
     return flat_state(whole(model.state_dict()))
 
@@ -668,3 +668,21 @@ def test_calls_on_what_requires_grad(pool: Pool) -> None:
             optimizer.step()
     for state in pool.run(train_on_what_requires_grad, counts):
         assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+def forgets_to_scale(rank: int) -> str:
+    model = shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Join([model, optimizer]) as join:
+            for x, y in join.iterate([batch(rank, 0, step) for step in range(rank)]):
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_loss_that_is_not_scaled(ending: Ending) -> None:
+    for text in ending.run(forgets_to_scale):
+        assert "SGD stepped, and no loss was scaled, though nothing else weighs the gradients of the forward of" in text

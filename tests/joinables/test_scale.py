@@ -314,6 +314,24 @@ def test_weights_of_0_on_all_ranks_give_gradients_of_0(pool: Pool) -> None:
         torch.testing.assert_close(weight, net.last.weight.detach(), atol=TOLERANCE, rtol=0)
 
 
+def counts_batches(rank: int, counts: tuple[int, ...], fill: bool) -> int:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).double())
+    with Join([ddp], divide_by_initial_world_size=False) as join:
+        data = [batch(rank, step) for step in range(counts[rank])]
+        for x in join.iterate(data, window=2, fill_window=fill):
+            with nullcontext() if join.ends_window else ddp.no_sync():
+                join.scale(ddp(x).square().mean()).backward()
+    return int(ddp.module[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize(("counts", "seen"), [((0, 1, 0), 1), ((0, 3, 3), 3), ((2, 3, 0), 3), ((0, 4, 0), 4)])
+def test_buffers_of_a_window_are_those_of_a_rank_with_data(
+    pool: Pool, counts: tuple[int, ...], seen: int, fill: bool
+) -> None:
+    assert pool.run(counts_batches, counts, fill) == [seen] * 3
+
+
 def mistaken(rank: int, how: str) -> str:
     ddp = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from join.collectives import collective_of
-from joinables.trainer import SingleStrategy, Trainer
+from joinables.trainer import Strategy, Trainer
 from tests.cases import Case, Data, Loop, Model, Optimizer, Shards, Step
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.models import flat_state
@@ -62,4 +62,4 @@ def fit(rank: int, ranks: int, **options: Any) -> Fitted:
 
 
 def fit_alone() -> Fitted:
-    return fit(0, 1, strategy=SingleStrategy(), devices=1)
+    return fit(0, 1, strategy=Strategy(), devices=1)

@@ -3,7 +3,7 @@
 ::
 
     with join_uneven_inputs(accelerator, [model, optimizer, scheduler], even_batches=False) as join:
-        for x, y in loader:                     # or join.iterate(loader)
+        for x, y in join.iterate(loader):       # or, with DDP, loader
             with accelerator.accumulate(model):
                 accelerator.backward(loss_fn(model(x), y))
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()

@@ -1,12 +1,12 @@
 """A block of what an ``Accelerator`` has prepared: :func:`join_uneven_inputs`, and its :class:`AcceleratedJoin`.
 
-A loop over ``join.iterate`` reads ahead, so Accelerate's own loader says too early that it has come to its end; and on
-each rank at another step. In such a loop Accelerate is shown another loader, :class:`LoopAsLoader`, which is at its end
-in the last step of all ranks: there ``accelerator.accumulate`` ends the window on all of them. In a plain loop each
-rank's window ends with its own loader, and the last reductions have fewer micro-batches.
+In the block, ``accelerator.backward`` scales each loss by what its batch weighs. It also divides each by
+``gradient_accumulation_steps``, also in windows that are not full, so the block is told that by ``loss_divided_by``.
 
-``accelerator.backward`` divides each loss by ``gradient_accumulation_steps``, also in windows that are not full, so the
-block is told that by ``loss_divided_by``.
+A loop over ``join.iterate`` reads ahead, so Accelerate's own loader says too early that it has come to its end; and on
+each rank at another step. In such a loop ``accelerator.accumulate`` asks the block, whose windows of accumulation end
+at the same step on all ranks. In a plain loop each rank's window ends with its own loader, and the last reductions have
+fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, override
 
 from join import Join, JoinError
 from join.collectives import SingleCollective
+from join.loop.loops import Batches
 from joinables.integrations.accelerate.gather import gathering_rows
+from joinables.integrations.accelerate.methods import replaced, scaling_losses
 from joinables.wrapped import unwrapped
 
 T = TypeVar("T")
@@ -40,9 +42,12 @@ def join_uneven_inputs(
 ) -> Join:
     """A block in which ranks may have different numbers of batches, of what ``accelerator`` has prepared.
 
-    Gradients are the mean over the micro-batches of all ranks, which weigh 1, or ``join.weight`` where that is set: the
-    loss is divided by Accelerate's ``gradient_accumulation_steps``, and the block knows it. In one process, which is
-    told nothing, the loss is what Accelerate makes of it, and ``join.weight`` has no effect.
+    Gradients are the mean over the micro-batches of all ranks, which weigh 1, or what ``join.iterate(weigh=...)`` or,
+    in a plain loop, ``join.weight`` says: call ``accelerator.backward`` for each loss. In one process that is so in a
+    loop over ``join.iterate``; in a plain one, the loss is what Accelerate makes of it.
+
+    A loop over ``join.iterate`` has windows of ``gradient_accumulation_steps``, for ``accelerator.accumulate``; give
+    another ``window`` if it is for something else.
 
     Under ``accelerator.accumulate`` in a plain loop, the window that is not full at the end of a rank's loader makes a
     step only if that loader is a prepared one, which tells Accelerate that it is at its end, and the model is not
@@ -57,7 +62,8 @@ def join_uneven_inputs(
         joinables: the model, optimizers and schedulers, as ``accelerator.prepare`` has returned them.
         even_batches: what prepared loaders of map-style data sets do inside the block: ``True`` repeats samples until
             all ranks have as many, ``False`` does not. ``None``: what the accelerator was given; that ``True`` warns.
-        **arguments: those of :class:`join.Join`. ``divide_by_initial_world_size`` is ``False`` if it is not given.
+        **arguments: those of :class:`join.Join` but ``loss_divided_by``. ``divide_by_initial_world_size`` is ``False``
+            if it is not given.
 
     Raises:
         TypeError: if ``accelerator`` is none.
@@ -73,10 +79,7 @@ def join_uneven_inputs(
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
     if accelerator.scaler is not None and all(each is not accelerator.scaler for each in objects):
         objects.append(accelerator.scaler)
-    if any(isinstance(unwrapped(each), DistributedDataParallel | FSDPModule) for each in objects):
-        arguments.setdefault("divide_by_initial_world_size", False)
-    arguments.setdefault("loss_divided_by", accelerator.gradient_accumulation_steps)
-    return AcceleratedJoin(accelerator, objects, even_batches, **arguments)
+    return AcceleratedJoin(accelerator, objects, even_batches, **{"divide_by_initial_world_size": False} | arguments)
 
 
 class AcceleratedJoin(Join):
@@ -90,34 +93,23 @@ class AcceleratedJoin(Join):
     """
 
     def __init__(self, accelerator: Any, joinables: list[Any], even_batches: bool | None, **arguments: Any) -> None:
-        super().__init__(joinables, **arguments)
+        steps = accelerator.gradient_accumulation_steps
+        super().__init__(joinables, loss_divided_by=steps, **arguments)
+        if steps > 1:
+            self.weight = 1.0
         self._accelerator, self._even_batches = accelerator, even_batches
         self._restore = ExitStack()
-
-    @property
-    @override
-    def weight(self) -> float | None:
-        """As of :class:`Join`; in one process, for which nothing is listed, it has no effect."""
-        return super().weight
-
-    @weight.setter
-    def weight(self, weight: float | None) -> None:
-        if not self._objects and self._accelerator.gradient_accumulation_steps > 1 and weight is not None:
-            warnings.warn(
-                "in one process join.weight does not weigh the micro-batches of a window: multiply the loss by what"
-                " each counts",
-                stacklevel=2,
-            )
-        Join.weight.__set__(self, weight)
 
     @override
     def __enter__(self) -> Self:
         super().__enter__()
-        if self._block is None:  # enable=False
-            return self
-        for loader in self._accelerator._dataloaders:
-            self._set_evenness(loader)
-        self._restore.enter_context(gathering_rows(self._accelerator, self, self._has_no_rows))
+        accelerator, undo = self._accelerator, self._restore
+        undo.enter_context(scaling_losses(accelerator, self))
+        undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
+        if self._block is not None:  # else enable=False
+            for loader in accelerator._dataloaders:
+                self._set_evenness(loader)
+            undo.enter_context(gathering_rows(accelerator, self, self._has_no_rows))
         return self
 
     @override
@@ -150,58 +142,25 @@ class AcceleratedJoin(Join):
         Raises:
             JoinError: outside a loop over ``iterate``.
         """
-        if self._loops.running is None:
+        if self._step is None:
             raise JoinError(
                 "ranks without data never come to gather_for_metrics in a plain loop, nor before or after it in the"
                 " block; loop over join.iterate(loader), or gather after the block [J116]"
             )
         return self.shadowing
 
+    def _set_sync_gradients(self, as_usual: Callable[[], None]) -> None:
+        """Tell Accelerate whether gradients are reduced in the micro-batch that begins."""
+        if self._step is None:
+            as_usual()
+        else:
+            self._accelerator.sync_gradients = self.ends_window
+
     @override
-    def iterate(
-        self,
-        loader: Iterable[T],
-        until: Literal["all", "first"] = "all",
-        *,
-        dummy: Literal["empty", "last"] | Callable[[T], T] = "empty",
-        lookahead: int = 1,
-    ) -> Iterator[T]:
-        batches = super().iterate(loader, until, dummy=dummy, lookahead=lookahead)
-        return self._shown_to_accelerate(batches)
-
-    def _shown_to_accelerate(self, batches: Iterator[T]) -> Generator[T]:
-        loader, state = LoopAsLoader(self, self._accelerator), self._accelerator.gradient_state
-        try:
-            for batch in batches:
-                if state.active_dataloader is not loader:  # the one that is read has begun or ended
-                    state._remove_dataloader(loader)
-                    state._add_dataloader(loader)
-                yield batch
-        finally:
-            state._remove_dataloader(loader)
-
-
-class LoopAsLoader:
-    """What Accelerate takes for the loader under way in a loop over ``join.iterate``.
-
-    Args:
-        join: the block.
-        accelerator: whose steps are counted.
-    """
-
-    remainder = -1
-    """How many samples of the last batch are not repeated; nothing is."""
-
-    def __init__(self, join: Join, accelerator: Any) -> None:
-        self._join, self._accelerator = join, accelerator
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether a window of accumulation that is not full ends here, in the last step of all ranks."""
-        accelerator = self._accelerator
-        # A full one ends anyway, and to ask may mean to wait for the others.
-        fills = (accelerator.step + 1) % accelerator.gradient_accumulation_steps == 0
-        return not fills and self._join.is_last_step
+    def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:
+        """As of :class:`Join`; without ``window``, one has Accelerate's ``gradient_accumulation_steps``."""
+        options.setdefault("window", self._accelerator.gradient_accumulation_steps)
+        return super().iterate(loader, until, **options)
 
 
 def _warn_of_repeats(text: str) -> None:

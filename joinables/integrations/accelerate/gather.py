@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from join import Join
 from join.collectives._torch_private import pytree
 from join.transfer import gather_trees
+from joinables.integrations.accelerate.methods import replaced
 
 
 def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
@@ -47,8 +48,7 @@ def gather_objects(join: Join, data: list[Any], *, none: bool | None = None) -> 
     return [each for rank in ranks for each in rank]
 
 
-@contextmanager
-def gathering_rows(accelerator: Any, join: Join, has_none: Callable[[], bool]) -> Generator[None]:
+def gathering_rows(accelerator: Any, join: Join, has_none: Callable[[], bool]) -> AbstractContextManager[None]:
     """A context in which ``accelerator.gather_for_metrics`` is :func:`gather_rows`.
 
     Args:
@@ -60,11 +60,4 @@ def gathering_rows(accelerator: Any, join: Join, has_none: Callable[[], bool]) -
     def gather(input_data: Any, use_gather_object: bool = False) -> Any:
         return (gather_objects if use_gather_object else gather_rows)(join, input_data, none=has_none())
 
-    around: Any = accelerator.__dict__.get("gather_for_metrics")  # of a context around this one
-    accelerator.gather_for_metrics = gather
-    try:
-        yield
-    finally:
-        del accelerator.gather_for_metrics
-        if around is not None:
-            accelerator.gather_for_metrics = around
+    return replaced(accelerator, "gather_for_metrics", gather)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from typing_extensions import Self
 
 from join import Join
@@ -37,8 +38,7 @@ class Blocks:
     def __init__(self, weigh: str | Callable[[Any], float]) -> None:
         if not (callable(weigh) or weigh in ("samples", "equal")):
             raise ValueError(f"weigh={weigh!r} must be 'samples', 'equal' or a function of a batch [J123]")
-        self._weighs = weigh != "equal"
-        self._weigh = weigh if callable(weigh) else samples_in
+        self._weigh = weigh if callable(weigh) else samples_in if weigh == "samples" else None
         self._join: Join | None = None
         self._batches: Iterator[Any] = iter(())
         self.trains = False
@@ -51,17 +51,19 @@ class Blocks:
         self.is_logging = False
         """Whether a value of the step is logged just now: its mean over ranks weighs as the step does."""
 
-    def begin(self, join: Join, batches: Iterable[Any], *, trains: bool) -> None:
+    def begin(self, join: Join, batches: Iterable[Any], *, trains: bool, window: int = 1) -> None:
         """Open a block in the place of the one that is open, and begin a loop in it.
 
         Args:
             join: the block.
             batches: this rank's.
             trains: whether the block has what is trained.
+            window: the batches whose gradients one optimizer step averages.
         """
         self.close()
         self._join, self.trains = join.open(), trains
-        self._batches = join.iterate(batches)
+        weigh = self._weigh if trains or self._weigh is None else samples_in
+        self._batches = iter(join.iterate(batches, weigh=weigh, window=window))
 
     def __iter__(self) -> Self:
         return self
@@ -75,18 +77,23 @@ class Blocks:
         except StopIteration:
             self.end()
             raise
-        self.is_dummy = join.shadowing
-        self.weight = 0.0 if self.is_dummy else 1.0
-        if self._weighs and not self.is_dummy:
-            self.weight = (self._weigh if self.trains else samples_in)(batch)
-            if self.trains:
-                join.weight = self.weight
+        self.is_dummy, self.weight = join.shadowing, join.weight or 0.0
         return batch
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Scale a loss of the step under way by what its batch counts."""
+        assert self._join is not None
+        return self._join.scale(loss)
 
     @property
     def is_last_step(self) -> bool:
         """Whether no other step follows in the loop, on any rank."""
         return self._join is not None and self._join.is_last_step
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether other batches follow in the window of accumulation under way."""
+        return self._join is not None and not self._join.ends_window
 
     def end(self) -> None:
         """Close the block, and forget the step under way; called when the loop is over."""
@@ -99,6 +106,8 @@ class Blocks:
         Args:
             error: what has ended the trainer's run, if that was an exception.
         """
+        while error is None and self.is_in_window:  # the trainer has stopped there
+            next(self._batches)
         join, self._join, self.trains = self._join, None, False
         if join is not None:
             join.close(error)

@@ -24,12 +24,13 @@ class Fetcher(DataFetcher):
     Args:
         blocks: the trainer's.
         make_join: makes the ``Join`` of the next block.
+        trainer: the Lightning trainer.
         trains: whether the loop trains, and does not evaluate.
     """
 
-    def __init__(self, blocks: Blocks, make_join: Callable[[], Join], *, trains: bool) -> None:
+    def __init__(self, blocks: Blocks, make_join: Callable[[], Join], trainer: Any, *, trains: bool) -> None:
         super().__init__()
-        self._blocks, self._make_join, self._trains = blocks, make_join, trains
+        self._blocks, self._make_join, self._trainer, self._trains = blocks, make_join, trainer, trains
 
     @override
     def reset(self) -> None:
@@ -51,11 +52,18 @@ class Fetcher(DataFetcher):
     # Each of these gives a batch, its number, and that of its loader; ``done`` is set before the last one.
 
     def _training(self, source: Source) -> Iterator[tuple[Any, int, int]]:
-        """An epoch, in which a block that was closed in its middle is followed by another."""
-        blocks = self._blocks
+        """An epoch, in which a block that was closed in its middle is followed by another.
+
+        One that begins inside a window of accumulation, as a resumed run may, has only the rest of it.
+        """
+        blocks, window = self._blocks, self._trainer.accumulate_grad_batches
+        source.limit(max(limits(self.combined_loader)) - self.fetched)
+        whole = True  # whether the windows of the block are
         while not self.done:
-            if not blocks.trains:
-                blocks.begin(self._make_join(), source, trains=True)
+            before = self.fetched % window
+            if not (blocks.trains and (whole or before)):
+                blocks.begin(self._make_join(), source, trains=True, window=window - before)
+                whole = not before
             try:
                 batch = next(blocks)
             except StopIteration:  # no rank has any

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from typing_extensions import override
@@ -124,6 +125,11 @@ class Source:
             yield batch
         if self._at_end is None:
             self._at_end = self._states()
+
+    def limit(self, batches: float) -> None:
+        """Read so many batches at most."""
+        if batches != float("inf"):
+            self._batches = islice(self._batches, int(batches))
 
     def used(self) -> None:
         """Note that the next batch was handed out."""

@@ -58,14 +58,13 @@ class JoinStrategy(DDPStrategy):
         self._blocks = Blocks(weigh)
         self._failure: BaseException | None = None  # what closing the block of a run that has failed has raised
         self._trainer: Any = None
-        self._accumulates = False  # whether gradients are there that were not reduced
         self._first = FirstCallback(self._blocks.end, self._fail)
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Any) -> None:
-        self._trainer, self._failure, self._accumulates = trainer, None, False
+        self._trainer, self._failure = trainer, None
         for name, part in trainer.lightning_module.named_modules():
             if isinstance(part, DistributedDataParallel):
                 raise TypeError(
@@ -114,22 +113,21 @@ class JoinStrategy(DDPStrategy):
                 f" {step}(self, batch, batch_idx) [J130]"
             )
         if stage != "train":
-            if self._blocks.trains and self._accumulates:
+            if self._blocks.is_in_window:
                 raise ValueError(
                     "a validation begins in the middle of a window of accumulation, whose weights end with the block:"
                     " make val_check_interval a multiple of accumulate_grad_batches [J131]"
                 )
-            return Fetcher(self._blocks, self._join_of_evaluation, trains=False)
-        return Fetcher(self._blocks, self._join_of_training, trains=True)
+            return Fetcher(self._blocks, self._join_of_evaluation, self._trainer, trains=False)
+        return Fetcher(self._blocks, self._join_of_training, self._trainer, trains=True)
 
     def _join_of_training(self) -> Join:
         module = self.lightning_module
         # Other optimizers, and schedulers, take the same steps on all ranks.
         sharded = [each for each in self.optimizers if isinstance(each, TorchJoinable)]
-        divided_by = self._trainer.accumulate_grad_batches if module.automatic_optimization else 1
         return Join(
             [self.model, *sharded, *metrics_of(module)],
-            loss_divided_by=divided_by,
+            loss_divided_by=self._trainer.accumulate_grad_batches,
             divide_by_initial_world_size=False,
         )
 
@@ -138,7 +136,7 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._blocks.trains and not (self._accumulates or self._trainer.interrupted):
+        if self._blocks.trains and not (self._blocks.is_in_window or self._trainer.interrupted):
             self._blocks.close()  # a rank without data has not the others' buffers before
         return super().lightning_module_state_dict()
 
@@ -165,8 +163,7 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._accumulates = not self.model.require_backward_grad_sync
-        return super().backward(self.model(closure_loss), optimizer, *args, **kwargs)
+        return super().backward(self._blocks.scale(self.model(closure_loss)), optimizer, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

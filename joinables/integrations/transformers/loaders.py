@@ -7,13 +7,13 @@ and its loader is prepared as that of one process is: batches go to the device, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from join.collectives import collective_of
+from joinables.integrations.accelerate.methods import replaced
 
 
 def is_stream(loader: Any) -> bool:
@@ -21,8 +21,7 @@ def is_stream(loader: Any) -> bool:
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-@contextmanager
-def own_streams(accelerator: Any) -> Generator[None]:
+def own_streams(accelerator: Any) -> AbstractContextManager[None]:
     """A context in which ``accelerator`` prepares loaders of streams without spreading them over the ranks."""
     module: Any = importlib.import_module("accelerate.data_loader")
     spread = accelerator.prepare_data_loader
@@ -43,11 +42,7 @@ def own_streams(accelerator: Any) -> Generator[None]:
         accelerator._dataloaders.append(loader)
         return loader
 
-    accelerator.prepare_data_loader = prepare
-    try:
-        yield
-    finally:
-        del accelerator.prepare_data_loader
+    return replaced(accelerator, "prepare_data_loader", prepare)
 
 
 def repeat_nothing(loader: Any) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinReport
 from join.loop.dummies import emptied
-from joinables._torch import reducer
 from joinables.integrations.accelerate import check_accelerator, check_wrapping
 from joinables.integrations.accelerate.gather import gathering_rows
+from joinables.integrations.accelerate.methods import scaling_losses
 from joinables.integrations.transformers.evaluation import evaluate_streams
 from joinables.integrations.transformers.loaders import (
     LoaderOfLength,
@@ -62,7 +60,7 @@ class JoinTrainer(_Base):
     An exception in the loop, in a callback too, is raised on its rank, and :class:`join.PeerError` on the others.
 
     Attributes:
-        join_report: who had how many windows in the last epoch; ``None`` before that, and in one process.
+        join_report: who had how many micro-batches in the last epoch; ``None`` before that, and in one process.
 
     Raises:
         TypeError: on defining a class where it does not come before ``Trainer``.
@@ -72,6 +70,7 @@ class JoinTrainer(_Base):
 
     join_report: JoinReport | None = None
     _windows: Windows | None = None  # of the epoch under way
+    _batches_per_rank = 0.0  # in the window under way, on average and without dummies
     _evaluation_group: dist.ProcessGroup | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -120,11 +119,12 @@ class JoinTrainer(_Base):
             return self._plain.get_test_dataloader(test_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """How long an epoch is: as long as that of the rank with most batches."""
+        """How long an epoch is: as long as that of the rank with most batches, and the last window full."""
         length = length_on_all_ranks(dataloader) if self._is_distributed else None
-        return self._plain.set_initial_training_values(
-            args, dataloader if length is None else LoaderOfLength(dataloader, length)
-        )
+        if length is not None:
+            size = args.gradient_accumulation_steps
+            dataloader = LoaderOfLength(dataloader, -(-length // size) * size)
+        return self._plain.set_initial_training_values(args, dataloader)
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
@@ -148,39 +148,43 @@ class JoinTrainer(_Base):
             self._plain._run_epoch(model, *arguments, **named)
             return
         self._check_arguments(model)
-        join, size = Join([model, self.optimizer, self.lr_scheduler]), self.args.gradient_accumulation_steps
+        size = self.args.gradient_accumulation_steps
+        join = Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size)
         counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         self._windows = Windows(join, size, without_tokens=counts_tokens)
         try:
             with join:
                 self._plain._run_epoch(model, *arguments, **named)
+                self._windows.end()
         finally:
             self._windows = None
         self.join_report = join.report
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[Any, Any]:
         """The micro-batches of a window, with dummies where other ranks have more; and how many tokens all have."""
-        if self._windows is None:
+        windows = self._windows
+        if windows is None:
             return self._plain.get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self._windows.next(epoch_iterator, num_batches)
-        return batches, self._get_num_items_in_batch(batches, device)
+        batches = windows.begin(epoch_iterator)
+        if not batches:
+            return [], None
+        num_items = self._get_num_items_in_batch(batches, device)
+        if num_items is None:
+            count = torch.tensor(0 if windows.join.shadowing else len(batches))
+            windows.join.collective.all_reduce(count).wait()
+            self._batches_per_rank = int(count) / self.args.world_size
+        return windows, num_items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of a micro-batch; of a dummy, the loss is 0, and what it gathers has no rows."""
-        windows = self._windows
-        if windows is None:
+        if self._windows is None:
             return self._plain.training_step(model, inputs, num_items_in_batch)
         if num_items_in_batch is None:  # the mean over ranks is then that over the micro-batches there are
-            self.current_gradient_accumulation_steps = windows.batches_of_all_ranks / self.args.world_size
-        windows.begin()
-        if windows.is_left_out:
-            return torch.zeros((), device=self.args.device)
-        with gathering_rows(self.accelerator, windows.join, lambda: windows.is_dummy):
-            if not windows.is_dummy:
-                return self._plain.training_step(model, inputs, num_items_in_batch)
-            with _backward_of_zero(self.accelerator), _buffers_kept(unwrapped(model)):
-                self._plain.training_step(model, inputs, num_items_in_batch)
-        return torch.zeros((), device=self.args.device)
+            self.current_gradient_accumulation_steps = self._batches_per_rank
+        join = self._windows.join
+        with gathering_rows(self.accelerator, join, lambda: join.shadowing), scaling_losses(self.accelerator, join):
+            loss = self._plain.training_step(model, inputs, num_items_in_batch)
+        return torch.zeros_like(loss) if join.shadowing else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The operations of a micro-batch; 0 for a dummy."""
@@ -191,7 +195,7 @@ class JoinTrainer(_Base):
 
     @property
     def _is_at_dummy(self) -> bool:
-        return self._windows is not None and self._windows.is_dummy
+        return self._windows is not None and self._windows.join.shadowing
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -238,36 +242,3 @@ class JoinTrainer(_Base):
         for name, size in parallel.items():
             if size > 1:
                 raise ValueError(f"JoinTrainer cannot train with {name} parallelism; use DDP or FSDP2 [J139]")
-
-
-@contextmanager
-def _backward_of_zero(accelerator: Any) -> Generator[None]:
-    """A context in which backwards give gradients of 0, whatever the loss."""
-    backward = accelerator.backward
-
-    def backward_of_zero(loss: torch.Tensor, **named: Any) -> None:
-        backward(_silent(loss), **named)
-
-    accelerator.backward = backward_of_zero
-    try:
-        yield
-    finally:
-        del accelerator.backward
-
-
-@contextmanager
-def _buffers_kept(module: Any) -> Generator[None]:
-    """A context in which a forward that synchronises nothing changes no buffers: else no other rank's replace them."""
-    if not isinstance(module, DistributedDataParallel) or module.require_backward_grad_sync:
-        yield
-        return
-    before = reducer.copied_buffers(module)
-    try:
-        yield
-    finally:
-        reducer.restore_buffers(module, before)
-
-
-def _silent(loss: torch.Tensor) -> torch.Tensor:
-    """A loss of 0 with the graph of ``loss``, also where that is NaN: the mean over no token."""
-    return loss.nan_to_num(0.0, 0.0, 0.0) * 0

@@ -80,12 +80,13 @@ def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
         for epoch in range(len(COUNTS)):
             with join_uneven_inputs(accelerate, [model, optimizer, scheduler]) as join:
                 loader = loader_of(case, rank, epoch)
-                for x, y in join.iterate(loader) if case.iterate else loader:
-                    if case.weighted:
+                weigh = (lambda data: len(data[0])) if case.weighted else None
+                for x, y in join.iterate(loader, weigh=weigh) if case.iterate else loader:
+                    if case.weighted and not case.iterate:
                         join.weight = len(x)
                     with accelerate.accumulate(model):
                         accelerate.backward(((model(x) - y) ** 2).mean())
-                        if accelerate.sync_gradients and (case.iterate or not case.sharded):
+                        if accelerate.sync_gradients:
                             accelerate.clip_grad_norm_(model.parameters(), 0.5)
                         optimizer.step()
                         scheduler.step()
@@ -104,8 +105,7 @@ def alone(case: Case) -> dict[str, torch.Tensor]:
             optimizer.zero_grad()
             for weight, (x, y) in zip(weights, window, strict=True):
                 (((model(x) - y) ** 2).mean() * weight / sum(weights)).backward()
-            if case.iterate or not case.sharded:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             for _ in range(RANKS):  # Accelerate's way
                 scheduler.step()
@@ -121,7 +121,6 @@ CASES = {
     "iterate, accumulates, weighted": Case(accumulate=3, iterate=True, weighted=True),
     "iterate, accumulates, loader not prepared": Case(accumulate=2, iterate=True, prepared=False),
     "iterate, weighted": Case(iterate=True, weighted=True),
-    "sharded, plain": Case(sharded=True),
     "sharded, iterate": Case(sharded=True, iterate=True),
     "sharded, iterate, weighted": Case(sharded=True, iterate=True, weighted=True),
     "sharded, iterate, accumulates": Case(accumulate=2, sharded=True, iterate=True),

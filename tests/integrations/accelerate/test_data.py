@@ -194,17 +194,31 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process() -> None:
+    """A loop over ``join.iterate`` is exact there too: also a last window that is not full, also with weights."""
     from joinables.integrations.accelerate import join_uneven_inputs
 
+    data = [tuple(part[: 1 + step] for part in batch(0, 0, step)) for step in range(3)]
+    net, steps, counted = build("mlp"), [], 0.0
     with launched():
         accelerate = accelerator(gradient_accumulation_steps=2)
-        model, steps = accelerate.prepare(build("mlp")), []
-        with join_uneven_inputs(accelerate, [model]) as join:
-            for x, y in join.iterate([batch(0, 0, step) for step in range(3)]):
+        model, optimizer = accelerate.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))
+        with join_uneven_inputs(accelerate, [model, optimizer]) as join:
+            for x, y in join.iterate(data, weigh=lambda each: len(each[0])):
                 with accelerate.accumulate(model):
                     accelerate.backward(((model(x) - y) ** 2).mean())
                     steps.append(accelerate.sync_gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                counted += join.weight
                 assert len(accelerate.gather_for_metrics(x)) == len(x)
-            with pytest.warns(UserWarning, match="in one process join.weight does not weigh"):
-                join.weight = 3
-        assert steps == [False, True, True]
+        assert {"backward", "_do_sync"}.isdisjoint(vars(accelerate))
+    assert steps == [False, True, True]
+    assert counted == 6
+    expected = build("mlp")
+    optimizer = torch.optim.Adam(expected.parameters(), lr=0.01)
+    for window in (data[:2], data[2:]):
+        x, y = (torch.cat(each) for each in zip(*window, strict=True))
+        ((expected(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(net.state_dict(), expected.state_dict(), 1e-6)

@@ -35,10 +35,11 @@ def train(rank: int, case: Case, iterate: bool) -> list[torch.Tensor]:
     for epoch in range(case.epochs):
         with Join([model, wrapped, scheduler], divide_by_initial_world_size=False) as join:
             batches = [batch(rank, step, epoch) for step in range(case.counts[rank])]
-            for x, y in join.iterate(batches) if iterate else batches:
-                join.weight = float(len(x))
+            for x, y in join.iterate(batches, weigh=lambda data: len(data[0])) if iterate else batches:
+                if not iterate:
+                    join.weight = len(x)
                 wrapped.zero_grad()
-                fabric.backward(nn.functional.mse_loss(model(x), y))
+                fabric.backward(join.scale(nn.functional.mse_loss(model(x), y)))
                 wrapped.step()
                 scheduler.step()
     return flat(net, optimizer)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("lightning", reason="needs the extra lightning: make test-frameworks")
@@ -7,7 +10,16 @@ pytest.importorskip("lightning", reason="needs the extra lightning: make test-fr
 import torch
 
 from tests.ending import Ending
-from tests.integrations.lightning.training import Case, fit, in_one_process, squared
+from tests.integrations.lightning.training import (
+    Case,
+    Module,
+    fit,
+    in_one_process,
+    loader_of,
+    quiet,
+    squared,
+    trainer_of,
+)
 
 CASES = {
     "streams": Case(),
@@ -21,8 +33,10 @@ CASES = {
     "clipping": Case(clip=0.3),
     "max_steps": Case(max_steps=7),
     "limit": Case(limit=3, kind="sized"),
+    "limit inside a window": Case(limit=3, accumulate=2),
     "accumulation": Case(accumulate=2),
     "accumulation, equal": Case(accumulate=2, weigh="equal"),
+    "accumulation, an equal rank without data": Case(accumulate=2, weigh="equal", counts=(0, 5)),
     "BatchNorm on a rank without data": Case(norm=True, counts=(0, 3)),
     "BatchNorm and accumulation": Case(norm=True, counts=(0, 4), accumulate=2),
     "validation in the middle": Case(val_counts=(0, 2), validate_every=2),
@@ -47,3 +61,24 @@ def validate_in_a_window(rank: int) -> None:
 
 def test_a_validation_in_the_middle_of_a_window(ending: Ending) -> None:
     ending.run(validate_in_a_window, ranks=2)
+
+
+class Stops(Module):
+    """Ends the training in the middle of a window."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.should_stop = len(self.seen) == 3
+
+
+def stop_in_a_window(rank: int, case: Case) -> list[torch.Tensor]:
+    quiet(rank)
+    module = Stops(case)
+    trainer_of(case).fit(module, loader_of(case.kind, rank, case.counts[rank]))
+    return module.state()
+
+
+def test_a_training_that_stops_in_the_middle_of_a_window(ending: Ending) -> None:
+    case = Case(accumulate=2, max_steps=1, epochs=1)
+    expected = in_one_process(case)
+    for state in ending.run(stop_in_a_window, replace(case, max_steps=-1), ranks=2):
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)

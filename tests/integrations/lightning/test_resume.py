@@ -77,3 +77,30 @@ def test_a_checkpoint_has_the_buffers_of_the_rank_with_data(ending: Ending, tmp_
     names = [*dict(net.named_parameters()), *dict(net.named_buffers())]
     for name, value in zip(names, expected, strict=False):
         torch.testing.assert_close(saved[f"net.{name}"], value, rtol=1e-4, atol=2e-6)
+
+
+class SavesInWindow(pl.Callback):
+    """Saves when the first batch of the first window is over."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == trainer.global_step == 0 and args[-1] == 0:
+            trainer.save_checkpoint(self.file)
+
+
+def train_from_within(rank: int, case: Case, file: str, resume: bool) -> list[torch.Tensor]:
+    quiet(rank)
+    module, loader = Module(case), Resumable(rank, case.counts[rank])
+    trainer = trainer_of(case, callbacks=[] if resume else [SavesInWindow(file)])
+    trainer.fit(module, loader, ckpt_path=file if resume else None)
+    return module.state()
+
+
+def test_to_go_on_in_the_middle_of_a_window(ending: Ending, tmp_path: Path) -> None:
+    case, file = Case(counts=(2, 6), accumulate=3), str(tmp_path / "inside.ckpt")
+    ending.run(train_from_within, case, file, False, ranks=2)
+    expected = in_one_process(replace(case, lost=1))
+    for state in ending.run(train_from_within, case, file, True, ranks=2):
+        torch.testing.assert_close(state, expected, rtol=1e-4, atol=2e-6)

@@ -74,6 +74,7 @@ class Case:
     norm: bool = False
     val_counts: tuple[int, int] | None = None
     validate_every: int | None = None
+    lost: int = 0  # of the first window: the batches whose gradients a checkpoint does not have
 
 
 def build(case: Case) -> nn.Sequential:
@@ -175,7 +176,7 @@ def in_one_process(case: Case) -> list[torch.Tensor]:
         for start in range(0, steps, case.accumulate):
             if done == case.max_steps:
                 return flat(net, optimizer)
-            window = range(start, min(start + case.accumulate, steps))
+            window = range(start if epoch or start else case.lost, min(start + case.accumulate, steps))
             micro = [batch(rank, step, epoch) for step in window for rank in (0, 1) if step < case.counts[rank]]
             total = math.fsum(counts_as(each) for each in micro)
             optimizer.zero_grad()

@@ -87,18 +87,28 @@ class Normalised(Regression):
         return super().forward(self.norm(x), labels)
 
 
-def train_normalised(rank: int) -> dict[str, torch.Tensor]:
+def train_normalised(rank: int, counts: tuple[int, int]) -> dict[str, torch.Tensor]:
     with launched(), tempfile.TemporaryDirectory() as folder:
-        stream = Stream(points, rank, ((3, 4),))  # the last window of rank 0 begins with a dummy
-        more = {"gradient_accumulation_steps": 2, "max_steps": 2}
+        stream = Stream(points, rank, (counts,))
+        more = {"gradient_accumulation_steps": 2, "max_steps": -(-max(counts) // 2)}
         trainer = trainer_of(rank, "samples", folder, model=Normalised(), train_dataset=stream, **more)
         trainer.train()
         return parameters(trainer)
 
 
-def test_dummies_do_not_count_in_buffers(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("counts", "seen"),
+    [
+        # At the second forward of a window, all ranks get the buffers of the lowest one that had data in the first.
+        ((3, 4), [(0, 0), (0, 1), (0, 2), (1, 3)]),
+        ((2, 3), [(0, 0), (1, 1), (1, 2)]),
+        ((0, 1), [(1, 0)]),
+        ((0, 4), [(1, 0), (1, 1), (1, 2), (1, 3)]),
+    ],
+)
+def test_dummies_do_not_count_in_buffers(pool: Pool, counts: tuple[int, int], seen: list[tuple[int, int]]) -> None:
     model = Normalised()
-    for step in range(3):
-        model(**collated(points(0, 0, step)))
-    for state in pool.run(train_normalised, ranks=RANKS, timeout=40):
+    for rank, step in seen:
+        model(**collated(points(rank, 0, step)))
+    for state in pool.run(train_normalised, counts, ranks=RANKS, timeout=40):
         assert_same({name: state[name] for name, _ in model.named_buffers()}, dict(model.named_buffers()), 1e-6)

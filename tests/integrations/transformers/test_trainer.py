@@ -158,6 +158,23 @@ def train_and_stop(rank: int, folder: str, at: int) -> None:
         trainer_of(rank, "tokens", folder, callbacks=[Stop()], **more).train()
 
 
+def stop_inside(rank: int) -> int:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            control.should_training_stop = state.global_step == 1
+
+    with launched(), tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(rank, "tokens", folder, callbacks=[Stop()], gradient_accumulation_steps=3)
+        trainer.train()
+        return trainer.state.global_step
+
+
+def test_a_training_that_stops_in_the_middle_of_a_window(pool: Pool) -> None:
+    assert pool.run(stop_inside, ranks=RANKS, timeout=40) == [1, 1]
+
+
 def resume(rank: int, folder: str, at: int) -> tuple[Any, ...]:
     with launched():
         trainer = trainer_of(rank, "tokens", folder, gradient_accumulation_steps=2, max_steps=6)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from joinables.trainer import Launcher, ddp_strategy
+from joinables.trainer import Launcher, strategy
 
 
 class FromServer(Launcher):
@@ -19,4 +19,4 @@ class FromServer(Launcher):
 @pytest.fixture(autouse=True)
 def from_server(request: pytest.FixtureRequest, server: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("spawns") is None:
-        monkeypatch.setattr(ddp_strategy, "Launcher", FromServer)
+        monkeypatch.setattr(strategy, "Launcher", FromServer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from joinables.trainer import DDPStrategy, SingleStrategy, Trainer
+from joinables.trainer import DDPStrategy, Strategy, Trainer
 
 
 class InPlace(DDPStrategy):
@@ -21,5 +21,5 @@ class InPlace(DDPStrategy):
 def trainer(*, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:
     """A trainer for this rank of the pool, or for one process where there is no group."""
     if not dist.is_initialized():
-        return Trainer(strategy=SingleStrategy(), devices=1, **options)
+        return Trainer(strategy=Strategy(), devices=1, **options)
     return Trainer(strategy=InPlace(**(strategy or {})), devices=dist.get_world_size(), **options)

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from joinables.trainer import Callback, Trainer, TrainModule
-from joinables.trainer.hooks import ModuleHooks
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import trainer
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 
-HOOKS = [name for name in vars(ModuleHooks) if name.startswith("on_") and "checkpoint" not in name]
+HOOKS = [name for name in vars(TrainModule) if name.startswith("on_") and "checkpoint" not in name]
 
 
 class Notes(Classifier):
@@ -111,18 +110,8 @@ def test_options_of_backward(pool: Pool) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(torch.zeros(()), inputs=[])
 
-    with pytest.raises(TypeError, match="takes retain_graph and create_graph, and not inputs"):
+    with pytest.raises(TypeError, match=r"takes retain_graph and create_graph; .*inputs"):
         Trainer().fit(Inputs(), loader())
-
-
-class Skips(Classifier):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1
-
-
-def test_no_epoch_is_skipped() -> None:
-    with pytest.raises(ValueError, match="on_train_batch_start returned -1"):
-        Trainer().fit(Skips(), loader())
 
 
 class Elsewhere(Classifier):
@@ -141,27 +130,11 @@ class ByHand(Classifier):
         self.backward = torch.nn.Linear(1, 1)  # no hook
 
 
-class NoIndex(Classifier):
-    def training_step(self, batch: Any) -> Any: ...  # type: ignore[override]
-
-
-class Loaders(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any: ...  # type: ignore[override]
-
-
 @pytest.mark.parametrize(
     ("module", "loaders", "text"),
     [
-        (
-            Elsewhere(),
-            (),
-            r"Elsewhere has hooks .* not call: on_fit_start \(use on_train_start\), setup \(do it in __in",
-        ),
-        (Validates(), (), "Validates has val_dataloader"),
-        (NoIndex(), (), r"write def training_step\(self, batch, batch_idx\)"),
-        (Loaders(), (loader(),), r"write def validation_step\(self, batch, batch_idx\)"),
-        (Classifier(), ([loader(), loader()],), "val_loader is a list of loaders"),
-        (Classifier(), ({"a": loader()},), "val_loader is a dict of loaders"),
+        (Elsewhere(), (), "Elsewhere has hooks .* not call: on_fit_start, setup; move what they do"),
+        (Validates(), (), "Validates has hooks .* val_dataloader"),
     ],
 )
 def test_what_would_never_be_called(module: TrainModule, loaders: Any, text: str) -> None:
@@ -179,5 +152,5 @@ class Lightnings(Callback):
 
 
 def test_callbacks_with_other_hooks() -> None:
-    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_validation_epoch_end; .*on_evaluation_end"):
+    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_validation_epoch_end; move"):
         Trainer(callbacks=Lightnings())

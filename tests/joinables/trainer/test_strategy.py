@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from joinables.trainer import Callback, DDPStrategy, SingleStrategy, Trainer, register_strategy, strategies
-from joinables.trainer.ddp_strategy import to_batchnorm, to_sync_batchnorm
+from joinables.trainer import Callback, Strategy, Trainer, register_strategy, strategies
 from tests.joinables.trainer.modules import Classifier, loader
 from tests.joinables.trainer.ranks import InPlace, trainer
 from tests.pool import Pool
@@ -36,14 +35,11 @@ def wraps_once(rank: int) -> None:
     module.body.append(nn.Linear(3, 3))
     strategy.wrap(module, CPU, several_backwards=False)
     assert strategy.ddp is not second
-    with pytest.raises(TypeError, match="this DistributedDataParallel is one; pass the bare module"):
+    with pytest.raises(TypeError, match=r"DistributedDataParallel contains .* pass the bare module"):
         strategy.wrap(DistributedDataParallel(nn.Linear(1, 1)), CPU, several_backwards=False)
     module.body.append(DistributedDataParallel(nn.Linear(3, 3)))
-    with pytest.raises(TypeError, match=r"contains one \('body\.5'\)"):
+    with pytest.raises(TypeError, match="Classifier contains"):
         strategy.wrap(module, CPU, several_backwards=False)
-    frozen = nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing to train"):
-        strategy.wrap(frozen, CPU, several_backwards=False)
 
 
 def test_a_module_is_wrapped_once(pool: Pool) -> None:
@@ -80,7 +76,7 @@ def leaves_nothing(rank: int) -> None:
     data = loader(50, 4), loader(20, 4)
     run.fit(module, *data)
     module.zero_grad()
-    run._last.state = None
+    run._last_state = None
     before = live_bytes()
     assert len(watches.wrappers) == 1, "one wrapper for all epochs and validations"
     assert watches.wrappers[0]() is None, "the wrapper, and with it the reducer and its buckets, is gone"
@@ -89,7 +85,7 @@ def leaves_nothing(rank: int) -> None:
     run.max_epochs = 3
     run.fit(module, *data)
     module.zero_grad()
-    run._last.state = None
+    run._last_state = None
     assert len(watches.wrappers) == 2
     assert watches.wrappers[1]() is None
     assert live_bytes() <= before + 1000
@@ -123,64 +119,16 @@ def test_comm_hooks(pool: Pool) -> None:
         assert first == second
         assert first == pytest.approx(expected, abs=tolerance)
     assert first != pytest.approx(expected, abs=1e-7), "the wrapper had no effect"
-    with pytest.raises(ValueError, match="ddp_comm_wrapper wraps ddp_comm_hook"):
-        DDPStrategy(ddp_comm_wrapper=default_hooks.fp16_compress_wrapper)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"find_unused_parameter": True}, TypeError, "neither .* Did you mean find_unused_parameters"),
-        ({"bucket_cap": 1}, TypeError, "bucket_cap=1: neither DDPStrategy nor .* Did you mean bucket_cap_mb"),
-        ({"device_ids": [0]}, TypeError, "the strategy gives device_ids"),
-        ({"start_method": "spwan"}, ValueError, "start_method='spwan' is unknown; use one of spawn"),
-        ({"timeout": -1}, ValueError, "timeout=-1"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
-    """Told where they are given, and not by a worker."""
-    with pytest.raises(kind, match=text):
-        DDPStrategy(**options)
-
-
-def test_a_strategy_that_is_given_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    given = DDPStrategy()
-    run = Trainer(strategy=given, devices=2, accelerator="cuda", sync_batchnorm=True)
-    assert not given.sync_batchnorm
-    assert run.strategy.sync_batchnorm  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_sync_batchnorm_and_back() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2)), nn.SyncBatchNorm(2))
-    parameters = list(module.parameters())
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    plain = [dict(vars(layer)) for layer in module.modules()]
-    to_sync_batchnorm(module)
-    assert [type(layer) for layer in (module[1], module[2][0])] == [nn.SyncBatchNorm] * 2
-    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
-    to_batchnorm(module)
-    assert [type(layer) for layer in (module[1], module[2][0], module[3])] == [
-        nn.BatchNorm1d,
-        nn.BatchNorm2d,
-        nn.SyncBatchNorm,
-    ]
-    assert [vars(layer).keys() for layer in module.modules()] == [each.keys() for each in plain]
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    assert module[1](torch.randn(4, 2)).shape == (4, 2)
 
 
 def test_registry() -> None:
     known = strategies()
-    assert {"single", "ddp", "ddp_spawn", "ddp_zero", "ddp_spawn_find_unused_parameters_false"} <= known.keys()
+    assert {"single", "ddp", "ddp_spawn", "ddp_zero", "ddp_find_unused_parameters_true"} <= known.keys()
     assert all(known.values())
     if "mine" not in known:
-        register_strategy("mine", SingleStrategy, "one of my own")
+        register_strategy("mine", Strategy, "one of my own")
     assert strategies()["mine"] == "one of my own"
-    assert isinstance(Trainer(strategy="mine").strategy, SingleStrategy)
+    assert isinstance(Trainer(strategy="mine").strategy, Strategy)
     with pytest.raises(ValueError, match="'mine' is registered already"):
-        register_strategy("mine", SingleStrategy, "again")
+        register_strategy("mine", Strategy, "again")
     assert Trainer(strategy="ddp_find_unused_parameters_true", devices=2).strategy is not None
-    with pytest.raises(TypeError, match="must be a name or a Strategy"):
-        Trainer(strategy=3)  # type: ignore[arg-type]

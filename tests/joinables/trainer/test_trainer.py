@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import fcntl
 import gc
 import math
@@ -24,22 +23,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader
 
 from joinables.trainer import (
     Callback,
-    CSVMetrics,
-    DDPStrategy,
     EarlyStopping,
     ModelCheckpoint,
     NotPicklable,
-    ProgressBar,
-    TensorBoardMetrics,
     Trainer,
     TrainModule,
     WorkerDied,
 )
-from joinables.trainer.checkpoints.file import read_checkpoint
+from joinables.trainer.checkpoint import read_checkpoint
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
 
@@ -75,16 +70,14 @@ class Metrics(Callback):
 
 
 class Counting(Classifier):
-    """Has a buffer that checkpoints leave out, and one that is made on the way."""
+    """Counts its steps."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
-        self.register_buffer("steps", torch.zeros(()), persistent=False)
-        self.register_buffer("shape", None, persistent=False)
+        self.register_buffer("steps", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.steps += 1
-        self.shape = torch.tensor(batch[0].shape[1:])
         return super().training_step(batch, batch_idx)
 
 
@@ -94,7 +87,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
     def build(epochs: int, name: str) -> Trainer:
         keeper = ModelCheckpoint(tmp_path / name, "{epoch}-{val_loss:.4f}", monitor="val_loss", save_top_k=2)
-        callbacks = [Metrics(), keeper, CSVMetrics(tmp_path / name / "metrics.csv")]
+        callbacks = [Metrics(), keeper]
         return Trainer(devices=2, max_epochs=epochs, seed=0, callbacks=callbacks, default_root_dir=tmp_path)
 
     data = loader(30, 4, shuffle=True), loader(21, 4, num_workers=1)
@@ -104,20 +97,20 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert (result.stage, result.epochs, result.global_step, result.stopped) == ("fit", 1, 4, False)
     assert len(result.callback_metrics) == 10_004
     assert trainer.callback_metrics["metric 9999"] == 9999
-    assert result.best_model_score == trainer.metrics["val_loss"]
-    assert result.best_model_path == trainer.checkpoint_callback.best_model_path
-    assert trainer.checkpoint_callback.best_model_score == result.best_model_score
-    assert Path(result.best_model_path).is_file()
+    keeper = next(each for each in trainer.callbacks if isinstance(each, ModelCheckpoint))
+    best = keeper.best_model_path
+    assert keeper.best_model_score == trainer.metrics["val_loss"]
+    assert Path(best).is_file()
     assert result.join_report is not None
     assert [row.steps for row in result.join_report.ranks] == [4, 4]
-    kept = torch.load(result.best_model_path, weights_only=True)["module"]
+    kept = torch.load(best, weights_only=True)["module"]
     assert_same(flat_state(kept), flat_state(module.state_dict()))
 
     steps = module.steps
-    assert (steps.item(), module.shape.tolist()) == (4, [6])
+    assert steps.item() == 4
 
     restored = Counting()
-    tested = trainer.test(restored, data[1], ckpt_path=result.best_model_path)[0]
+    tested = trainer.test(restored, data[1], ckpt_path=best)[0]
     assert_same(flat_state(restored.state_dict()), flat_state(kept))
     assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
     assert trainer.metrics["test_loss"] == tested["test_loss"]
@@ -302,33 +295,9 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert not [each for each in folder.iterdir() if each.name.startswith("joinables-")]
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    Trainer(callbacks=TensorBoardMetrics(tmp_path)).fit(Classifier(), loader())
-    assert [each for each in tmp_path.iterdir() if "tfevents" in each.name]
-
-
-def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, make, text in (
-        ("tqdm", lambda: Trainer(enable_progress_bar=True), "needs tqdm: pip install tqdm"),
-        ("torch.utils.tensorboard", TensorBoardMetrics, "needs TensorBoard: pip install tensorboard"),
-    ):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ImportError, match=text):
-            make()
-
-
 def test_what_cannot_be_pickled() -> None:
-    module = Classifier()
-    module.register_forward_hook(lambda *_: None)
-    with pytest.raises(NotPicklable, match="module"):
-        Trainer(devices=2).fit(module, loader())
-    with pytest.raises(NotPicklable, match=r"^loaders\['train_loader'\]\.collate_fn cannot be pickled"):
+    with pytest.raises(NotPicklable, match=r"^the call cannot be pickled .*test_what_cannot_be_pickled.*lambda"):
         Trainer(devices=2).fit(Classifier(), loader(collate_fn=lambda rows: rows))
-    callback = Metrics()
-    callback.seen.append(lambda: None)  # type: ignore[arg-type]
-    with pytest.raises(NotPicklable, match=r"^trainer\.callbacks\[0\]\.seen\[0\] cannot be pickled"):
-        Trainer(devices=2, callbacks=callback).fit(Classifier(), loader())
 
 
 class Remembered(DataLoader[Any]):
@@ -376,7 +345,8 @@ def test_a_fit_that_was_stopped_early_stays_so(tmp_path: Path, caplog: pytest.Lo
 
     data = loader(12), loader(12)
     trainer, module = build(2), Classifier()
-    path = trainer.fit(module, *data).best_model_path
+    result = trainer.fit(module, *data)
+    path = trainer.callbacks[-1].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
     result = trainer.fit(module, *data)
     assert (result.epochs, result.stopped) == (3, True)
     result = build(2).fit(Classifier(), *data, ckpt_path=path)
@@ -410,50 +380,6 @@ def test_callbacks_begin_anew_with_another_module(tmp_path: Path) -> None:
         assert len(keeper.state_dict()["kept"]) == 1
 
 
-def test_csv_metrics(tmp_path: Path) -> None:
-    Trainer(max_epochs=2, callbacks=CSVMetrics(tmp_path / "metrics.csv")).fit(Classifier(), loader())
-    rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert rows[0] == "epoch,step,name,value"
-    assert rows[1].startswith("0,9,train_accuracy,0.")
-    assert len(rows) == 5
-
-
-class LogsNowAndThen(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx % 4 == 0:
-            self.log("rare", float(batch_idx), on_step=True)
-        self.log("quiet", 1.0, on_step=True, logger=False)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("quiet_val", 1.0, logger=False)
-        if self.current_epoch == 0:
-            self.log("first", 1.0)
-
-
-class LogsAfterwards(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        module.log("late", float(batch_idx), on_step=True)
-
-
-def test_files_have_what_was_logged(tmp_path: Path) -> None:
-    """A step, and an epoch, has what was logged in it and nothing else."""
-    path = tmp_path / "metrics.csv"
-    trainer = Trainer(max_epochs=2, callbacks=[CSVMetrics(path), LogsAfterwards()])
-    trainer.fit(LogsNowAndThen(), loader(), loader(4))
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    found = [(row["epoch"], row["step"], row["value"]) for row in rows if row["name"] == "rare_step"]
-    expected = [(0, 1, 0.0), (0, 5, 4.0), (0, 9, 8.0), (1, 10, 0.0), (1, 14, 4.0), (1, 18, 8.0)]
-    assert found == [tuple(map(str, row)) for row in expected]
-    assert [row["step"] for row in rows if row["name"] == "late_step"] == [str(step) for step in range(1, 19)]
-    assert [row["epoch"] for row in rows if row["name"] == "first"] == ["0"]
-    assert {row["name"] for row in rows if "_step" not in row["name"]} == {
-        "first", "late", "rare", "train_accuracy", "train_loss",
-    }  # fmt: skip
-    assert trainer.metrics["quiet"] == trainer.metrics["quiet_val"] == 1.0
-
-
 def test_16_bits() -> None:
     for precision in ("bf16-mixed", "16-mixed"):
         trainer = Trainer(max_epochs=6, precision=precision, gradient_clip_val=1.0)
@@ -461,50 +387,11 @@ def test_16_bits() -> None:
         assert trainer.metrics["val_loss"] < 0.6
 
 
-def test_progress_bar(capfd: pytest.CaptureFixture[str]) -> None:
-    Trainer(max_epochs=1, callbacks=ProgressBar(disable=False)).fit(Classifier(), loader(), loader(20))
-    shown = capfd.readouterr().err
-    assert "epoch 0: 100%" in shown
-    assert "9/9" in shown
-    assert "val_loss=" in shown
-
-
-def test_no_progress_bar_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
-    Trainer(max_epochs=1, enable_progress_bar=True).fit(Classifier(), loader(), loader(20))
-    assert capfd.readouterr().err == ""
-
-
-class Launched(Exception):
-    pass
-
-
-class LaunchesNothing(DDPStrategy):
-    def launch(self, world_size: int, accelerator: str, fn: Any, *args: Any) -> Any:
-        raise Launched
-
-
-def test_what_is_not_dealt_out_is_told() -> None:
-    batches = list(loader(8, 4))
-    run = Trainer(devices=2, strategy=LaunchesNothing())
-    with (
-        pytest.warns(UserWarning, match="train_loader is a list .* each of the 2 ranks") as told,
-        pytest.raises(Launched),
-    ):
-        run.fit(Classifier(), batches, loader())
-    assert told[0].filename == __file__
-    with pytest.raises(Launched):
-        run.fit(Classifier(), loader(), loader())
-    subset = SubsetRandomSampler(range(4))
-    text = "val_loader has a sampler of its own, a SubsetRandomSampler, so"
-    with pytest.warns(UserWarning, match=text), pytest.raises(Launched):
-        run.fit(Classifier(), loader(), loader(sampler=subset))
-    Trainer(max_steps=1).fit(Classifier(), batches, loader(sampler=subset))
-
-
 def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path))
     module = Classifier()
-    path = trainer.fit(module, loader()).best_model_path
+    trainer.fit(module, loader())
+    path = trainer.callbacks[0].best_model_path  # pyright: ignore[reportAttributeAccessIssue]
     tested = trainer.test(module, loader(20))
     restored = Classifier()
     assert Trainer().test(restored, loader(20), ckpt_path=path) == tested
@@ -512,24 +399,20 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 BAD = [
-    ({"devices": 0}, ValueError, "devices=0 must be at least 1"),
-    ({"devices": "2"}, TypeError, "devices='2' must be a whole number"),
+    ({"devices": 0}, ValueError, "devices=0 and num_nodes=1"),
     ({"accelerator": "tpu"}, ValueError, "accelerator='tpu' is none of"),
     ({"accelerator": "cuda"}, ValueError, "torch finds no GPU"),
     ({"strategy": "dpp"}, ValueError, "strategy='dpp' is unknown; the known ones are .*ddp_spawn"),
     ({"strategy": "single", "devices": 2}, ValueError, "strategy='single' is for one process"),
-    ({"precision": 8}, ValueError, "precision=8 is unknown"),
+    ({"precision": 8}, ValueError, "precision='8' is none of 32, 64, bf16-mixed, 16-mixed"),
     ({"precision": "16-mixed", "strategy": "ddp_zero"}, ValueError, "does not go with sharded"),
-    ({"max_epochs": -1}, ValueError, "max_epochs=-1"),
     ({"accumulate_grad_batches": 0}, ValueError, "accumulate_grad_batches=0"),
     ({"gradient_clip_val": 0.0}, ValueError, r"gradient_clip_val=0\.0"),
     ({"uneven": "drop"}, ValueError, "uneven='drop' is none of"),
-    ({"sync_batchnorm": True, "devices": 2}, ValueError, "needs GPUs"),
-    ({"num_nodes": 2}, ValueError, "use torchrun, SLURM or MPI"),
-    ({"seed": "1"}, TypeError, "seed='1'"),
-    ({"max_epoch": 3}, TypeError, "max_epoch=3: Trainer takes devices, .*Did you mean max_epochs"),
+    ({"num_nodes": 2, "devices": 1}, ValueError, "torchrun, SLURM or MPI"),
+    ({"max_epoch": 3}, TypeError, "max_epoch"),
     ({"callbacks": [print]}, TypeError, "callbacks has a builtin"),
-    ({"callbacks": [CSVMetrics(), CSVMetrics()]}, ValueError, "callbacks has several CSVMetrics"),
+    ({"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, ValueError, "callbacks has several of one state_key"),
 ]
 
 
@@ -540,42 +423,20 @@ def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str
         Trainer(**options)
 
 
-def test_bad_keywords_of_callbacks() -> None:
-    with pytest.raises(TypeError, match="Did you mean save_top_k"):
-        ModelCheckpoint(save_topk=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"wait=1: EarlyStopping takes monitor, mode, patience, min_delta \[J212\]$"):
-        EarlyStopping("x", wait=1)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("run", "keyword", "text"),
-    [
-        ("fit", "train_dataloaders", "train_loader, val_loader, ckpt_path. Did you mean train_loader"),
-        ("fit", "datamodule", r"train_loader, val_loader, ckpt_path \[J212\]$"),
-        ("validate", "dataloaders", "loader, ckpt_path. Did you mean loader"),
-        ("test", "dataloaders", "loader, ckpt_path. Did you mean loader"),
-        ("predict", "dataloaders", "loader, ckpt_path. Did you mean loader"),
-    ],
-)
-def test_bad_keywords_of_runs(run: str, keyword: str, text: str) -> None:
-    with pytest.raises(TypeError, match=f"^{keyword}: {run} takes module, {text}"):
-        getattr(Trainer(), run)(Classifier(), **{keyword: loader()})
-
-
 def test_bad_runs(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"derive it from joinables\.trainer\.TrainModule"):
         Trainer().fit(torch.nn.Linear(1, 1), loader())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="No such file"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "none.ckpt")
     (tmp_path / "bad.ckpt").write_text("text")
     with pytest.raises(ValueError, match="is no checkpoint of a Trainer"):
         Trainer().fit(Classifier(), loader(), ckpt_path=tmp_path / "bad.ckpt")
     torch.save(Classifier().state_dict(), tmp_path / "weights.ckpt")
-    told = r"ckpt_path='.*weights\.ckpt' is no checkpoint of a Trainer.*module\.load_state_dict"
+    told = r"ckpt_path='.*weights\.ckpt' is no checkpoint of a Trainer.*load mere weights yourself"
     for run in (Trainer().fit, Trainer().validate, Trainer().test, Trainer().predict):
         with pytest.raises(ValueError, match=told):
             run(Classifier(), loader(), ckpt_path=tmp_path / "weights.ckpt")
-    with pytest.raises(RuntimeError, match="is not in a run"):
+    with pytest.raises(RuntimeError, match="is in no run"):
         Classifier().log("x", 1.0)
 
 
@@ -588,9 +449,9 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert trainer.strategy.is_distributed
     assert trainer.global_rank == 1
     assert not trainer.is_global_zero
-    with pytest.raises(ValueError, match="devices=1, and torchrun started 3 processes, each of which would"):
+    with pytest.raises(ValueError, match=r"devices=1 and num_nodes=1, but .* started 3 processes"):
         Trainer(accelerator="cpu", devices=1)
-    with pytest.raises(ValueError, match="devices=2 and num_nodes=1, but torchrun started 3 processes; leave devices"):
+    with pytest.raises(ValueError, match=r"devices=2 and num_nodes=1, but .* started 3 processes"):
         Trainer(accelerator="cpu", devices=2)
     assert Trainer(accelerator="cpu", devices=1, strategy="single").world_size == 1
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -634,11 +495,11 @@ class Only(TrainModule):
     ("module", "data", "kind", "text"),
     [
         (Wrong(lambda scores: "loss"), loader(), TypeError, "training_step of Wrong returned 'loss'"),
-        (Wrong(lambda scores: scores), loader(), ValueError, r"has the shape \[6, 3\]; return the mean"),
-        (Wrong(lambda scores: scores.detach().mean()), loader(), ValueError, "does not depend on a parameter"),
+        (Wrong(lambda scores: scores), loader(), TypeError, "return the loss, a tensor with the mean"),
+        (Wrong(lambda scores: scores.detach().mean()), loader(), TypeError, "computed from the module's outputs"),
         (Only(), loader(), TypeError, "Only has no configure_optimizers, which fit needs"),
-        (Classifier(), None, TypeError, "train_loader is a NoneType"),
-        (Classifier(), iter(loader()), TypeError, "over after one epoch, and there are 2 to come"),
+        (Classifier(), None, TypeError, "'NoneType' object is not iterable"),
+        (Classifier(), dataset(), TypeError, "train_loader is a data set; wrap it"),
     ],
 )
 def test_what_cannot_be_fitted(module: Any, data: Any, kind: type[Exception], text: str) -> None:
@@ -708,7 +569,7 @@ def test_workers_end_with_the_fit() -> None:
 
 def test_nothing_to_train_on() -> None:
     trainer = Trainer(max_epochs=2)
-    with pytest.warns(UserWarning, match="an epoch made no optimizer step: train_loader gave no batch"):
+    with pytest.warns(UserWarning, match="an epoch made no optimizer step: there was no batch"):
         assert trainer.fit(Classifier(), loader(0)).global_step == 0
     assert trainer.validate(Classifier(), loader(0)) == [{}]
     assert trainer.predict(Classifier(), loader(0)) == []
@@ -728,7 +589,7 @@ def test_as_many_epochs_as_the_steps_need() -> None:
 
 
 def test_a_fit_without_steps_has_an_end() -> None:
-    with pytest.warns(UserWarning, match=r"an epoch made no .* on any rank, so the fit ends before max_steps"):
+    with pytest.warns(UserWarning, match="an epoch made no optimizer step"):
         assert Trainer(max_steps=7).fit(Classifier(), iter(loader(12))).global_step == 2
 
 
@@ -760,16 +621,19 @@ class Adds(Callback):
 
 def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
     def fit(value: Any, module: TrainModule) -> str:
-        return Trainer(callbacks=[Adds(value), ModelCheckpoint(tmp_path)]).fit(module, loader(12)).best_model_path
+        keeper = ModelCheckpoint(tmp_path)
+        Trainer(callbacks=[Adds(value), keeper]).fit(module, loader(12))
+        return keeper.best_model_path
 
-    with pytest.raises(TypeError, match=r"the checkpoint's 'mine' holds pathlib.*PosixPath"):
+    with pytest.raises(TypeError, match=r"(?s)the checkpoint could not be read .*pathlib.*PosixPath"):
         fit({"path": tmp_path}, Classifier())
-    with pytest.raises(TypeError, match=r"the checkpoint's 'module' holds pathlib.*PosixPath"):
+    with pytest.raises(TypeError, match=r"(?s)the checkpoint could not be read .*pathlib.*PosixPath"):
         fit(1, Pathed(tmp_path))
-    with pytest.raises(TypeError, match="the checkpoint's 'mine' holds numpy"):
-        fit(np.ones(3), Classifier())
+    for value in (np.ones(3), {"x": np.float32(0.5)}):
+        with pytest.raises(TypeError, match=r"(?s)the checkpoint could not be read .*numpy"):
+            fit(value, Classifier())
     assert not list(tmp_path.glob("*.ckpt"))
-    path = fit({"x": [1, "text", torch.ones(2), np.float32(0.5)]}, Classifier())
+    path = fit({"x": [1, "text", torch.ones(2), 0.5]}, Classifier())
     assert read_checkpoint(path)["mine"]["x"][3] == 0.5
 
 
@@ -804,7 +668,7 @@ def test_no_weights_are_lost_for_what_a_checkpoint_cannot_hold(tmp_path: Path) -
 
 def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
     trainer, module = Trainer(max_epochs=2), Classifier()
-    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+    with pytest.raises(RuntimeError, match="there is no fit, nor state"):
         trainer.save_checkpoint(tmp_path / "before.ckpt")
     trainer.fit(module, loader(12))
     assert trainer.save_checkpoint(tmp_path / "after.ckpt")
@@ -815,23 +679,8 @@ def test_a_checkpoint_after_the_fit(tmp_path: Path) -> None:
     assert_same(flat_state(module.state_dict()), flat_state(again.state_dict()))
     del module
     gc.collect()
-    with pytest.raises(RuntimeError, match="there is no fit under way, nor the state"):
+    with pytest.raises(RuntimeError, match="there is no fit, nor state"):
         trainer.save_checkpoint(tmp_path / "gone.ckpt")
-
-
-class Numbers(Pathed):
-    get_extra_state = TrainModule.get_extra_state
-    set_extra_state = TrainModule.set_extra_state
-
-
-def test_numbers_of_numpy_in_a_checkpoint(tmp_path: Path) -> None:
-    whole, parts = Numbers(tmp_path), Numbers(tmp_path)
-    Trainer(max_epochs=3).fit(whole, loader(12))
-    path = Trainer(callbacks=ModelCheckpoint(tmp_path)).fit(parts, loader(12)).best_model_path
-    assert read_checkpoint(path)["module"]._metadata["norm"] == {"version": 2}
-    parts = Numbers(tmp_path)
-    Trainer(max_epochs=3).fit(parts, loader(12), ckpt_path=path)
-    assert_same(flat_state(whole.state_dict()), flat_state(parts.state_dict()))
 
 
 def test_a_compiled_module_can_be_pickled() -> None:
@@ -843,10 +692,10 @@ def test_a_compiled_module_can_be_pickled() -> None:
 def test_automatic_settings_with_manual_optimization() -> None:
     module = Classifier()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match="are for automatic optimization"):
+    with pytest.raises(ValueError, match="need automatic_optimization"):
         Trainer(gradient_clip_val=1.0).fit(module, loader())
-    with pytest.raises(ValueError, match="which manual optimization cannot"):
-        Trainer(devices=2, accelerator="cpu", strategy=LaunchesNothing(), precision="16-mixed").fit(module, loader())
+    with pytest.raises(ValueError, match="need automatic_optimization"):
+        Trainer(precision="16-mixed").fit(module, loader())
 
 
 def test_schedulers_that_are_not_understood() -> None:
@@ -860,28 +709,19 @@ def test_schedulers_that_are_not_understood() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
 
-    with pytest.raises(ValueError, match="'frequency': 2 in a scheduler's dict is unknown; use scheduler, interval"):
+    with pytest.raises(ValueError, match=r"'frequency': 2.* must have"):
         Trainer().fit(Scheduled(frequency=2), loader())
-    with pytest.raises(ValueError, match="interval='batch'"):
+    with pytest.raises(ValueError, match="'interval': 'batch'"):
         Trainer().fit(Scheduled(interval="batch"), loader())
     module = Scheduled(monitor="train_loss", frequency=1, strict=True)
     rates: list[float] = []
 
     class Rates(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+            rates.append(trainer.run.optimizers[0].param_groups[0]["lr"])
 
     Trainer(callbacks=Rates(), max_epochs=2).fit(module, loader())
     assert rates == pytest.approx([0.1, 0.01])
-
-
-def test_an_optimizer_of_another_module() -> None:
-    class Elsewhere(Classifier):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 1.0)
-
-    with pytest.warns(UserWarning, match="the SGD that configure_optimizers returned has none of the parameters of"):
-        Trainer().fit(Elsewhere(), loader(12))
 
 
 def test_what_stands_beside_an_optimizer() -> None:
@@ -895,12 +735,12 @@ def test_what_stands_beside_an_optimizer() -> None:
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
             return {"optimizer": optimizer, self.key: scheduler, **self.options}
 
-    with pytest.raises(ValueError, match=r"'lr_shceduler': .* is unknown; use .*Did you mean lr_scheduler"):
+    with pytest.raises(TypeError, match=r"(?s)configure_optimizers returned .*'lr_shceduler'"):
         Trainer().fit(Configured("lr_shceduler"), loader(12))
-    with pytest.raises(ValueError, match="'frequency': 5 in what configure_optimizers returned is unknown"):
+    with pytest.raises(TypeError, match=r"(?s)configure_optimizers returned .*'frequency': 5"):
         Trainer().fit(Configured("lr_scheduler", frequency=5), loader(12))
     trainer = Trainer(max_epochs=2)
-    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
+    with pytest.raises(ValueError, match="monitor=None was not logged"):
         trainer.fit(Configured("lr_scheduler"), loader(12))
     trainer.fit(Configured("lr_scheduler", monitor="train_loss"), loader(12))
 
@@ -947,19 +787,13 @@ class LogsInHooks(Callback):
 
 
 def test_metrics_of_hooks_after_an_epoch(tmp_path: Path) -> None:
-    """They are there for callbacks that come later, and in files, in the epoch in which they were logged."""
-    keeper, path = ModelCheckpoint(tmp_path, monitor="epoch", mode="max"), tmp_path / "metrics.csv"
-    trainer = Trainer(max_epochs=5, max_steps=5, callbacks=[LogsInHooks(), keeper, CSVMetrics(path)])
+    """They are there for callbacks that come later, in the epoch in which they were logged."""
+    keeper = ModelCheckpoint(tmp_path, monitor="epoch", mode="max")
+    trainer = Trainer(max_epochs=5, max_steps=5, callbacks=[LogsInHooks(), keeper])
     trainer.fit(LogsAtEnds(), loader(12), loader(12))
     late = {"validated": 4.0, "evaluated": 4.0, "epoch": 1.0, "trained": 5.0, "end": 5.0}
     assert late.items() <= trainer.metrics.items()
     assert keeper.best_model_score == 1.0
-    with path.open() as file:
-        rows = [(row["name"], row["step"], float(row["value"])) for row in csv.DictReader(file) if row["name"] in late]
-    assert sorted(rows) == [
-        ("end", "5", 5.0), ("epoch", "2", 0.0), ("epoch", "4", 1.0), ("evaluated", "2", 2.0), ("evaluated", "4", 4.0),
-        ("trained", "5", 5.0), ("validated", "2", 2.0), ("validated", "4", 4.0),
-    ]  # fmt: skip
     assert {"validated", "evaluated"} <= trainer.validate(LogsAtEnds(), loader(12))[0].keys()
 
 
@@ -969,5 +803,5 @@ class LogsTooLate(Callback):
 
 
 def test_metrics_with_which_nothing_can_be_done() -> None:
-    with pytest.raises(RuntimeError, match="'lost' was logged in a callback's on_start or on_end"):
+    with pytest.raises(RuntimeError, match="'lost' was logged in a prediction, or in a callback's on_start or on_end"):
         Trainer(callbacks=LogsTooLate()).fit(Classifier(), loader(12))

@@ -1,0 +1,237 @@
+r"""Checkpoints: everything that a fit resumes from (:func:`take`, :func:`resume`), and the files that hold it.
+
+A snapshot has the same form in checkpoint files, for a second ``fit`` of the same trainer, and on its way home from
+processes that were started. It is a dict of plain data and tensors::
+
+    epochs, global_step          counters
+    module                       the module's state dict
+    optimizers, schedulers       a list each, in the order of configure_optimizers; sharded state is put together
+    scaler                       of 16-mixed precision, or empty
+    callbacks                    by state_key
+    metrics                      the latest value of each
+    ranks                        a list, by rank: batches read in the epoch under way, its metrics so far, random
+                                 numbers
+
+An epoch counts as completed when its validation is over and schedulers have stepped. A fit that resumes from a snapshot
+taken before that skips all batches and validates again.
+
+Taking one is collective, since each rank holds a part. Ranks without data take part through ``CollectiveCall``::
+
+    all-gather of the ranks' parts; the lowest rank with data becomes the writer
+    for each sharded optimizer: its shards go to the writer
+
+A file exists as a whole or not at all. It is one of ``torch.save``, which ``torch.load(path)`` reads, followed by the
+checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles do not
+mind. Files without the right one are not read: it shows damage, not who wrote the file. Reading runs no code
+(``weights_only``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from typing_extensions import override
+
+from joinables._torch.optimizers import mark_stepped
+from joinables.trainer.metrics import MetricStore
+from joinables.trainer.run import Run
+
+
+def take(run: Run, active: bool) -> dict[str, Any] | None:
+    """Return the snapshot on the rank that writes it, ``None`` elsewhere; called on all ranks.
+
+    Args:
+        run: the fit.
+        active: whether this rank still has data; outside a block, all ranks are active.
+    """
+    parts = run.collective.all_gather_object({**run.position.state_dict(), "active": active})
+    writer = next(rank for rank, each in enumerate(parts) if each["active"])
+    for optimizer in run.optimizers:
+        consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
+        if consolidate is not None:
+            consolidate(to=writer)
+    if run.rank != writer:
+        return None
+    state: dict[str, Any] = {
+        **run.counters.state_dict(),
+        "module": run.module.state_dict(),
+        "optimizers": [each.state_dict() for each in run.optimizers],
+        "schedulers": [each.scheduler.state_dict() for each in run.schedulers],
+        "scaler": run.scaler.state_dict(),
+        "callbacks": {each.state_key: each.state_dict() for each in run.trainer.callbacks},
+        "metrics": dict(run.trainer.metrics),
+        "ranks": parts,
+    }
+    run.module.on_save_checkpoint(state)
+    run.call("on_save_checkpoint", state)
+    return state
+
+
+def resume(run: Run, state: Mapping[str, Any]) -> None:
+    """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
+
+    Raises:
+        ValueError: if it was taken from other optimizers, groups of parameters or schedulers; or in the middle of an
+            epoch by another number of ranks, and the rest of it cannot be dealt out.
+    """
+    for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
+        if len(state[what]) != len(mine):
+            raise ValueError(f"the checkpoint has {len(state[what])} {what}; return as many as that [J202]")
+    part = _part_of(run, state["ranks"])
+    run.module.on_load_checkpoint(dict(state))
+    if "module" in state:
+        run.module.load_state_dict(state["module"])
+    for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
+        try:
+            optimizer.load_state_dict(saved)
+        except (ValueError, LookupError) as error:
+            raise ValueError(
+                f"the checkpoint has another optimizer than configure_optimizers ({error!r}); return one of the same"
+                " groups, and add those that a hook adds in a fit again in on_load_checkpoint [J251]"
+            ) from error
+        if state["global_step"]:  # or a scheduler that steps before it does warns, where no batch is left of the epoch
+            mark_stepped(optimizer)
+    for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        scheduler.scheduler.load_state_dict(saved)
+    if state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    run.counters.load_state_dict(state)
+    run.position.epoch = run.counters.epochs
+    run.trainer.metrics = dict(state["metrics"])
+    for callback in run.trainer.callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+        callback.on_load_checkpoint(run.trainer, run.module, state)
+    if part is not None:
+        run.position.load_state_dict(part)
+
+
+def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What this rank goes on from; ``None`` if another number of ranks begins an epoch.
+
+    If another number of ranks goes on in the middle of one, the samples that were used are the first of the epoch, and
+    the others are dealt out anew. A rank takes over the random numbers of one rank of before, and the metrics of all
+    whose number is its own, modulo the number of ranks.
+    """
+    rank, ranks, before = run.rank, run.collective.world_size, len(parts)
+    if before == ranks:
+        return parts[rank]
+    if not any(part["batches"] or part["start"] for part in parts):
+        return None  # no batch of the epoch was used
+    batches, used = [part["batches"] for part in parts], parts[0]["used"]
+    dealt_out = [len(range(each, sum(batches), before)) for each in range(before)]
+    if run.position.sampler is None or used is None or batches != dealt_out:
+        raise ValueError(
+            f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}: for them,"
+            " give a DataLoader without a sampler; or resume with as many, or from the end of an epoch [J203]"
+        )
+    metrics = MetricStore()
+    for part in parts[rank::ranks]:
+        metrics.merge(part["metrics"])
+    return {**parts[rank % before], "batches": 0, "start": used, "metrics": metrics.state_dict()}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_SEAL = b"\nsha256 "
+_SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
+_CHUNK = 1 << 20  # bytes that are read at once
+
+
+class _Sealed(io.RawIOBase):
+    """A file for ``torch.save`` that computes the checksum of what is written to ``file``.
+
+    An error is kept for later: torch would replace it by one of its own, about a wrong position.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.checksum = file, hashlib.sha256()
+        self.error: OSError | None = None
+
+    @override
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+                self.checksum.update(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    @override
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
+
+    It may leave ``.NAME.part`` beside it, too, which the next write to the same place replaces.
+
+    Args:
+        state: plain data and tensors.
+        path: the file; its folder is made.
+
+    Raises:
+        OSError: if it cannot be written; with ``errno.ENOSPC`` where the disk is full. Its ``filename`` is ``path``, or
+            the folder that could not be made. The old file stays, and there is no temporary one left.
+        TypeError: if the state holds more: it could be written, but not read again.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            sealed = _Sealed(file)
+            torch.save(dict(state), cast("BinaryIO", sealed))
+            sealed.write(_SEAL + sealed.checksum.hexdigest().encode())
+            if sealed.error is not None:
+                raise sealed.error
+            file.flush()
+            os.fsync(file.fileno())
+        torch.load(part, map_location="cpu", weights_only=True, mmap=True)
+        part.replace(path)
+    except pickle.UnpicklingError as error:
+        part.unlink()
+        raise TypeError(
+            f"the checkpoint could not be read again; give nothing but plain data and tensors: {error} [J200]"
+        ) from error
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # it has none, or that of the part
+        raise
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file of :func:`write_checkpoint`; its tensors are on the CPU, mapped from the file and not copied.
+
+    Raises:
+        OSError: if it is not there, or cannot be read.
+        ValueError: if its bytes have changed since it was written, it is another kind of file, or it holds objects
+            that are not plain data and tensors.
+    """
+    checksum = hashlib.sha256()
+    with Path(path).open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size - _SIZE
+        for begin in range(0, size, _CHUNK):
+            checksum.update(file.read(min(_CHUNK, size - begin)))
+        is_whole = file.read() == _SEAL + checksum.hexdigest().encode()
+    if not is_whole:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or has changed since it was written: it does not"
+            " end with the checksum of its bytes; go on from another one, and load mere weights yourself [J198]"
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}; go on from another one [J199]"
+        ) from error

@@ -1,0 +1,106 @@
+"""Metrics that do not depend on the number of processes: :class:`MetricStore`.
+
+A logged value is the mean over a batch; the metric of an epoch is the mean over all samples of all ranks. Sums of
+floating-point numbers depend on their order, and so on which rank had which batch. The sums here do not: they are kept
+without rounding, as a few floats whose exact sum they are, and rounded once, at the end. One NaN makes any metric NaN,
+also a minimum or maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from join.collectives import Collective
+
+Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
+
+
+def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
+    """Return the metric that a callback or a scheduler monitors; one that was not logged is a ``ValueError``."""
+    if monitor is None or monitor not in metrics:
+        raise ValueError(f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics))} [J242]")
+    return metrics[monitor]
+
+
+def exact_sum(values: Sequence[float]) -> list[float]:
+    """A few floats whose sum is exactly that of ``values``: its rounded value first, then what rounding left."""
+    if not all(map(math.isfinite, values)):
+        return [sum(values)]  # infinite or NaN, in any order
+    parts: list[float] = []
+    try:
+        while rest := math.fsum([*values, *(-part for part in parts)]):
+            parts.append(rest)
+    except OverflowError:  # a partial sum beyond the range
+        return [math.nan]
+    return parts
+
+
+@dataclass
+class Metric:
+    """One metric of an epoch, so far.
+
+    Attributes:
+        reduce_fx: how values become one.
+        parts: the exact sum of values (times weights for a mean); for a minimum or maximum, the value so far.
+        weight: the sum of weights.
+    """
+
+    reduce_fx: Reduction
+    parts: list[float] = field(default_factory=list[float])
+    weight: float = 0.0
+
+    def add(self, values: Sequence[float], weight: float) -> None:
+        """Record values, with the sum of their weights."""
+        values = [*self.parts, *values]
+        self.weight += weight
+        if self.reduce_fx in ("mean", "sum"):
+            self.parts = exact_sum(values)
+        elif values:
+            pick = min if self.reduce_fx == "min" else max
+            self.parts = [math.nan if any(map(math.isnan, values)) else pick(values)]
+
+    @property
+    def value(self) -> float:
+        """All recorded values reduced to one; NaN without any."""
+        total = math.fsum(self.parts)
+        if self.reduce_fx == "mean":
+            return total / self.weight if self.weight else math.nan
+        return total if self.parts or self.reduce_fx == "sum" else math.nan
+
+
+class MetricStore(dict[str, Metric]):
+    """The metrics of one epoch on this rank, by name."""
+
+    def _metric(self, name: str, reduce_fx: Reduction) -> Metric:
+        metric = self.setdefault(name, Metric(reduce_fx))
+        if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
+            raise ValueError(
+                f"{reduce_fx=} of metric {name!r} must be {metric.reduce_fx!r}, as before: mean, sum, min or max [J244]"
+            )
+        return metric
+
+    def record(self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean") -> None:
+        """Add a value; arguments as of ``TrainModule.log``, with the value's weight."""
+        number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        self._metric(name, reduce_fx).add([number * weight if reduce_fx == "mean" else number], weight)
+
+    def reduce(self, collective: Collective) -> dict[str, float]:
+        """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
+        merged = MetricStore()
+        for part in collective.all_gather_object(self.state_dict()):
+            merged.merge(part)
+        return {name: metric.value for name, metric in sorted(merged.items())}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another store has recorded, as its ``state_dict`` says."""
+        for name, values in state.items():
+            self._metric(name, values["reduce_fx"]).add(values["parts"], values["weight"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded, as plain data."""
+        return {name: asdict(metric) for name, metric in self.items()}

@@ -1,0 +1,312 @@
+"""Checkpoint files: whole or not there, and read without running code."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from joinables.trainer import ModelCheckpoint, Trainer
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from tests.joinables.trainer.modules import Classifier, loader
+
+FORKS = multiprocessing.get_context("forkserver")
+
+
+def write_for_ever(path: Path, written: Connection) -> None:
+    for number in count(1):
+        write_checkpoint({"number": number, "data": torch.full((200_000,), number)}, path)
+        written.send(number)
+
+
+class Writes:
+    """Another write to the same file, in the middle of one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        write_checkpoint({"number": 1}, self.path)
+        return OrderedDict, ()
+
+
+def test_a_write_leaves_another_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    write_checkpoint({"number": 2, "meanwhile": Writes(path)}, path)
+    assert read_checkpoint(path) == {"number": 2, "meanwhile": {}}
+    assert names(tmp_path) == {"file.ckpt"}
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    for delay in (0.0, 0.003, 0.007, 0.011):
+        here, there = FORKS.Pipe(duplex=False)
+        writer = FORKS.Process(target=write_for_ever, args=(path, there))
+        writer.start()
+        there.close()
+        assert here.recv() == 1
+        time.sleep(delay)
+        writer.kill()
+        writer.join()
+        here.close()
+        state = read_checkpoint(path)
+        assert bool((state["data"] == state["number"]).all())
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    write_checkpoint({"number": 1}, path)
+    with pytest.raises(Exception, match=r"pickle|local object"):
+        write_checkpoint({"number": lambda: None}, path)
+    assert read_checkpoint(path) == {"number": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["file.ckpt"]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("this must not run",)
+
+
+def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TypeError, match="could not be read again"):
+        write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
+    assert names(tmp_path) == set()
+    torch.save({"x": Harmful()}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"other.ckpt' is no checkpoint"):
+        read_checkpoint(tmp_path / "other.ckpt")
+    assert "must not run" not in capsys.readouterr().out
+
+
+def damaged(data: bytes) -> Iterator[bytes]:
+    """``data`` with one bit flipped, at hundreds of places, cut off, or with more behind it."""
+    end = len(data)
+    for place in sorted({*range(0, end, 37), *range(64), *range(end - 160, end)}):
+        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+    for length in (0, 1, 22, end // 3, end - 80, end - 72, end - 1):
+        yield data[:length]
+    for more in (b"\0", b"\n", data[-72:], data):
+        yield data + more
+
+
+def test_changed_bytes_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    written = {"weight": torch.randn(60, 7), "bias": torch.randn(7), "name": "classifier", "epochs": [1, 2.5, None]}
+    write_checkpoint(written, path)
+    data = path.read_bytes()
+    for changed in damaged(data):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=re.escape(repr(str(path)))):
+            read_checkpoint(path)
+    path.write_bytes(data)
+    assert str(read_checkpoint(path)) == str(torch.load(path, weights_only=True)) == str(written)  # also without us
+
+
+FULL_DISK = """
+import errno, sys
+from pathlib import Path
+import torch
+from joinables.trainer import ModelCheckpoint, Trainer
+from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
+from tests.joinables.trainer.modules import Classifier, loader
+
+folder = Path(sys.argv[1])
+path = folder / "file.ckpt"
+
+def fill():
+    with open(folder / "filler", "ab", buffering=0) as filler:
+        try:
+            while filler.write(bytes(1000)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+def fails(call, *args, **options):
+    found = names()
+    try:
+        call(*args, **options)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+        assert names() == found
+        return error
+    raise AssertionError("the disk should be full")
+
+def names():
+    return sorted(str(each) for each in folder.rglob("*"))
+
+write_checkpoint({"number": 1}, path)
+keeper = ModelCheckpoint(folder / "kept", save_last=True)
+trainer = Trainer(devices=1, max_epochs=1, callbacks=keeper, default_root_dir=folder)
+module = Classifier()
+trainer.fit(module, loader(12))
+kept = keeper.best_model_path, keeper.last_model_path
+for filled in (False, True):
+    if filled:
+        fill()
+    for size in (1, 10_000, 1_000_000) if filled else (1_000_000,):
+        error = fails(write_checkpoint, {"data": torch.zeros(size)}, path)
+        assert error.filename == str(path), error
+trainer.max_epochs = 2
+error = fails(trainer.fit, module, loader(12))
+assert Path(error.filename).parent == folder / "kept", error
+assert (keeper.best_model_path, keeper.last_model_path) == kept
+assert read_checkpoint(path) == {"number": 1}
+assert [read_checkpoint(each)["epochs"] for each in kept] == [1, 1]
+print("done")
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """One of 2 MB, which only its own process sees."""
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    disk = f"mount -t tmpfs -o size=2m tmpfs '{tmp_path}'"
+    if subprocess.run([*mount, disk], capture_output=True).returncode:
+        pytest.skip("needs unshare, and user namespaces in which disks may be mounted")
+    script = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    assert subprocess.run([*mount, f'{disk} && exec "$@"', "sh", *script], stdout=subprocess.PIPE).stdout == b"done\n"
+
+
+def names(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()}
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = (0.5, 0.3, float("nan"), 0.4, 0.6)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", self.scores[self.current_epoch])
+
+    def kept(name: str, **options: Any) -> tuple[set[str], ModelCheckpoint]:
+        keeper = ModelCheckpoint(tmp_path / name, "{epoch}-{score:.1f}", **options)
+        Trainer(max_epochs=5, callbacks=keeper).fit(Scripted(), loader(12), loader(12))
+        return names(tmp_path / name), keeper
+
+    found, keeper = kept("min", monitor="score", save_top_k=2, save_last=True)
+    assert found == {"epoch=1-score=0.3.ckpt", "epoch=3-score=0.4.ckpt", "last.ckpt"}
+    assert (Path(keeper.best_model_path).name, keeper.best_model_score) == ("epoch=1-score=0.3.ckpt", 0.3)
+    assert read_checkpoint(tmp_path / "min" / "last.ckpt")["epochs"] == 5
+    found, keeper = kept("max", monitor="score", mode="max")
+    assert (found, keeper.best_model_score) == ({"epoch=4-score=0.6.ckpt"}, 0.6)
+    found, keeper = kept("latest", every_n_epochs=2)
+    assert (found, keeper.best_model_score) == ({"epoch=3-score=0.4.ckpt"}, None)
+    assert len(kept("all", save_top_k=-1)[0]) == 5
+    keeper = ModelCheckpoint(tmp_path / "same name", "best", monitor="score")
+    Trainer(max_epochs=5, callbacks=keeper).fit(Scripted(), loader(12), loader(12))
+    assert (names(tmp_path / "same name"), keeper.best_model_score) == ({"best-v1.ckpt"}, 0.3)
+    assert read_checkpoint(keeper.best_model_path)["epochs"] == 2
+    Scripted.scores = (float("nan"), float("inf"), float("nan"), float("inf"), float("nan"))
+    assert kept("worst", monitor="score")[0] == {"epoch=1-score=inf.ckpt"}
+    found, keeper = kept("steps", every_n_train_steps=4, save_top_k=0, save_last=True)
+    assert found == {"last.ckpt"}
+    assert read_checkpoint(tmp_path / "steps" / "last.ckpt")["global_step"] == 10
+
+
+def test_the_last_is_that_of_the_end(tmp_path: Path) -> None:
+    """Also where that is in the middle of an epoch."""
+    keeper = ModelCheckpoint(tmp_path, save_last=True)
+    trainer, module = Trainer(max_epochs=5, max_steps=0, callbacks=keeper), Classifier()
+    assert trainer.fit(module, loader(30)).global_step == 0
+    assert names(tmp_path) == set()
+    for trainer.max_steps in (3, 7, 10):
+        trainer.fit(module, loader(30))
+        assert keeper.last_model_path == str(tmp_path / "last.ckpt")
+        assert read_checkpoint(keeper.last_model_path)["global_step"] == trainer.max_steps
+    assert names(tmp_path) == {"epoch=1-step=10.ckpt", "last.ckpt"}
+
+
+def test_two_keepers_leave_each_other_alone(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = ((0.9, 0.1), (0.2, 0.2), (0.5, 0.9), (0.6, 0.3), (0.7, 0.3))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log_dict(dict(zip("ab", self.scores[self.current_epoch], strict=True)))
+
+    keepers = [
+        ModelCheckpoint(tmp_path, monitor="a"),
+        ModelCheckpoint(tmp_path, monitor="b", mode="max"),
+        ModelCheckpoint(tmp_path, save_last=True),
+        ModelCheckpoint(tmp_path, "last", every_n_epochs=5),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1),
+    ]
+    Trainer(max_epochs=5, callbacks=keepers).fit(Scripted(), loader(12), loader(12))
+    assert [read_checkpoint(keeper.best_model_path)["epochs"] for keeper in keepers[:4]] == [2, 3, 5, 5]
+    assert Path(keepers[3].best_model_path).name == "last-v1.ckpt"
+    assert len({keeper.best_model_path for keeper in keepers}) == 5
+    assert len(names(tmp_path)) == 3 + 2 + 5
+
+
+def test_a_fit_that_ends_early_keeps_what_it_has(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path)
+    trainer, module = Trainer(max_steps=3, callbacks=keeper), Classifier()
+    for trainer.max_steps in (3, 7):
+        trainer.fit(module, loader(30))
+        path = keeper.best_model_path
+        assert read_checkpoint(path)["global_step"] == trainer.max_steps
+    keeper = ModelCheckpoint(tmp_path / "best", "{val_loss:.1f}", monitor="val_loss")
+    Trainer(max_steps=3, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
+    assert names(tmp_path / "best") == {"val_loss=nan.ckpt"}
+    Trainer(max_steps=7, callbacks=keeper).fit(Classifier(), loader(30), loader(12))
+    assert read_checkpoint(keeper.best_model_path)["global_step"] == 5
+    keeper = ModelCheckpoint(tmp_path / "rare", every_n_epochs=4)
+    Trainer(max_epochs=3, callbacks=keeper).fit(Classifier(), loader(12))
+    assert names(tmp_path / "rare") == {"epoch=2-step=6.ckpt"}
+
+
+def test_a_fit_that_goes_on_from_before_what_another_discarded(tmp_path: Path) -> None:
+    class Scripted(Classifier):
+        scores = (0.5, 0.3)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", self.scores[self.current_epoch])
+
+    def best(max_epochs: int, ckpt_path: Path | None = None) -> Path:
+        keeper = ModelCheckpoint(tmp_path, monitor="score")
+        fit = Trainer(max_epochs=max_epochs, callbacks=keeper).fit
+        fit(Scripted(), loader(12), loader(12), ckpt_path=ckpt_path)
+        return Path(keeper.best_model_path)
+
+    first = best(1).rename(tmp_path / "first")  # a better one discards it
+    Scripted.scores = (0.5, 0.7)
+    assert best(2, first).name == "epoch=1-step=4.ckpt"
+
+
+def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
+    """There is none in the first epoch, and any that comes later is better."""
+    keeper = ModelCheckpoint(tmp_path, monitor="train_loss", every_n_train_steps=3)
+    trainer = Trainer(max_epochs=2, callbacks=keeper)
+    trainer.fit(Classifier(), loader(30))
+    assert names(tmp_path) == {"epoch=1-step=6.ckpt"}
+    keeper = ModelCheckpoint(tmp_path, monitor="train_los", every_n_train_steps=3)
+    with pytest.raises(ValueError, match=r"monitor='train_los' was not logged; the metrics are .*train_loss"):
+        Trainer(callbacks=keeper).fit(Classifier(), loader(30))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "best"}, "mode='best'"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"every_n_epochs": 0}, "every_n_epochs=0"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ModelCheckpoint(**options)
+
+
+def test_metric_that_is_not_there(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="val_los")
+    with pytest.raises(ValueError, match=r"monitor='val_los' was not logged; the metrics are .*val_loss"):
+        Trainer(callbacks=keeper).fit(Classifier(), loader(12), loader(12))

@@ -1,0 +1,171 @@
+"""One suite over every environment, on variables recorded from the launchers; torchrun itself is in test_launcher."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch.distributed as dist
+
+from joinables.trainer.launch import Place, detect_environment
+
+TORCHRUN = {
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "34789",
+    "RANK": "2",
+    "ROLE_RANK": "2",
+    "ROLE_WORLD_SIZE": "4",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "077821ed-d566-43d2-8817-92ae187d2697",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "WORLD_SIZE": "4",
+}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_JOB_ID": "1200505",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_JOB_NODELIST": "gnode[010,020-025,37]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_NODELIST": "gnode[010,020-025,37]",
+    "SLURM_NPROCS": "5",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gnode[020,022,37]",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_TASKS_PER_NODE": "2(x7)",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node1-4711@1",
+    "PMIX_RANK": "1",
+}
+HYDRA = {
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+SALLOC_SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "4"}
+INTERACTIVE_STEP = SALLOC_SHELL | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+SRUN_PTY = SRUN | {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+
+RECORDED: list[tuple[str, Mapping[str, str], str | None, Place | None]] = [
+    ("torchrun", TORCHRUN, "torchrun", Place(2, 4, 0)),
+    ("by hand", BY_HAND, "torchrun", Place(1, 2, 1)),
+    ("srun", SRUN, "SLURM's srun", Place(4, 5, 0)),
+    ("srun from salloc", SRUN | {"SLURM_JOB_NAME": "interactive"}, "SLURM's srun", Place(4, 5, 0)),
+    ("Open MPI", OPEN_MPI, "MPI's mpirun", Place(1, 2, 1)),
+    ("Hydra", HYDRA, "MPI's mpiexec", Place(3, 4, 1)),
+    ("torchrun in srun", SRUN | TORCHRUN, "torchrun", Place(2, 4, 0)),
+    ("mpirun in sbatch", SRUN | OPEN_MPI, "MPI's mpirun", Place(1, 2, 1)),
+    ("mpiexec in sbatch", SRUN | HYDRA, "MPI's mpiexec", Place(3, 4, 1)),
+    ("srun with PMI", SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5"}, "SLURM's srun", Place(4, 5, 0)),
+    ("salloc", SALLOC_SHELL, None, None),
+    ("salloc as a step", INTERACTIVE_STEP, None, None),
+    ("srun --pty bash", SRUN_PTY, None, None),
+    ("nothing", {"HOME": "/root", "RANK": "7"}, None, None),
+]
+
+
+@pytest.mark.parametrize(("recorded", "name", "place"), [each[1:] for each in RECORDED], ids=[e[0] for e in RECORDED])
+def test_conformance(recorded: Mapping[str, str], name: str | None, place: Place | None) -> None:
+    environment = detect_environment(recorded)
+    if environment is None:
+        assert name is None
+    else:
+        assert (environment.name, environment.place) == (name, place)
+
+
+MALFORMED: list[tuple[Mapping[str, str], str]] = [
+    (TORCHRUN | {"RANK": "abc"}, "RANK='abc' must be a whole number; torchrun has started this process"),
+    (TORCHRUN | {"RANK": "-1"}, "RANK='-1' must be a whole number"),
+    (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
+    (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE='' must be a whole number"),
+    (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT must be set"),
+    (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT='x' must be a whole number"),
+    (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 must be below SLURM_NTASKS=5"),
+    (SRUN | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' must be a whole number"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 must be below"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE='' must be"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR and MASTER_PORT must be set"),
+    (HYDRA | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT must be set"),
+    (HYDRA | {"MASTER_PORT": "", "PMI_RANK": "1", "PMI_SIZE": "2"}, "MASTER_PORT must be set"),
+    *[(SRUN | {"SLURM_STEP_NODELIST": nodes}, "MASTER_ADDR and") for nodes in ("node[", "node[]", "[a-b]", "a b")],
+]
+
+
+@pytest.mark.parametrize(("variables", "message"), MALFORMED)
+def test_malformed_variables(variables: Mapping[str, str], message: str) -> None:
+    environment = detect_environment(variables)
+    assert environment is not None
+    with pytest.raises(ValueError, match=message):
+        environment.store()  # asks for the place first
+
+
+def address(variables: Mapping[str, str]) -> tuple[str, int]:
+    environment = detect_environment(variables)
+    assert environment is not None
+    return environment.address()
+
+
+def test_where_the_store_is() -> None:
+    assert address(TORCHRUN) == ("localhost", 34789)
+    assert address(SRUN) == ("gnode020", 15505)
+    assert address({**SRUN, "SLURM_STEP_NODELIST": "", "MASTER_PORT": "1234"}) == ("gnode010", 1234)
+    assert address(SRUN | {"MASTER_ADDR": "10.0.0.1"}) == ("10.0.0.1", 15505)
+    assert address(HYDRA) == ("node1", 29500)
+    host, port = address(OPEN_MPI)
+    assert host == "127.0.0.1"
+    assert 15000 <= port < 25000
+    assert address(OPEN_MPI | {"MASTER_PORT": "29501"}) == ("127.0.0.1", 29501)
+
+
+def store_of(variables: Mapping[str, str]) -> dist.Store:
+    environment = detect_environment(variables)
+    assert environment is not None
+    return environment.store()
+
+
+def test_rank_0_serves_the_store_unless_an_agent_does() -> None:
+    port = str(random.randrange(25000, 30000))
+    variables = BY_HAND | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    served = store_of(variables)
+    served.set("key", "value")
+    assert store_of(variables) is served  # another launcher in the same process
+    client = store_of(variables | {"RANK": "1"})
+    assert client.get("key") == b"value"
+    client = store_of(variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert isinstance(client, dist.TCPStore)
+    assert client.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node003", "node003"),
+        ("node[003-005,9]", "node003"),
+        ("node[9,003-005],login", "node9"),
+        ("login1,node[1-2]", "login1"),
+        ("rack[2-3]node[01-04].cluster", "rack2node01.cluster"),
+        ("gpu-a100-01", "gpu-a100-01"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert address(SRUN | {"SLURM_STEP_NODELIST": nodes})[0] == first

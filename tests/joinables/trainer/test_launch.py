@@ -1,0 +1,613 @@
+"""Launching, in real processes: results, what workers raise and how they die, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import join
+from join import PeerError
+from join.collectives.broken import BrokenCollective
+from join.collectives.timeouts import using
+from joinables.trainer import launch as module
+from joinables.trainer.launch import (
+    Launcher,
+    LaunchError,
+    NotPicklable,
+    Place,
+    RemoteTraceback,
+    WorkerDied,
+    WorkerRaised,
+)
+from tests.joinables.trainer.modules import KillsWhoWritesIt
+from tests.selection import ALL
+from tests.versions import own_lines, remove_temporary_folders
+
+ROOT = Path(join.__file__).parent.parent
+PATIENCE = 30.0  # seconds in which a forked launch must be over, whatever happens; a slow name server takes 5 of them
+
+# Python 3.12 warns of every fork of a process with threads; the tests do nothing on these threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+def local(ranks: int = 2, start_method: Any = "fork", **kwargs: Any) -> Launcher:
+    return Launcher(ranks, start_method=start_method, **kwargs)
+
+
+def parents() -> dict[int, int]:
+    """The parent of each process of this system, zombies included."""
+    found: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def children() -> set[int]:
+    """The children of this process, without multiprocessing's own helpers."""
+    found: set[int] = set()
+    for pid, parent in parents().items():
+        command = Path(f"/proc/{pid}/cmdline").read_text() if parent == os.getpid() else "forkserver"
+        if not any(helper in command for helper in ("resource_tracker", "forkserver")):
+            found.add(pid)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def folder(short_path: Path, server: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where launches put their files; whatever a test does, it leaves the process as it was."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+
+    def state() -> Any:
+        return (
+            {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+            list(sys.path),
+            list(warnings.filters),
+            torch.get_num_threads(),
+            signal.getsignal(signal.SIGINT),
+            signal.pthread_sigmask(signal.SIG_BLOCK, []),
+            dist.is_initialized(),
+            children(),
+            set(multiprocessing.active_children()),
+        )
+
+    before = state()
+    yield short_path
+    assert state() == before
+    assert list(short_path.iterdir()) == []
+
+
+# -- results
+
+
+def ranks_met(base: float, *more: Any) -> Any:
+    total = torch.tensor([base + dist.get_rank()])
+    dist.all_reduce(total)
+    return {"total": total, "more": more, "rank": dist.get_rank()}, dist.get_world_size(), torch.get_num_threads()
+
+
+def check_met(met: Any, more: torch.Tensor) -> None:
+    result, size, threads = met
+    assert result["total"].tolist() == [21.0]
+    assert torch.equal(result["more"][0][0], more)
+    assert (result["rank"], size) == (0, 2)
+    assert threads * 2 <= max(len(os.sched_getaffinity(0)), 2)
+    assert threads <= torch.get_num_threads()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_result_of_rank_0(start_method: str) -> None:
+    check_met(local(2, start_method).launch(ranks_met, 10.0, [torch.ones(2), None]), torch.ones(2))
+
+
+def test_one_launch_after_the_other() -> None:
+    launcher = local(3, timeout=timedelta(seconds=30))
+    launcher.launch(os.getpid)  # opens what stays open
+    files = os.listdir("/proc/self/fd")
+    assert [launcher.launch(ranks_met, base)[0]["total"].item() for base in (0.0, 1.0, 2.0)] == [3.0, 6.0, 9.0]
+    assert launcher.launch(os.getpid) != os.getpid()
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+    assert local(1).launch(ranks_met, 5.0)[0]["total"].item() == 5.0
+
+
+def test_rank_that_is_done_before_the_others_have_set_up() -> None:
+    launcher = local(3)
+    for _ in range(15):  # it is a race
+        launcher.launch(os.getpid)
+
+
+def test_no_store_before_the_last_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's thread may hold a lock then, which no thread of the fork will ever release."""
+    told: list[str] = []
+    start, store = BaseProcess.start, module.dist.TCPStore
+    monkeypatch.setattr(BaseProcess, "start", lambda self: told.append("start") or start(self))
+    monkeypatch.setattr(module.dist, "TCPStore", lambda *args, **kwargs: told.append("store") or store(*args, **kwargs))
+    local(3).launch(os.getpid)
+    assert told == ["start", "start", "start", "store"]
+
+
+def large(argument: torch.Tensor) -> Any:
+    met = ranks_met(10.0, [argument, None])
+    return met, argument + 1, {f"key {number}": [number, str(number)] for number in range(10_000)}
+
+
+def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes home in a file, and its news in one put and one get of each worker."""
+    got: list[Any] = []
+    get = SimpleQueue.get
+    monkeypatch.setattr(SimpleQueue, "get", lambda self: got.append(get(self)) or got[-1])
+    argument = torch.arange(25_000_000, dtype=torch.float32)
+    met, tensor, entries = local(2, "spawn").launch(large, argument)
+    check_met(met, argument)
+    assert torch.equal(tensor, argument + 1)
+    assert not argument.is_shared()
+    assert len(entries) == 10_000
+    assert entries["key 9999"] == [9999, "9999"]
+    assert sorted(got) == [(0, True), (1, True)]
+
+
+def loads() -> list[int]:
+    return [int(batch) for batch in DataLoader(range(4), batch_size=None, num_workers=1)]  # type: ignore[arg-type]
+
+
+def test_workers_may_have_children() -> None:
+    assert local().launch(loads) == [0, 1, 2, 3]
+
+
+# -- what workers raise
+
+
+class Needy(Exception):
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+        self.code, self.reason = code, reason
+
+
+class WithLock(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def raises(what: str, rank: int) -> None:
+    if dist.get_rank() == rank:
+        if what == "key":
+            raise KeyError("missing")
+        if what == "needy":
+            raise Needy(7, reason="no luck")
+        if what == "lock":
+            raise WithLock
+        if what == "long":
+            raise ValueError("x" * 1_000_000)
+        if what == "local":
+
+            class Inside(Exception):
+                pass
+
+            raise Inside("cannot be named")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_same_exception_with_the_worker_s_traceback(rank: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(KeyError) as caught:
+        local().launch(raises, "key", rank)
+    assert time.monotonic() - started < PATIENCE
+    assert caught.value.args == ("missing",)
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert f"on rank {rank}\n" in str(caught.value.__cause__)
+    assert 'raise KeyError("missing")' in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("lock", "WithLock: holds a lock"), ("local", "Inside: cannot be named"), ("needy", r"Needy: no luck \(7\)")],
+)
+def test_exception_that_cannot_be_pickled(what: str, text: str) -> None:
+    with pytest.raises(WorkerRaised, match=f"rank 1 raised an exception that cannot be pickled: .*{text}") as caught:
+        local().launch(raises, what, 1)
+    assert text.replace("\\", "") in str(caught.value.__cause__)
+
+
+def test_long_text_does_not_go_through_the_pipe() -> None:
+    with pytest.raises(ValueError, match="xxx") as caught:
+        local().launch(raises, "long", 1)
+    assert str(caught.value) == "x" * 1_000_000
+
+
+def several(first: str, second: str) -> None:
+    """Rank 0 fails first, and for another's fault; then rank 2, for its own."""
+    errors = {
+        "peer": PeerError("rank 2 failed"),
+        "line": BrokenCollective("the process of rank 2 has ended, or has left the group", [2]),
+        "theirs": RuntimeError("socket closed"),  # and not gloo's
+        "dist": dist.DistNetworkError("no answer"),
+        "own": ValueError("own fault"),
+    }
+    if dist.get_rank() == 0:
+        raise errors[first]
+    if dist.get_rank() == 2:
+        time.sleep(0.5)
+        raise errors[second]
+
+
+@pytest.mark.parametrize("first", ["peer", "line", "dist"])
+def test_cause_before_its_consequences(first: str) -> None:
+    with pytest.raises(ValueError, match="own fault") as caught:
+        local(3).launch(several, first, "own")
+    if sys.version_info >= (3, 11):
+        assert "rank 0 failed too: " in caught.value.__notes__[0]
+
+
+def test_lowest_rank_of_several() -> None:
+    with pytest.raises(RuntimeError, match="socket closed"):
+        local(3).launch(several, "theirs", "own")
+
+
+def loses_a_peer() -> None:
+    """Ranks 0 and 1 wait in a collective of gloo's for rank 2, which raises and ends."""
+    if dist.get_rank() == 2:
+        raise ValueError("own fault")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_collective_that_breaks_is_a_consequence() -> None:
+    with pytest.raises(ValueError, match="own fault"):
+        local(3).launch(loses_a_peer)
+
+
+# -- how workers die
+
+
+def dies(how: str, rank: int) -> str:
+    if dist.get_rank() == rank:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "late":
+            time.sleep(1.0)  # rank 0 has put its result by then
+            os._exit(3)
+        if how == "exit":
+            sys.exit(5)
+        os._exit(int(how))
+    if how not in ("late", "0"):
+        dist.all_reduce(torch.ones(1))
+    return "result"
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "text"),
+    [
+        ("3", 1, "^rank 1 exited with code 3 before it returned a result"),
+        ("0", 1, "^rank 1 exited with code 0 before it returned a result"),
+        ("0", 0, "^rank 0 exited with code 0 before it returned a result"),
+        ("exit", 0, "^rank 0 exited with code 5 before"),
+        ("late", 1, "^rank 1 exited with code 3 before"),
+        ("kill", 0, "^rank 0 was killed by SIGKILL"),
+        ("kill", 2, "^rank 2 was killed by SIGKILL"),
+    ],
+)
+def test_worker_that_dies(how: str, rank: int, text: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerDied, match=text) as caught:
+        local(3).launch(dies, how, rank)
+    assert caught.value.rank == rank
+    assert time.monotonic() - started < PATIENCE
+
+
+def stubborn() -> None:
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    time.sleep(0.5)
+    raise ValueError("no patience")
+
+
+def test_worker_that_ignores_sigterm() -> None:
+    started = time.monotonic()
+    with using(first=0.5, term=0.5), pytest.raises(ValueError, match="no patience"):
+        local().launch(stubborn)
+    assert time.monotonic() - started < PATIENCE
+
+
+def killed_while_it_writes() -> Any:
+    return [torch.ones(1000), KillsWhoWritesIt()]
+
+
+def test_worker_killed_while_it_writes_its_result() -> None:
+    with pytest.raises(WorkerDied, match="rank 0 was killed by SIGKILL"):
+        local().launch(killed_while_it_writes)
+
+
+# -- what cannot be pickled
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: (lambda: None,), r"^the call cannot be pickled for another process: .*<lambda>"),
+        (lambda: (os.path.join, {"locks": [1, threading.Lock()]}), r"^the call cannot be pickled .*lock"),
+    ],
+)
+def test_call_that_cannot_be_pickled(
+    call: Callable[[], Any], text: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.delattr(module, "_run")  # no process is started
+    with pytest.raises(NotPicklable, match=text):
+        local(2, "spawn").launch(*call())
+
+
+def test_forking_needs_no_pickling() -> None:
+    lock = threading.Lock()
+    assert local().launch(lambda held: held.locked(), lock) is False
+
+
+def returns_lock() -> Any:
+    return {"weights": torch.ones(1), "locks": [threading.Lock()]}
+
+
+def test_result_that_cannot_be_pickled() -> None:
+    with pytest.raises(NotPicklable, match=r"^the result cannot be pickled for another process: TypeError"):
+        local().launch(returns_lock)
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
+        ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Launcher(**{"world_size": 2, **arguments})
+
+
+def test_world_size_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+            patch.setenv(name, value)
+        with pytest.raises(ValueError, match="world_size=2 must be at least 1, and as many as were started"):
+            Launcher(2)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WorkerDied(2, -9), "rank 2 was killed by SIGKILL [J214]"),
+        (WorkerDied(2, -40), "rank 2 was killed by signal 40 [J214]"),
+        (WorkerDied(1, 3), "rank 1 exited with code 3 before it returned a result."),
+    ],
+)
+def test_worker_died_can_be_pickled(error: WorkerDied, text: str) -> None:
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert str(each).startswith(text)
+        assert (each.rank, each.exit_code) == (error.rank, error.exit_code)
+
+
+def test_no_fork_with_a_process_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(LaunchError, match="would copy this process's group"):
+            local().launch(ranks_met, 1.0)
+    finally:
+        dist.destroy_process_group()
+
+
+# -- whole programs
+
+
+SLEEPER = """
+    import os, sys, time
+    from pathlib import Path
+    from joinables.trainer import Launcher
+
+    def fn(folder):
+        import torch
+        import torch.distributed as dist
+        (Path(folder) / f"{dist.get_rank()}.part").write_text(str(os.getpid()))
+        (Path(folder) / f"{dist.get_rank()}.part").rename(Path(folder) / f"{dist.get_rank()}.pid")
+        while dist.get_rank() == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+
+    if __name__ == "__main__":
+        Launcher(2, start_method=sys.argv[1]).launch(fn, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("start_method", "sent"),
+    [("spawn", "SIGINT"), ("fork", "SIGKILL"), *([("fork", "SIGINT"), ("spawn", "SIGKILL")] if ALL else [])],
+)
+def test_end_of_the_parent_is_the_end_of_its_workers(
+    start_method: str, sent: str, folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SLEEPER))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    with open(tmp_path / "stderr", "w") as told:
+        parent = subprocess.Popen(
+            [sys.executable, str(script), start_method, str(tmp_path)], env=environ, stderr=told, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while len(files := list(tmp_path.glob("*.pid"))) < 2:
+            assert parent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = {int(file.read_text()) for file in files}
+        assert workers <= set(parents())
+        assert len(list(folder.glob("joinables-*"))) == 1
+        if sent == "SIGINT":
+            os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: to all processes
+        else:
+            parent.kill()
+        parent.wait(timeout=30)
+        remove_temporary_folders(folder)
+        assert parent.returncode == -signal.Signals[sent]
+        deadline = time.monotonic() + (0 if sent == "SIGINT" else 5)
+        while workers & set(parents()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not workers & set(parents())
+        if sent == "SIGINT":
+            text = (tmp_path / "stderr").read_text().strip()
+            assert text.count("Traceback") == 1
+            assert text.endswith("KeyboardInterrupt")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
+        for left in folder.iterdir():  # a parent that is killed cannot remove it
+            assert sent == "SIGKILL"
+            shutil.rmtree(left)
+
+
+SAME_EVERYWHERE = """
+    import json, os, sys
+    import torch
+    import torch.distributed as dist
+    from joinables.trainer.launch import detect_environment
+    from joinables.trainer import Launcher
+
+    def fn(base):
+        total = torch.tensor([base + dist.get_rank()])
+        dist.all_reduce(total)
+        return {"rank": dist.get_rank(), "total": total.item()}
+
+    if __name__ == "__main__":
+        environ = dict(os.environ)
+        told = [Launcher(2, start_method="fork").launch(fn, base) for base in (0.0, 1.0)]
+        assert environ == os.environ
+        assert not dist.is_initialized()
+        if told[0]["rank"] == 0:
+            environment = detect_environment()
+            print(json.dumps([environment and environment.name, environment and str(environment.place), told]))
+"""
+TOLD = [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
+
+
+def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, *command, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "place"),
+    [
+        ([], None, None),
+        (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            "torchrun",
+            str(Place(0, 2, 0)),
+        ),
+    ],
+)
+def test_same_script_alone_and_under_torchrun(
+    command: list[str], name: str | None, place: str | None, tmp_path: Path
+) -> None:
+    ended = run_script(tmp_path, SAME_EVERYWHERE, *command)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(own_lines(ended.stdout)) == [name, place, TOLD]
+
+
+def under_slurm(rank: int, job: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+    }
+
+
+def under_mpi(rank: int, job: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "PMIX_NAMESPACE": str(job),
+    }
+
+
+def meets(variables: dict[str, str], results: Any) -> None:
+    os.environ.update(variables)
+    environ = dict(os.environ)
+    told = [Launcher(2).launch(ranks_met, base) for base in (0.0, 1.0)]
+    assert environ == os.environ
+    assert not dist.is_initialized()
+    results.send([(result["rank"], size, result["total"].item()) for result, size, _ in told])
+
+
+@pytest.mark.parametrize("variables", [under_slurm, under_mpi])
+def test_processes_of_other_launchers(variables: Callable[[int, int], dict[str, str]]) -> None:
+    """The launchers are not here; what they do is: two processes with their variables."""
+    context = multiprocessing.get_context("fork")
+    job = random.randrange(10**9)
+    pipes = [context.Pipe() for _ in range(2)]
+    ranks = [context.Process(target=meets, args=(variables(rank, job), pipes[rank][1])) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.start()
+        told = [here.recv() if here.poll(60) else None for here, _ in pipes]
+    finally:
+        for rank in ranks:
+            rank.join(5)
+            rank.kill()
+            rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert told == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in range(2)]
+
+
+WITHOUT_GUARD = """
+    import os
+    from joinables.trainer import Launcher
+
+    Launcher(1).launch(os.getpid)
+"""
+
+
+def test_script_without_main_guard(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, WITHOUT_GUARD)
+    assert ended.returncode == 1
+    last = [line for line in ended.stderr.splitlines() if "WorkerDied" in line][-1]
+    assert "exited with code 1 before it returned a result. If that was while it imported the main script" in last
+    assert 'if __name__ == "__main__"' in last

@@ -1,0 +1,786 @@
+"""A fit on several processes equals one process: weights, optimizer state and metrics; and so does one that goes on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from join import EarlyTerminationError, PeerError, ProtocolError
+from joinables.trainer import Callback, ModelCheckpoint, TrainModule
+from tests.joinables.trainer.modules import Classifier, dataset, loader
+from tests.joinables.trainer.ranks import trainer
+from tests.models import TOLERANCE, assert_same, flat_state
+from tests.pool import Pool
+
+GLOBAL_BATCH = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to fit."""
+
+    samples: int = 50
+    epochs: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    module: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "uneven": Case(),
+    "even": Case(samples=48),
+    "a rank without data": Case(samples=3),
+    "most ranks without data in the last step": Case(samples=49),
+    "clipping": Case(options={"gradient_clip_val": 0.1}, module={"optimizer": "adamw"}),
+    "accumulation": Case(options={"accumulate_grad_batches": 2}),
+    "accumulation, sharded": Case(options={"accumulate_grad_batches": 3}, strategy={"shard_optimizers": True}),
+    "sharded, clipping": Case(options={"gradient_clip_val": 0.1}, strategy={"shard_optimizers": True}),
+    "sharded, scheduler of steps": Case(strategy={"shard_optimizers": True}, module={"scheduler": "step"}),
+    "scheduler of steps": Case(module={"scheduler": "step"}),
+    "max_steps": Case(options={"max_steps": 7}, epochs=10),
+    "double": Case(options={"precision": 64}),
+    "find_unused_parameters": Case(strategy={"find_unused_parameters": True}),
+}
+
+
+def fit(rank: int, case: Case, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    run = trainer(strategy=case.strategy, max_epochs=case.epochs, seed=1, **case.options)
+    module = Classifier(**case.module)
+    size = GLOBAL_BATCH // ranks
+    run.fit(module, loader(case.samples, size, shuffle=True), loader(29, size))
+    state = flat_state(module.state_dict(), [run.global_step, run.current_epoch])
+    return state, run.metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    single, single_metrics = fit(0, case, 1)
+    for ranks in (2, 3):
+        results = pool.run(fit, case, ranks, ranks=ranks)
+        for state, metrics in results:
+            assert_same(state, results[0][0])
+            assert_same(state, single, TOLERANCE)
+            assert metrics == results[0][1]
+            assert metrics == pytest.approx(single_metrics, abs=TOLERANCE)
+
+
+def evaluate(rank: int, size: int) -> tuple[dict[str, float], dict[str, float], torch.Tensor]:
+    run = trainer()
+    module = Classifier()
+    data = loader(29, size, shuffle=True)
+    return run.validate(module, data)[0], run.test(module, data)[0], torch.cat(run.predict(module, data))
+
+
+def test_evaluation_equals_one_process_exactly(pool: Pool) -> None:
+    """Ranks have the batches of one process, and sums do not depend on their order: not a bit differs."""
+    single = evaluate(0, 4)
+    for ranks in (2, 3):
+        for validated, tested, predicted in pool.run(evaluate, 4, ranks=ranks):
+            assert validated == single[0]
+            assert tested == single[1]
+            assert torch.equal(predicted, single[2])
+    expected = torch.cat([Classifier()(part).detach() for part in dataset(29).tensors[0].split(4)])
+    assert torch.equal(single[2], expected)
+
+
+def more_ranks_than_batches(rank: int) -> tuple[dict[str, float], int]:
+    run = trainer()
+    return run.validate(Classifier(), loader(5, 4))[0], len(torch.cat(run.predict(Classifier(), loader(5, 4))))
+
+
+def test_evaluation_with_a_rank_without_data(pool: Pool) -> None:
+    expected = more_ranks_than_batches(0)
+    assert pool.run(more_ranks_than_batches, ranks=3) == [expected] * 3
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def in_parts(rank: int, parts: list[dict[str, int]], strategy: dict[str, Any], evaluate: bool) -> Any:
+    """Fit as often as there are parts, raising a limit each time."""
+    run = trainer(strategy=strategy, seed=3, accumulate_grad_batches=2)
+    module = Classifier(dropout=0.3)
+    for part in parts:
+        run.max_epochs, run.max_steps = part.get("max_epochs", 100), part.get("max_steps")
+        run.fit(module, loader(50, 4, shuffle=True), loader(20, 4))
+        if evaluate:
+            run.test(module, loader(20, 4))
+            run.predict(module, loader(20, 4))
+    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics["train_loss"]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ([{"max_epochs": 1}, {"max_epochs": 3}], [{"max_epochs": 3}]),
+        ([{"max_steps": 2}, {"max_steps": 3}, {"max_steps": 7}], [{"max_steps": 7}]),
+    ],
+    ids=["epochs", "steps"],
+)
+def test_a_second_fit_goes_on_bit_for_bit(pool: Pool, parts: Any, shard: bool) -> None:
+    strategy = {"shard_optimizers": shard}
+    interrupted = pool.run(in_parts, parts[0], strategy, True, ranks=2)
+    whole = pool.run(in_parts, parts[1], strategy, False, ranks=2)
+    for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert loss == expected_loss
+
+
+def test_a_fit_without_a_step_keeps_the_place_in_the_epoch() -> None:
+    state, loss = in_parts(0, [{"max_steps": 2}, {"max_steps": 2}, {"max_steps": 7}], {}, False)
+    expected, expected_loss = in_parts(0, [{"max_steps": 7}], {}, False)
+    assert_same(state, expected)
+    assert loss == expected_loss
+
+
+def test_workers_that_persist_draw_the_same_over_two_fits() -> None:
+    """A second fit starts them anew, and that draws a seed."""
+
+    def state(*epochs: int) -> dict[str, torch.Tensor]:
+        run, module = trainer(seed=3), Classifier(dropout=0.3)
+        for run.max_epochs in epochs:
+            data = [loader(20, 4, shuffle=shuffle, num_workers=1, persistent_workers=True) for shuffle in (True, False)]
+            run.fit(module, *data)  # pyright: ignore[reportArgumentType]
+        return flat_state(module.state_dict())
+
+    assert_same(state(1, 2), state(2))
+
+
+class Interrupt(Exception):
+    """What ends a fit from within."""
+
+
+class Interrupting(Callback):
+    """Raises after some steps."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.after:
+            raise Interrupt
+
+
+def augmented(rows: Any) -> Any:
+    """Batches that depend on random numbers of the process that trains."""
+    x, y = torch.utils.data.default_collate(rows)
+    return x + 0.1 * torch.randn_like(x), y
+
+
+def resumed(rank: int, folder: str, samples: int, every: int, fail_at: int | None, shard: bool) -> Any:
+    """Fit with checkpoints; with ``fail_at``, fail there and go on in a new trainer, from the last checkpoint."""
+
+    def build() -> Any:
+        keeper = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
+        callbacks: list[Callback] = [keeper] if fail_at is None else [keeper, Interrupting(fail_at)]
+        strategy = {"shard_optimizers": shard}
+        return trainer(strategy=strategy, seed=3, max_epochs=3, callbacks=callbacks), Classifier(dropout=0.3)
+
+    run, module = build()
+    data = loader(samples, 4, shuffle=True, collate_fn=augmented), loader(20, 4)
+    if fail_at is not None:
+        with pytest.raises(Interrupt):
+            run.fit(module, *data)
+        fail_at = None
+        run, module = build()
+        run.fit(module, *data, ckpt_path=Path(folder) / "last.ckpt")
+    else:
+        run.fit(module, *data)
+    return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics["train_loss"]
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "every", "fail_at"), [(50, 2, 5), (9, 1, 5)], ids=["all have data", "one has none"]
+)
+def test_resume_in_the_middle_of_an_epoch(
+    pool: Pool, tmp_path: Path, shard: bool, samples: int, every: int, fail_at: int
+) -> None:
+    """With 9 samples, the checkpoint is of a step that only rank 0 takes part in."""
+    whole = pool.run(resumed, str(tmp_path / "whole"), samples, every, None, shard, ranks=2)
+    interrupted = pool.run(resumed, str(tmp_path / "interrupted"), samples, every, fail_at, shard, ranks=2)
+    for (state, loss), (expected, expected_loss) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert loss == expected_loss
+
+
+class SavesAt(Callback):
+    """Writes a checkpoint in a hook, each time over the one before, and raises in the second epoch's."""
+
+    def __init__(self, hook: str, path: str, fails: bool) -> None:
+        self.path, self.fails = path, fails
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        if self.fails and trainer.current_epoch == 1:
+            raise Interrupt
+
+
+class DrawsInHooks(Classifier):
+    def on_train_epoch_start(self) -> None:
+        self.log("start_noise", torch.rand(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_noise", torch.rand(()))
+
+
+def resumed_from_hook(rank: int, hook: str, folder: str, fails: bool) -> Any:
+    path = Path(folder) / "file.ckpt"
+
+    def fit(fails: bool, **options: Any) -> Any:
+        run, module = trainer(seed=3, max_epochs=3, callbacks=SavesAt(hook, str(path), fails)), DrawsInHooks(0.3)
+        run.fit(module, loader(18, 4, shuffle=True, collate_fn=augmented), loader(20, 4), **options)
+        return flat_state(module.state_dict(), [run.global_step, run.current_epoch]), run.metrics
+
+    if not fails:
+        return fit(False)
+    with pytest.raises(Interrupt):
+        fit(True)
+    return fit(False, ckpt_path=path)
+
+
+HOOKS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_evaluation_start",
+    "on_evaluation_end",
+    "on_train_epoch_end",
+)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_going_on_from_a_checkpoint_of_any_hook(tmp_path: Path, hook: str) -> None:
+    state, metrics = resumed_from_hook(0, hook, str(tmp_path), True)
+    expected, expected_metrics = resumed_from_hook(0, hook, str(tmp_path), False)
+    assert_same(state, expected)
+    assert metrics == expected_metrics
+
+
+def test_going_on_from_between_training_and_validation(pool: Pool, tmp_path: Path) -> None:
+    interrupted = pool.run(resumed_from_hook, "on_evaluation_end", str(tmp_path), True, ranks=2)
+    whole = pool.run(resumed_from_hook, "on_evaluation_end", str(tmp_path), False, ranks=2)
+    for (state, metrics), (expected, expected_metrics) in zip(interrupted, whole, strict=True):
+        assert_same(state, expected)
+        assert metrics == expected_metrics
+
+
+# -- other data, other loops ------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Batches of unknown number: rank r has ``counts[r]``."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts = counts
+
+    def __iter__(self) -> Any:
+        rank = torch.distributed.get_rank()
+        for index in range(self.counts[rank]):
+            generator = torch.Generator().manual_seed(100 * rank + index)
+            size = 2 + (rank + index) % 3
+            yield torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def stream(rank: int, uneven: str, counts: tuple[int, ...]) -> Any:
+    run = trainer(uneven=uneven, max_epochs=2)
+    module = Classifier()
+    run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), run.global_step, run.metrics
+
+
+def test_streams_of_unknown_length(pool: Pool) -> None:
+    counts = (2, 0, 4)
+    results = pool.run(stream, "join", counts, ranks=3)
+    module = Classifier()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    losses: list[float] = []
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = 0.02 * 0.9**epoch
+        losses, total = [], 0
+        for step in range(4):
+            batches = []
+            for rank, count in enumerate(counts):
+                if step < count:
+                    generator = torch.Generator().manual_seed(100 * rank + step)
+                    size = 2 + (rank + step) % 3
+                    x = torch.randn(size, 6, generator=generator)
+                    batches.append((x, torch.randint(3, (size,), generator=generator)))
+            x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(module.body(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item() * len(x))
+            total += len(x)
+    for state, steps, metrics in results:
+        assert steps == 8
+        assert_same(state, flat_state(module.state_dict()), TOLERANCE)
+        assert metrics["train_loss"] == pytest.approx(sum(losses) / total, abs=TOLERANCE)
+
+
+def test_streams_that_stop_together(pool: Pool) -> None:
+    for _, steps, _ in pool.run(stream, "stop", (2, 3, 4), ranks=3):
+        assert steps == 4
+
+
+def stop_early(rank: int) -> int:
+    run = trainer(uneven="stop", max_epochs=1)
+    run.fit(Classifier(), loader(50, 4))  # 13 batches: 7 and 6
+    return run.global_step
+
+
+def test_stop_with_the_first(pool: Pool) -> None:
+    assert pool.run(stop_early, ranks=2) == [6, 6]
+
+
+def refuses_uneven(rank: int) -> None:
+    with pytest.raises(EarlyTerminationError):
+        trainer(uneven="error").fit(Classifier(), loader(50, 4))
+    trainer(uneven="error").fit(Classifier(), loader(48, 4))
+
+
+def test_error_if_uneven(pool: Pool) -> None:
+    pool.run(refuses_uneven, ranks=2)
+
+
+def streams_that_must_be_even(rank: int, counts: tuple[int, ...]) -> str:
+    with pytest.raises(EarlyTerminationError) as caught:
+        stream(rank, "error", counts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 4), (4, 3, 3)])
+def test_all_ranks_raise_where_none_may_run_out(pool: Pool, counts: tuple[int, ...]) -> None:
+    assert len(pool.run(streams_that_must_be_even, counts, ranks=3)) == 3
+    assert {steps for _, steps, _ in pool.run(stream, "error", (2, 2, 2), ranks=3)} == {4}
+
+
+class Gan(TrainModule):
+    """Manual optimization: two updates of the critic for one of the generator."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        g_opt, c_opt = self.optimizers()
+        noise = x[:, :3]
+        for _ in range(2):
+            c_opt.zero_grad()
+            c_loss = (self.critic(self.generator(noise).detach()) - self.critic(x)).tanh().mean()
+            self.manual_backward(c_loss)
+            c_opt.step()
+        g_opt.zero_grad()
+        g_loss = -self.critic(self.generator(noise)).tanh().mean()
+        self.manual_backward(g_loss)
+        g_opt.step()
+        self.log("g_loss", g_loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.SGD(self.critic.parameters(), 0.05)]
+
+
+def gan(rank: int, ranks: int) -> Any:
+    run = trainer(max_epochs=2, seed=0)
+    module = Gan()
+    run.fit(module, loader(50, GLOBAL_BATCH // ranks))
+    return flat_state(module.state_dict()), run.global_step, run.metrics["g_loss"]
+
+
+def test_manual_optimization_equals_one_process(pool: Pool) -> None:
+    expected, steps, loss = gan(0, 1)
+    assert steps == 2 * 5 * 3
+    for ranks in (2, 3):
+        for state, count, value in pool.run(gan, ranks, ranks=ranks):
+            assert count == steps
+            assert value == pytest.approx(loss, abs=TOLERANCE)
+            assert_same(state, expected, TOLERANCE)
+
+
+def half(rank: int, size: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    module = Classifier()
+    run = trainer(max_epochs=4, precision="16-mixed", gradient_clip_val=1.0)
+    run.fit(module, loader(50, size), loader(29, size))
+    return flat_state(module.state_dict()), run.metrics
+
+
+def test_16_bits_on_uneven_ranks(pool: Pool) -> None:
+    (first, metrics), (second, others) = pool.run(half, 6, ranks=2)
+    assert_same(first, second)
+    assert metrics == others
+    assert metrics["val_loss"] == pytest.approx(half(0, 12)[1]["val_loss"], abs=0.02)
+
+
+class Familiar(TrainModule):
+    """Written as for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.layer(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return {"loss": loss, "scores": x}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log_dict({"val_loss": nn.functional.cross_entropy(self.layer(x.to(self.device)), y), "a/b": 1.0})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("epochs", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=10.0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "interval": "epoch"}]
+
+
+def familiar(rank: int) -> tuple[float, float, float]:
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            rates.append(module.optimizers().param_groups[0]["lr"])
+
+    run = trainer(max_epochs=3, callbacks=[Rates()])
+    run.fit(Familiar(), loader(50, 6), loader(29, 6))
+    assert run.callback_metrics["epochs"].item() == 2.0
+    return *rates[1:], run.callback_metrics["val_loss"].item()  # type: ignore[return-value]
+
+
+def test_a_module_as_for_lightning(pool: Pool) -> None:
+    results = pool.run(familiar, ranks=2)
+    assert results[0] == results[1]
+    assert results[0][:2] == pytest.approx((0.005, 0.0005))
+
+
+class Normalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log("forwards", 1.0, reduce_fx="sum")
+        return self.body(self.norm(x))
+
+
+def normalised(rank: int, counts: tuple[int, ...]) -> Any:
+    run, module = trainer(max_epochs=2), Normalised()
+    run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), module.norm.num_batches_tracked.item(), module.norm.running_mean
+
+
+@pytest.mark.parametrize("counts", [(0, 2, 4), (3, 0, 4), (1, 3, 2)])
+def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tuple[int, ...]) -> None:
+    """The leader of the step before may have run out: its buffers lack what this step's forward did."""
+    norm = nn.BatchNorm1d(6)
+    for _ in range(2):
+        for step in range(max(counts)):
+            rank = next(rank for rank, count in enumerate(counts) if count > step)
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            norm(torch.randn(2 + (rank + step) % 3, 6, generator=generator))
+    results = pool.run(normalised, counts, ranks=3)
+    for state, tracked, mean in results:
+        assert_same(state, results[0][0])
+        assert tracked == 2 * max(counts)
+        torch.testing.assert_close(mean, norm.running_mean, atol=TOLERANCE, rtol=0)
+
+
+def stops_normalised(rank: int, counts: tuple[int, ...], k: int, *limits: int) -> Any:
+    run, module = trainer(max_epochs=2, uneven="stop", accumulate_grad_batches=k), Normalised()
+    tells = rank == 0 and min(counts) == 0
+    with pytest.warns(UserWarning, match="an epoch made no optimizer step") if tells else nullcontext():
+        for run.max_steps in (*limits, None):
+            run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.state_dict()), run.global_step, module.norm.num_batches_tracked.item(), run.metrics
+
+
+@pytest.mark.parametrize(("counts", "k"), [((5, 3), 1), ((3, 5), 2), ((2, 0, 3), 1)])
+def test_the_batch_that_some_rank_lacks_leaves_no_trace(pool: Pool, counts: tuple[int, ...], k: int) -> None:
+    """As if the streams had been cut to the shortest: buffers, logged values, windows; in two fits as in one."""
+    ranks = len(counts)
+    stopped = pool.run(stops_normalised, counts, k, 1, ranks=ranks)
+    cut = pool.run(stops_normalised, (min(counts),) * ranks, k, ranks=ranks)
+    for found, expected in zip(stopped, cut, strict=True):
+        assert_same(found[0], expected[0])
+        assert found[1:] == expected[1:]
+        assert found[2] == 2 * min(counts)
+        assert found[3].get("forwards", 0.0) == ranks * min(counts)
+
+
+def fails_reading(rank: int) -> None:
+    class Breaks(Stream):
+        def __iter__(self) -> Any:
+            yield from super().__iter__()
+            if rank == 1:
+                raise Interrupt
+
+    with pytest.raises(Interrupt if rank == 1 else PeerError):
+        stopping = trainer(uneven="stop")
+        stopping.fit(Classifier(), torch.utils.data.DataLoader(Breaks((5, 2)), batch_size=None))
+
+
+def test_a_stream_that_breaks_where_all_stop_together(pool: Pool) -> None:
+    pool.run(fails_reading, ranks=2)
+
+
+class Unfreezing(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.body[0].requires_grad_(trainer.current_epoch > 0)
+
+
+def unfreezes(rank: int, ranks: int, samples: int) -> dict[str, torch.Tensor]:
+    module = Classifier(optimizer="sgd")
+    trainer(max_epochs=3, callbacks=Unfreezing()).fit(module, loader(samples, GLOBAL_BATCH // ranks))
+    return flat_state(module.state_dict())
+
+
+@pytest.mark.parametrize("samples", [48, 50])
+def test_freezing_in_the_middle_of_a_fit(pool: Pool, samples: int) -> None:
+    for state in pool.run(unfreezes, 2, samples, ranks=2):
+        assert_same(state, unfreezes(0, 1, samples), TOLERANCE)
+
+
+def keeps(rank: int, folder: str) -> tuple[str, str]:
+    keeper = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
+    run = trainer(callbacks=keeper)
+    run.fit(Classifier(), torch.utils.data.DataLoader(Stream((1, 4)), batch_size=None))
+    return keeper.best_model_path, keeper.last_model_path
+
+
+class Modes(Classifier):
+    """Counts how often which part was in training mode in a training step."""
+
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Linear(8, 3))
+        for name, part in self.named_modules():
+            if name in frozen.split():
+                part.eval()
+        self.seen: set[str] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.add(" ".join(name or "all" for name, part in self.named_modules() if not part.training))
+        return super().training_step(batch, batch_idx)
+
+
+def modes(rank: int, frozen: str) -> Any:
+    module = Modes(frozen)
+    run = trainer(max_epochs=1)
+    for run.max_epochs in (1, 2):
+        run.fit(module, loader(50), loader(12))
+    return module.seen, int(module.body[1].num_batches_tracked), [part.training for part in module.modules()]  # pyright: ignore[reportArgumentType]
+
+
+def test_frozen_parts_stay_frozen(pool: Pool) -> None:
+    for seen, batches, after in pool.run(modes, "body.1 body.2", ranks=2):
+        assert (seen, batches) == ({"body.1 body.2"}, 0)
+        assert after == [True, True, True, False, False, True]
+    for module, count in ((Modes(""), 9), (Modes("").eval(), 9)):
+        before = [part.training for part in module.modules()]
+        trainer().fit(module, loader(50), loader(12))
+        assert (module.seen, int(module.body[1].num_batches_tracked)) == ({""}, count)  # pyright: ignore[reportArgumentType]
+        assert [part.training for part in module.modules()] == before
+
+
+class FreezesInTrain(Modes):
+    def train(self, mode: bool = True) -> FreezesInTrain:
+        super().train(mode)
+        self.body[1].eval()
+        return self
+
+
+def test_what_train_itself_freezes_stays_frozen() -> None:
+    module = FreezesInTrain("body.2")
+    trainer().fit(module, loader(50), loader(12))
+    assert (module.seen, int(module.body[1].num_batches_tracked)) == ({"body.1 body.2"}, 0)  # pyright: ignore[reportArgumentType]
+
+
+class Unfreezes(Classifier):
+    """Gives the optimizer another group in the second epoch; if it ``remembers``, also where a later fit goes on."""
+
+    def __init__(self, remembers: bool) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(False)
+        self.remembers = remembers
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.body[3].parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.unfreeze()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.remembers and checkpoint["epochs"] > 1:
+            self.unfreeze()
+
+    def unfreeze(self) -> None:
+        self.body[0].requires_grad_(True)
+        self.optimizers().add_param_group({"params": list(self.body[0].parameters())})
+
+
+def adds_groups(rank: int, shard: bool) -> Any:
+    states: list[Any] = []
+    for epochs in ((2, 3), (3,)):
+        module, run = Unfreezes(remembers=True), trainer(strategy={"shard_optimizers": shard})
+        for run.max_epochs in epochs:
+            run.fit(module, loader(30))
+        states.append(flat_state(module.state_dict()))
+    module, run = Unfreezes(remembers=False), trainer(strategy={"shard_optimizers": shard}, max_epochs=2)
+    run.fit(module, loader(30))
+    run.max_epochs = 3
+    with pytest.raises(ValueError, match=r"has another optimizer than .* in on_load_checkpoint"):
+        run.fit(module, loader(30))
+    return states
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "zero"])
+def test_groups_that_a_hook_adds(pool: Pool, shard: bool) -> None:
+    for parts, whole in pool.run(adds_groups, shard, ranks=2):
+        assert_same(parts, whole)
+
+
+class WithLBFGS(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+
+class StepsLBFGS(WithLBFGS):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.shared_step(batch, "train")
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+def refuses_lbfgs(rank: int, kind: type[WithLBFGS], shard: bool) -> None:
+    with pytest.raises(ValueError, match=r"LBFGS .* on each rank; use devices=1"):
+        trainer(strategy={"shard_optimizers": shard}).fit(kind(), loader(24))
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")  # LBFGS of torch 2.8 does
+def test_an_optimizer_that_needs_a_closure(pool: Pool) -> None:
+    with pytest.raises(TypeError, match="closure"):
+        trainer().fit(WithLBFGS(), loader(24))
+    pool.run(refuses_lbfgs, WithLBFGS, True, ranks=2)
+    pool.run(refuses_lbfgs, StepsLBFGS, False, ranks=2)
+    module, reference = StepsLBFGS(), Classifier()
+    run = trainer()
+    run.fit(module, loader(24))
+    assert run.global_step == 4
+    optimizer = torch.optim.LBFGS(reference.parameters(), lr=0.1)
+    for x, y in loader(24):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(reference(x), y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same(flat_state(module.state_dict()), flat_state(reference.state_dict()), TOLERANCE)
+
+
+def test_callbacks_of_a_rank_that_ran_out(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(keeps, str(tmp_path), ranks=2)
+    assert first == second
+    assert all(Path(path).is_file() for path in first)
+
+
+class SavesAlone(Callback):
+    def __init__(self, folder: str) -> None:
+        self.path = Path(folder) / "mine.ckpt"
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(self.path)
+
+
+def saves_alone(rank: int, folder: str) -> None:
+    with pytest.raises(ProtocolError, match="announced different bursts"):
+        trainer(callbacks=SavesAlone(folder)).fit(Classifier(), loader(50, 6))
+
+
+def test_a_checkpoint_on_one_rank_only_is_an_error(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saves_alone, str(tmp_path), ranks=2)
+
+
+class StopsAtOnce(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.should_stop = trainer.global_rank == 1
+
+
+def stops(rank: int) -> int:
+    return trainer(max_epochs=3, callbacks=StopsAtOnce()).fit(Classifier(), loader(20, 4)).epochs
+
+
+def test_stopping_on_one_rank(pool: Pool) -> None:
+    assert pool.run(stops, ranks=2) == [0, 0]
+
+
+class Own(torch.utils.data.Sampler[int]):
+    """14 samples for rank 0, 8 for rank 1: both end with a batch of 2."""
+
+    def __iter__(self) -> Any:
+        return iter(range(14) if torch.distributed.get_rank() == 0 else range(14, 22))
+
+    def __len__(self) -> int:
+        return 14 if torch.distributed.get_rank() == 0 else 8
+
+
+def own_shares(rank: int) -> dict[str, torch.Tensor]:
+    module = Classifier()
+    trainer().fit(module, torch.utils.data.DataLoader(dataset(22), 6, sampler=Own()))
+    return flat_state(module.state_dict())
+
+
+def test_a_last_batch_beside_a_full_one(pool: Pool) -> None:
+    module = Classifier()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    x, y = dataset(22).tensors
+    for indices in ([*range(6), *range(14, 20)], [*range(6, 12), 20, 21], [12, 13]):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x[indices]), y[indices]).backward()
+        optimizer.step()
+    for state in pool.run(own_shares, ranks=2):
+        assert_same(state, flat_state(module.state_dict()), TOLERANCE)
+
+
+def half_accumulated(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    module = Classifier(optimizer="sgd")
+    run = trainer(max_epochs=2, precision="bf16-mixed", accumulate_grad_batches=2 // ranks)
+    run.fit(module, loader(50, 6))
+    return flat_state(module.state_dict())
+
+
+def test_half_precision_equals_accumulation_in_one_process(pool: Pool) -> None:
+    """The same batches of 6, weighed at the parameters in both."""
+    for state in pool.run(half_accumulated, 2, ranks=2):
+        assert_same(state, half_accumulated(0, 1), TOLERANCE)

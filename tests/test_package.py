@@ -134,8 +134,8 @@ def test_public_signatures() -> None:
     assert properties == {
         "channel",
         "collective",
+        "ends_window",
         "is_last_step",
-        "loss_divided_by",
         "pending",
         "report",
         "shadowing",

@@ -174,7 +174,10 @@ class Iteration:
         if self._phase is _Phase.NEW:
             self._begin()
         if self._length is None:
-            raise TypeError("a loop over join.iterate has a length where the loaders of all ranks have one [J466]")
+            raise TypeError(
+                "this loop over join.iterate has no length, since the loader of some rank has none; give all of them a"
+                " __len__, or ask join.is_last_step in the loop [J466]"
+            )
         return self._length
 
     # -- handing out --------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ alike, and not at all while n is the world size. The header counts the contribut
 begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
 next to the buckets. With weights, losses are scaled (``join.scaling``), and the sum of the weights is there instead of
 that number. Neither is awaited before the end of the backward, but for the sum of weights where there is a comm hook
-(``joinables.ddp.contributions``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all ranks
-know who had data, and what it weighs.
+(``joinables.ddp.contributions``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all
+ranks know who had data, and what it weighs.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
 had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; other gradients do not.

@@ -2,7 +2,8 @@
 
 Two gloo processes train a model in several ways: plain ``DistributedDataParallel``, inside torch's own
 ``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
-needs to know in each step how many ranks contribute, and over ``join.iterate`` with ``lookahead`` 1 and 4.
+needs to know in each step how many ranks contribute, and over ``join.iterate`` with ``lookahead`` 1 and 4; and with
+batches that are weighed, in a plain block and over ``join.iterate``, where each loss goes through ``join.scale``.
 
 The ways take turns of a few steps, in an order that is drawn anew for each round, so that whatever else the machine
 does hits all of them alike. They do so on the same modules and optimizers, since where those lie in memory makes some
@@ -52,6 +53,7 @@ from join import Join
 WORLD_SIZE = 2
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first
 COUNTED_STEPS = 12
+WEIGHT = 256.0
 SETTLING_STEPS = 3  # of a turn; ranks tell each other some things in the first two
 _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char": 1, "bool": 1}
 
@@ -61,13 +63,19 @@ _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char"
 Parts: TypeAlias = list[Callable[[], object]]
 
 
-@dataclass(frozen=True)
+def as_it_is(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+@dataclass
 class Training:
     """A training step, in parts that are timed by themselves, and the objects that it trains."""
 
     parts: Parts
     modules: list[DDP]
     optimizers: list[torch.optim.Optimizer]
+    scale: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    """What a loss goes through before its backward."""
 
 
 def sgd(ddp: DDP) -> torch.optim.Optimizer:
@@ -91,9 +99,10 @@ def supervised(
         outputs.append(ddp(inputs))
 
     def backward() -> None:
-        outputs.pop().square().mean().backward()
+        training.scale(outputs.pop().square().mean()).backward()
 
-    return Training([optimizer.zero_grad, forward, backward, optimizer.step], [ddp], [optimizer])
+    training = Training([optimizer.zero_grad, forward, backward, optimizer.step], [ddp], [optimizer])
+    return training
 
 
 def mlp(optimizer_of: Callable[[DDP], torch.optim.Optimizer] = sgd) -> Training:
@@ -161,11 +170,29 @@ def our_join(training: Training, _: int, **told: Any) -> Join:
 
 
 @contextlib.contextmanager
-def lockstep(training: Training, steps: int, lookahead: int) -> Iterator[Iterator[int]]:
+def weighted(training: Training, steps: int) -> Iterator[None]:
     with our_join(training, steps) as join:
-        numbers = join.iterate(range(steps), lookahead=lookahead)
-        yield numbers
-        assert next(numbers, None) is None  # its end, which is not measured
+        join.weight = WEIGHT
+        with scaling(training, join):
+            yield
+
+
+@contextlib.contextmanager
+def lockstep(training: Training, steps: int, lookahead: int = 1, weighs: bool = False) -> Iterator[Iterator[int]]:
+    with our_join(training, steps) as join:
+        numbers = iter(join.iterate(range(steps), lookahead=lookahead, weigh=(lambda _: WEIGHT) if weighs else None))
+        with scaling(training, join) if weighs else contextlib.nullcontext():
+            yield numbers
+            assert next(numbers, None) is None  # its end, which is not measured
+
+
+@contextlib.contextmanager
+def scaling(training: Training, join: Join) -> Iterator[None]:
+    training.scale = join.scale
+    try:
+        yield
+    finally:
+        training.scale = as_it_is
 
 
 Way = Callable[[Training, int], contextlib.AbstractContextManager[Any]]
@@ -177,8 +204,10 @@ WAYS: dict[str, Way] = {
     TORCH_JOIN: torch_join,
     "Join": our_join,
     "Join, mean over contributors": partial(our_join, divide_by_initial_world_size=False),
-    "join.iterate": partial(lockstep, lookahead=1),
+    "Join, weighted": weighted,
+    "join.iterate": lockstep,
     "join.iterate, lookahead=4": partial(lockstep, lookahead=4),
+    "join.iterate, weighted": partial(lockstep, weighs=True),
 }
 CASES: dict[str, tuple[Callable[[], Training], list[str]]] = {
     "MLP": (mlp, list(WAYS)),

@@ -142,5 +142,5 @@ def test_the_benchmark_of_overhead_runs_every_way() -> None:
     few = ("--only", "MLP", "--rounds", "1", "--launches", "1", "--steps", "4")
     table = run("benchmarks/overhead.py", *few).splitlines()
     ways = [line.split("|")[1].strip() for line in table if line.startswith("| MLP: ")]
-    assert len(ways) == len(set(ways)) == 8
+    assert len(ways) == len(set(ways)) == 9
     assert ways[0] == "MLP: plain"

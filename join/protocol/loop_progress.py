@@ -96,5 +96,5 @@ class LoopProgress:
         raise ProtocolError(
             f"rank {self._rank} left {what} out of step {step} of join.iterate, or of one before, and rank {rank} did"
             " not. All ranks must run the same body at every step, also on a dummy, or they wait for each other for"
-            " ever; to leave a batch out, use join.weight, with 0 for it [J093]"
+            " ever; to leave a batch out, return 0 from weigh= [J093]"
         )

@@ -36,7 +36,7 @@ def follow(rank: int, code: str, case: Case) -> dict[str, torch.Tensor]:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
-        loss_of(names["model"], case, 0, (x, y)).backward()
+        loss_of(names["model"], case, 0, 0, (x, y)).backward()
         optimizer.step()
 
     names |= {"step": step, "loader": [batch_of(case.data, rank, 0, at) for at in range(case.data.counts[0][rank])]}

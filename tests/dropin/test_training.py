@@ -121,7 +121,7 @@ def train(rank: int, library: Any, listed: Listed) -> tuple[dict[str, torch.Tens
                     if step % case.step.accumulate == 0:
                         optimizer.zero_grad()
                     with accumulating(ddp, case.wrapper, sync=sync):
-                        loss_of(ddp, case, branch_of(rank, step), data).backward()
+                        loss_of(ddp, case, epoch, branch_of(rank, step), data).backward()
                     if sync:
                         optimizer.step()
         except RuntimeError as error:

@@ -155,6 +155,8 @@ def legal(case: Case, *, has_buffers: bool) -> Case:
     ddp = case.wrapper
     assert isinstance(ddp, DDP)
     case = replace(case, step=legal_step(case.step, case.loop, ddp, zero=case.optimizer.zero))
+    if case.loop.stop is not None:  # a loop is left between windows
+        case = replace(case, loop=replace(case.loop, stop=case.loop.stop * case.step.accumulate))
     if has_buffers:
         data, loop = legal_for_buffers(case.data, case.loop, case.step.accumulate)
         case = replace(case, data=data, loop=loop)

@@ -65,7 +65,7 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
         if joining and "lockstep" in setup:
             weigh: Any = (lambda _: 3) if "weights" in setup else None
             numbers = join.iterate(numbers, lookahead=STEPS if "lookahead" in setup else 1, weigh=weigh)
-        elif "weights" in setup:
+        elif joining and "weights" in setup:
             join.weight = 3
         for number in numbers:
             if number in (2, 2 + STEPS):

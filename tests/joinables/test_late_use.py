@@ -81,7 +81,7 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
             mine = [batch(rank, 0, step) for step in range(COUNTS[rank])]
             for x, y in CONSUMERS[consumer](join.iterate(mine)):
                 optimizer.zero_grad()
-                ((trained(x) - y) ** 2).mean().backward()
+                join.scale(((trained(x) - y) ** 2).mean()).backward()
                 optimizer.step()
     except (ProtocolError, PeerError) as error:
         return str(error)
@@ -111,9 +111,10 @@ class Loop:
         self.mine = [batch(rank, 0, step) for step in range(COUNTS[rank])]
         self.rank = rank
 
-    def train(self, x: torch.Tensor, y: torch.Tensor, *, sync: bool = True) -> None:
+    def train(self, x: torch.Tensor, y: torch.Tensor, *, sync: bool = True, scale: Any = None) -> None:
         with nullcontext() if sync else self.ddp.no_sync():
-            ((self.ddp(x) - y) ** 2).mean().backward()
+            loss = ((self.ddp(x) - y) ** 2).mean()
+            (loss if scale is None else scale(loss)).backward()
         if sync:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -132,8 +133,8 @@ class Loop:
             self.train(x, y)
 
     def accumulates(self, join: Join) -> None:
-        for step, (x, y) in enumerate(join.iterate(self.mine)):
-            self.train(x, y, sync=step % 3 == 2 or join.is_last_step)
+        for x, y in join.iterate(self.mine, window=3):
+            self.train(x, y, sync=join.ends_window, scale=join.scale)
 
     def skips_the_first(self, join: Join) -> None:
         kept: list[torch.Tensor] = []

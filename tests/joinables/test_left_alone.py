@@ -139,7 +139,7 @@ LEFT_OUT = [
     (TwoModules, range(5, 6), 1, {}, True),
     (WithZero, range(1, 2), 1, {}, True),  # and goes on
     (Sharded, range(3, 4), 2, {}, False),
-    (Accumulating, range(2, 3), 1, {}, False),
+    (Accumulating, range(2, 3), 1, {"timeout": 20.0}, False),
     (TwoModules, range(4, 6), 3, {}, False),
     (TwoModules, range(2, 3), 1, {"timeout": 20.0}, False),
     (Sharded, range(4, 6), 1, {"timeout": 20.0}, True),

@@ -61,7 +61,7 @@ def normalise(rank: int, how: str, way: str) -> tuple[bool, Any, Any]:
         mine = [batch(rank, 0, step) for step in range(3)]
         for x, y in join.iterate(mine) if way == "iterate" else mine:
             optimizer.zero_grad()
-            ((trained(x) - y) ** 2).mean().backward()
+            join.scale(((trained(x) - y) ** 2).mean()).backward()
             optimizer.step()
         before = flat_state(dict(trained.named_buffers()))
     return join.report.even, before, flat_state(whole(dict(trained.named_buffers())))

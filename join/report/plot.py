@@ -47,7 +47,8 @@ def save(figure: Any, path: Path) -> None:
     """
     part = path.with_name(f".{path.name}.part")  # so that nobody ever sees half a picture
     try:
-        figure.savefig(part, format=path.suffix.removeprefix(".") or "png", dpi=150)
+        with part.open("wb") as file:
+            figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

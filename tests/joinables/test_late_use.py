@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, PeerError, ProtocolError
+from join import Join, JoinError
 from tests.ending import Ending
 from tests.models import batch, build
 from tests.pool import Pool
@@ -83,7 +83,7 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
                 optimizer.zero_grad()
                 join.scale(((trained(x) - y) ** 2).mean()).backward()
                 optimizer.step()
-    except (ProtocolError, PeerError) as error:
+    except JoinError as error:
         return str(error)
     return "fine"
 
@@ -99,7 +99,8 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
 )
 def test_a_consumer_that_reads_ahead_is_refused(ending: Ending, consumer: str, how: str) -> None:
     for text in ending.run(reads_ahead, consumer, how):
-        assert "Put what reads ahead inside: for batch in join.iterate(prefetch(loader))" in text
+        inside = "Put what reads ahead inside: for batch in join.iterate(prefetch(loader))"
+        assert inside in text or (how == "shard" and "Loop over join.iterate" in text)  # it came after the loop
 
 
 class Loop:

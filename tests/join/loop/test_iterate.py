@@ -61,7 +61,7 @@ def test_any_counts(counts: list[int], lookahead: int, until: str) -> None:
             steps - mine
         )
         assert [shadowing for _, shadowing, *_ in result["seen"]] == [False] * mine + [True] * (steps - mine)
-        assert [weight for *_, weight, _ in result["seen"]] == [None] * mine + [0.0] * (steps - mine)
+        assert [weight for *_, weight, _ in result["seen"]] == [1.0] * mine + [0.0] * (steps - mine)
         assert [total for *_, total in result["seen"]] == totals
         ahead = [[100 * rank + step] for step in range(steps, counts[rank])]
         assert result["pending"] == ahead[: len(result["pending"])]

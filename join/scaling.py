@@ -74,7 +74,7 @@ class Scaling:
         if not self.flows:
             self.flows = self._has_flowed = True
             after_backward(self._ends)
-        return None if unit in (None, self._unit) else gradient * (cast("float", unit) / self._unit)
+        return None if unit is None or unit == self._unit else gradient * (unit / self._unit)
 
     def _ends(self) -> None:
         self.flows = False

@@ -17,6 +17,7 @@ copied (``joinables.optimizer_state``).
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -166,7 +167,8 @@ def refuse_synchronised_norms(
 
 def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
     """The SyncBatchNorm layers in ``module``, by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)}
+    parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
+    return {name: part for name, part in parts if isinstance(part, torch.nn.SyncBatchNorm)}
 
 
 def mixing(name: str, norms: dict[str, torch.nn.SyncBatchNorm]) -> str:

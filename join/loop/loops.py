@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -32,8 +33,8 @@ class LoopAlone:
 
     def handed_out(self) -> Generator[Any]:
         """The batches."""
-        ahead, number = self.ahead, 0
-        size = max(ahead.read(2**62), 1) if self._window == "all" else self._window
+        ahead, number, window = self.ahead, 0, self._window
+        size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
         try:
             while True:
                 ahead.read(size + 1 - len(ahead.batches))

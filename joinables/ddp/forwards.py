@@ -36,7 +36,7 @@ class Forwards:
         self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], buffers: BufferSync | None
     ) -> None:
         self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
-        self.norms = synchronised_norms(ddp.module)
+        self.norms = synchronised_norms(cast("torch.nn.Module", ddp.module))
         """The layers that compute with the samples of all ranks together."""
         self.armed = False
         """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""

@@ -187,7 +187,8 @@ def train(rank: int, cell: Cell) -> None:
             if trouble.reached and cell.how == "left out":
                 continue
             optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
+            loss = (model(x) - y).square().mean()
+            (block.scale(loss) if cell.mode in ITERATES else loss).backward()
             optimizer.step()
 
 

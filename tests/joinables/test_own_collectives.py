@@ -403,7 +403,7 @@ def evaluates_synchronised(rank: int) -> list[float]:
 
 
 def test_a_synchronised_norm_that_evaluates_is_fine_in_a_plain_block(pool: Pool) -> None:
-    model = build(NORM.kind).eval()
+    model = build(str(NORM.kind)).eval()
     model(batch(1, 0, 0)[0]).sum().backward()
     expected = [float(parameter.grad.sum()) for parameter in model.parameters() if parameter.grad is not None]
     for found in pool.run(evaluates_synchronised, ranks=2):

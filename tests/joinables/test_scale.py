@@ -216,7 +216,8 @@ def test_any_engine(pool: Pool, divided_over: int | None) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(max(COUNTS)):
         parts = [batch(rank, step) for rank in range(3) if step < COUNTS[rank]]
-        (sum(net(x).square().mean() * len(x) for x in parts) / sum(map(len, parts))).backward()
+        losses = torch.stack([net(x).square().mean() * len(x) for x in parts])
+        (losses.sum() / sum(map(len, parts))).backward()
         optimizer.step()
         optimizer.zero_grad()
     for state in pool.run(hand_written, divided_over):
@@ -232,7 +233,7 @@ def means(rank: int) -> tuple[float, list[float | None], int]:
         length = len(batches)
         for value in batches:
             weights.append(join.weight)
-            total += torch.tensor([value * join.weight, join.weight])
+            total += torch.tensor([value, 1.0]) * (join.weight or 0.0)
     dist.all_reduce(total)
     return (total[0] / total[1]).item(), weights, length
 

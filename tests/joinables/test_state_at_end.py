@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils import _pytree as pytree
 
 from join import Join, JoinError, ProtocolError
 from join.registry import joinables_of
@@ -67,7 +68,7 @@ class Nested(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
         group["weight_sum"] += 1.5  # as schedule-free optimizers have it
-        calls = self.state.setdefault("calls", {"count": torch.zeros((), dtype=torch.int64)})
+        calls = cast("Any", self.state).setdefault("calls", {"count": torch.zeros((), dtype=torch.int64)})
         calls["count"] += 1
         for parameter in group["params"]:
             state = self.state[parameter]
@@ -126,7 +127,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def train(rank: int, kind: str, way: str) -> tuple[Any, ...]:

@@ -79,10 +79,8 @@ def train(rank: int, family: str, how: str) -> dict[str, torch.Tensor]:
             if join.shadowing:
                 assert len(output.logits) == 0
                 assert output.loss == 0
-            if how == "fully_shard":
-                loss = loss * len(COUNTS) / sum(count > step for count in COUNTS)
             optimizer.zero_grad()
-            loss.backward()
+            join.scale(loss).backward()
             optimizer.step()
             with torch.no_grad():
                 assert trained(**data).loss == 0 or not join.shadowing

@@ -209,7 +209,7 @@ def test_one_process() -> None:
                     steps.append(accelerate.sync_gradients)
                     optimizer.step()
                     optimizer.zero_grad()
-                counted += join.weight
+                counted += join.weight or 0.0
                 assert len(accelerate.gather_for_metrics(x)) == len(x)
         assert {"backward", "_do_sync"}.isdisjoint(vars(accelerate))
     assert steps == [False, True, True]

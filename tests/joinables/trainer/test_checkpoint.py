@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count
 from multiprocessing.connection import Connection
@@ -30,21 +31,18 @@ def write_for_ever(path: Path, written: Connection) -> None:
         written.send(number)
 
 
-class Writes:
-    """Another write to the same file, in the middle of one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        write_checkpoint({"number": 1}, self.path)
-        return OrderedDict, ()
+def write_and_die(path: Path) -> None:
+    os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    write_checkpoint({"number": 1}, path)
 
 
-def test_a_write_leaves_another_alone(tmp_path: Path) -> None:
-    path = tmp_path / "file.ckpt"
-    write_checkpoint({"number": 2, "meanwhile": Writes(path)}, path)
-    assert read_checkpoint(path) == {"number": 2, "meanwhile": {}}
+def test_what_a_killed_writer_leaves_is_replaced(tmp_path: Path) -> None:
+    writer = FORKS.Process(target=write_and_die, args=(tmp_path / "file.ckpt",))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    assert names(tmp_path) == {".file.ckpt.part"}
+    write_checkpoint({}, tmp_path / "file.ckpt")
     assert names(tmp_path) == {"file.ckpt"}
 
 

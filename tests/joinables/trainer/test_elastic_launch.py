@@ -120,12 +120,11 @@ def by_hand(folder: Path, kills: tuple[Kill, ...]) -> None:
         if as_before:
             loader.load_state_dict(saved["loaders"][rank])
         with Join([model, optimizer, scheduler]) as join:
-            for x, y, numbers in join.iterate(loader):
+            for x, y, numbers in join.iterate(loader, weigh=lambda data: len(data[0])):
                 diary.may_be_killed(total, is_over=False)
                 diary.uses(total, numbers)
-                join.weight = len(x)
                 optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
+                join.scale(cross_entropy(model(x), y)).backward()
                 optimizer.step()
                 diary.may_be_killed(total, is_over=True)
                 steps, total = steps + 1, total + 1

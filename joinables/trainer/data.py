@@ -146,10 +146,13 @@ class Plan:
     Attributes:
         lengths: the number of batches by rank; ``None`` where it is unknown.
         equal_batches: whether it is known that at each step all ranks' batches have the same size.
+        batch_size: the largest size of a batch that is known. Where batches are weighed, one of this size weighs 1, so
+            that gradients have the usual size, and half precision can hold them.
     """
 
     lengths: tuple[int | None, ...]
     equal_batches: bool
+    batch_size: int = 1
 
     @staticmethod
     def agree(collective: Collective, loader: Any) -> Plan:
@@ -160,7 +163,7 @@ class Plan:
         if equal and len(set(lengths)) > 1:
             full, last = sizes[0]
             equal = full == last  # else one rank has its smaller last batch when another has a full one
-        return Plan(lengths, equal or len(lengths) == 1)
+        return Plan(lengths, equal or len(lengths) == 1, max((full for full, _ in filter(None, sizes)), default=1))
 
     @property
     def shortest(self) -> int | None:

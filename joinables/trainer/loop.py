@@ -160,7 +160,8 @@ class FitLoop:
         """Train on one epoch's batches; return whether this rank came to their end."""
         run, uneven = self._run, self._trainer.uneven
         vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
-        run.is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        run.weight_unit = plan.batch_size if is_weighted else None
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
             *run.optimizers,
@@ -173,7 +174,7 @@ class FitLoop:
         ]
         block = self._strategy.block(
             listed,
-            enable=not even or run.is_weighted,
+            enable=not even or is_weighted,
             throw=uneven == "error",
             transform_gradients=self._prepare_gradients,
         )

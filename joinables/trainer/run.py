@@ -238,8 +238,8 @@ class Run:
         self.samples = 1
         """The number of samples in the batch at hand."""
         self.counters, self.position = trainer.counters, Position(self.store, trainer.counters.epochs)
-        self.is_weighted = False
-        """Whether gradients are weighted by the number of samples in the batch, since batches may differ."""
+        self.weight_unit: int | None = None
+        """How many samples weigh 1 in gradients, where batches may differ; ``None`` if all weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
@@ -292,5 +292,5 @@ class Run:
 
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""
-        weight = float(self.samples) if self.is_weighted else None
+        weight = None if self.weight_unit is None else self.samples / self.weight_unit
         self.trainer.strategy.backward(loss, weight, sync=sync, **options)

@@ -343,7 +343,7 @@ def shards_and_their_average(rank: int) -> float:
     average = Average()
     with Join([model, optimizer, average], divide_by_initial_world_size=False) as join:
         for x, y in batches(join, ITERATE, rank, 0, (2, 1, 0)[rank]):
-            one_step(optimizer, lambda x=x, y=y: loss_of(model, x, y))
+            one_step(optimizer, lambda x=x, y=y: join.scale(loss_of(model, x, y)))
             for name, value in model.named_parameters():
                 average.shadow[name].lerp_(value.detach(), 0.1)
     return 0.0

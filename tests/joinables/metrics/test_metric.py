@@ -84,7 +84,8 @@ def distributed(rank: int, kind: str, way: str) -> list[dict[str, float]]:
                 mine = range(counts[rank])
                 for step in join.iterate(mine, dummy="last") if way == "lockstep" else mine:
                     optimizer.zero_grad()
-                    model(batch(rank, epoch, step)[0]).sum().backward()
+                    loss = model(batch(rank, epoch, step)[0]).sum()
+                    (join.scale(loss) if kind == "sharded" else loss).backward()
                     optimizer.step()
                     see(metrics, rank, epoch, step)
                     if not join.shadowing:

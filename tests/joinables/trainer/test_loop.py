@@ -786,6 +786,6 @@ def half_accumulated(rank: int, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def test_half_precision_equals_accumulation_in_one_process(pool: Pool) -> None:
-    """The same batches of 6, weighed at the parameters in both."""
+    """The same batches; the small last one of an epoch is weighed in its loss, of which bfloat16 rounds gradients."""
     for state in pool.run(half_accumulated, 2, ranks=2):
-        assert_same(state, half_accumulated(0, 1), TOLERANCE)
+        assert_same(state, half_accumulated(0, 1), 1e-4)

@@ -51,7 +51,8 @@ class Scaling:
         self.window = 0
         """The number of the window under way, of all loops."""
         self._has_flowed = False  # whether a backward has begun at a scaled loss in that loop
-        self._unit = 1.0  # u, in plain blocks
+        self.unit = 1.0
+        """What losses in a plain block are divided by: a power of two, the same on all ranks."""
         self._modules = 0  # how many modules may change it
 
     # -- losses -------------------------------------------------------------------------------------------------------
@@ -65,16 +66,16 @@ class Scaling:
 
     def scale_in_plain_block(self, loss: L, weight: float) -> L:
         """Likewise in a plain block, where the sum of the weights is not known yet."""
-        result = scaled(loss, weight / self._unit)
+        result = scaled(loss, weight / self.unit)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(partial(self._begins, unit=self._unit))
+            result.register_hook(partial(self._begins, unit=self.unit))
         return result
 
     def _begins(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
         if not self.flows:
             self.flows = self._has_flowed = True
             after_backward(self._ends)
-        return None if unit is None or unit == self._unit else gradient * (unit / self._unit)
+        return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
 
     def _ends(self) -> None:
         self.flows = False
@@ -85,11 +86,11 @@ class Scaling:
         """Begin a loop, which has to scale its losses for the reason that is given, if any."""
         self.required, self.in_use, self._has_flowed = required, None, False
 
-    def check_backward(self, name: str) -> bool:
-        """Whether a loop scales its losses; called when a backward begins to reach a listed module.
+    def check_backward(self, name: str) -> None:
+        """Check that a loop scales its losses if it has to, and all or none; called when one reaches a listed module.
 
         Raises:
-            JoinError: if it has to and does not, or does so at some backwards only.
+            JoinError: if it does not.
         """
         if self.in_use is None:
             if self.required and not self.flows:
@@ -101,7 +102,6 @@ class Scaling:
                 f"the loss of {name} {scaled_now} scaled, and that of the first backward in this loop over join.iterate"
                 f" {first}; call join.scale(loss) for each backward of it, or for none [J461]"
             )
-        return self.in_use
 
     def check_step(self, name: str, step: Step) -> None:
         """Check that a listed optimizer may step now, in a loop.
@@ -119,11 +119,6 @@ class Scaling:
 
     # -- in a plain block ---------------------------------------------------------------------------------------------
 
-    @property
-    def unit(self) -> float:
-        """What losses in a plain block are divided by: a power of two, the same on all ranks."""
-        return self._unit
-
     def attach_module(self) -> None:
         """A module joins whose reductions sum weights."""
         self._modules += 1
@@ -132,7 +127,7 @@ class Scaling:
         """A module leaves."""
         self._modules -= 1
         if not self._modules:
-            self._unit = 1.0
+            self.unit = 1.0
 
     def learn(self, mean_weight: float) -> None:
         """Take a new unit from the mean weight of a rank in a reduction that is over.
@@ -141,7 +136,7 @@ class Scaling:
         overlap, and would change the unit between two that they begin with the same one.
         """
         if self._modules == 1 and mean_weight:
-            self._unit = 2.0 ** round(math.log2(mean_weight))
+            self.unit = 2.0 ** round(math.log2(mean_weight))
 
 
 _CALL = "call join.scale(loss).backward()"

@@ -72,9 +72,7 @@ class StepCounts:
 
     def begin_next(self, doing: str) -> None:
         """Begin the next round: an empty one, if no roll call was started. For ``doing`` see :meth:`read`."""
-        answers: list[Answer] = [(0, ())] * len(self._answers)
-        if self.under_way is not None:
-            answers = self.read(doing)
+        answers: list[Answer] = [(0, ())] * len(self._answers) if self.under_way is None else [*self.read(doing)]
         self.at = 0
         if answers != self._answers:
             self._answers, self.batches = answers, [count for count, _ in answers]

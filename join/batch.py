@@ -85,6 +85,11 @@ def samples_in(batch: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 1)
 
 
+def has_empty_tensor(batch: Any) -> bool:
+    """Whether a tensor in a batch has no rows, as those of an empty dummy."""
+    return any(tensor.dim() and not len(tensor) for tensor in tensors_in(batch))
+
+
 def _items(leaf: Any) -> list[tuple[Any, Any]]:
     """Keys or names, and values, of a container that pytree takes for a leaf; none for anything else."""
     if isinstance(leaf, (list, tuple)):

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from join import JoinError, ProtocolError
-from join.batch import StepBatch, map_tensors, tensors_in
+from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.joinable import BlockChannel
 from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
@@ -72,9 +72,9 @@ def check_backward_on_dummy(channel: BlockChannel, module: object) -> None:
         )
 
 
-def is_empty_call(arguments: Any) -> bool:
-    """Whether a module is called on an empty batch: one may evaluate on samples of its own in between."""
-    return any(tensor.dim() and not len(tensor) for tensor in tensors_in(arguments))
+def is_on_empty_dummy(channel: BlockChannel, arguments: Any) -> bool:
+    """Whether a module is called on the empty dummy of this step: one may evaluate on samples of its own in between."""
+    return channel.step.batch is StepBatch.EMPTY and has_empty_tensor(arguments)
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ class InnerForward(Replacement):
         """Whether the module is called on an empty dummy."""
         self._channel.module_runs_on(arguments)
         self._dummy_forward.called(arguments)
-        return self._stands_in and self._channel.step.batch is StepBatch.EMPTY and is_empty_call(arguments)
+        return self._stands_in and is_on_empty_dummy(self._channel, arguments)
 
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments

@@ -25,12 +25,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from join import JoinError
-from join.batch import StepBatch
 from join.joinable import Block, BlockChannel
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
-from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_empty_call
+from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_on_empty_dummy
 from joinables.replacement import ModuleHook
 from joinables.tensors import tensors_with_grad
 
@@ -116,7 +115,7 @@ class ShardedModule(Announcing):
             return None
         channel.module_runs_on(arguments)
         self._dummy_forward.called(arguments)
-        if self._norms or channel.step.batch is not StepBatch.EMPTY or not is_empty_call(arguments):
+        if self._norms or not is_on_empty_dummy(channel, arguments):
             return None
         self._is_replaced = True
         return self._dummy_forward.instead_of(arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from join.batch import tensors_in
+from join.batch import has_empty_tensor
 from join.errors import ProtocolError
 
 
@@ -54,7 +54,7 @@ class LateUse:
         Raises:
             ProtocolError: if they are a dummy of a loop that has ended.
         """
-        if self.has_ended and any(tensor.dim() and not len(tensor) for tensor in tensors_in(arguments)):
+        if self.has_ended and has_empty_tensor(arguments):
             self._refuse(f"on an empty batch after step {self._steps}, the last one of join.iterate")
 
     def _refuse(self, what: str) -> None:

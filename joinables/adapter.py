@@ -54,10 +54,20 @@ class Adapter(Joinable, JoinHook):
         return self._target
 
     @override
+    def attach(self, join: Block) -> None:
+        self._channel, self._collective = join.channel, join.collective
+
+    @override
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        del self._channel, self._collective  # which hold the object
+
+    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Check that an optimizer may step now; a hook for before its step."""
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self.join_name, self._channel.step)
 
 
 class Announcing(Adapter, Burst):
@@ -70,13 +80,8 @@ class Announcing(Adapter, Burst):
 
     @override
     def attach(self, join: Block) -> None:
-        self._channel, self._collective = join.channel, join.collective
+        super().attach(join)
         self.is_pending = False
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._channel, self._collective  # which hold the object
 
 
 class Silent(Adapter):
@@ -93,17 +98,3 @@ class Silent(Adapter):
     @override
     def join_process_group(self) -> None:
         return None
-
-    @override
-    def attach(self, join: Block) -> None:
-        self._channel, self._collective = join.channel, join.collective
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._channel, self._collective
-
-    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Check that an optimizer may step now; a hook for before its step."""
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self.join_name, self._channel.step)

@@ -143,9 +143,7 @@ class OptimizerState(Silent):
         return ""
 
     def _raise_if_any_cannot(self, why_not: str) -> None:
-        refused = torch.tensor([int(bool(why_not))])
-        self._collective.all_reduce(refused, "max").wait()
-        if refused.item():
+        if self._collective.reduce_boolean_decision(bool(why_not), all=False):
             reasons: list[str] = self._collective.all_gather_object(why_not)
             told = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
             raise_not_copied(self.join_name, told)

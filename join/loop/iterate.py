@@ -8,7 +8,7 @@ many, and what they weigh, is told in one roll call for every round of ``lookahe
     begin     header of the channel                  the same
               all-reduce: do all give the same       the same
               arguments? (window="all": all is read,
-              all-gather of how many batches)
+              all-reduce (max) of how many batches)
               read a round; roll call 0              roll call 0
               a rank has none: template (broadcast)  template
     round r   roll call r is read                    the same
@@ -138,7 +138,6 @@ class Iteration:
             )
         self._channel, self._guard = channel, channel.guard
         self._options, self._dummy, self._throw, self._over_all_ranks = options, dummy, throw, over_all_ranks
-        self._round = options.lookahead  # how many batches are read ahead, and steps told in one roll call
         self._own_length = _length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """The batches that were read and not handed out."""
@@ -265,14 +264,14 @@ class Iteration:
         except ProtocolError as error:
             self._guard.close_and_raise(error)  # on all ranks
         window = self._read_all() if options.window == "all" else options.window
-        self._round = -(-options.lookahead // window) * window
         windows = Windows(window, options.fill_window, options.weigh is not None, self._over_all_ranks)
         if lengths is not None:
             self._length = lengths[0] if until_first or self._throw else lengths[1]
             if options.fill_window:
                 self._length = -(-self._length // window) * window
+        size = -(-options.lookahead // window) * window
         counts = self._counts = StepCounts(
-            channel, self._lockstep, self._round, windows, until_first=until_first and not self._throw
+            channel, self._lockstep, size, windows, until_first=until_first and not self._throw
         )
         channel.scaling.begin_loop(self._why_scale())
         self._tell_next_round()
@@ -298,7 +297,7 @@ class Iteration:
     def _tell_next_round(self) -> None:
         ahead, batches = self.ahead, self._counts.batches
         held = batches[self._channel.collective.rank] if batches else 0  # for the round that begins
-        ahead.read(self._round - (len(ahead.batches) - held))
+        ahead.read(self._counts.size - (len(ahead.batches) - held))
         weights = list(ahead.weights)[held:]
         if ahead.error is not None:
             raise ahead.error

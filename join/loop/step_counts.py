@@ -53,7 +53,9 @@ class StepCounts:
     def __init__(self, channel: Channel, lockstep: Lockstep, size: int, windows: Windows, *, until_first: bool) -> None:
         self._lockstep, self._windows, self._until_first = lockstep, windows, until_first
         self._guard, self._tally = channel.guard, channel.headers.tally
-        self._rank, self._size, self._count_bits = channel.collective.rank, size, size.bit_length()
+        self._rank, self._count_bits = channel.collective.rank, size.bit_length()
+        self.size = size
+        """The most batches that a rank may have for a round: so many are read ahead for it."""
         self._answers: list[Answer] = []  # of all ranks, for this round
         self.batches: list[int] = []
         """How many batches each rank has in this round."""
@@ -151,7 +153,7 @@ class StepCounts:
 
     def _replies(self) -> list[Answer]:
         """What the ranks answered, after the roll call is done."""
-        mask, size = (1 << self._count_bits) - 1, self._size
+        mask, size = (1 << self._count_bits) - 1, self.size
         if not self._windows.weighs:
             return [(number, ()) for number in self._roll_call.answers()]
         return [

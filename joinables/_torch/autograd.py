@@ -46,9 +46,38 @@ def in_backward() -> bool:
     return backward_under_way() != -1
 
 
-def writes(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written to in place. Stands in for asking whether it was zeroed since."""
-    return tensor._version
+def gradient_writes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each gradient that is there, its id and how often it was written to in place, to be compared later.
+
+    Stands in for asking whether it was zeroed since, or a backward has come to it.
+    """
+    gradients = (parameter.grad for parameter in parameters)
+    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+
+
+def hook_gradients(
+    parameters: Sequence[torch.Tensor],
+    handles: dict[int, Any],
+    hook_of: Callable[[int], Callable[[torch.Tensor], torch.Tensor | None]],
+) -> None:
+    """Register hooks for the gradients of those parameters that have none yet: some are frozen for some backwards.
+
+    Args:
+        parameters: a module's.
+        handles: those of the hooks that are there, by the parameter's number; the new ones are added.
+        hook_of: makes the hook of the parameter with this number.
+    """
+    if len(handles) < len(parameters):
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad and index not in handles:
+                handles[index] = parameter.register_hook(hook_of(index))
+
+
+def remove_hooks(handles: dict[int, Any]) -> None:
+    """Remove hooks, and forget their handles."""
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
 
 
 @torch.no_grad()

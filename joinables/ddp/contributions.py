@@ -37,8 +37,7 @@ class Window:
     with_dummies: bool = False
 
 
-# Between blocks: what a rank has accumulated and not reduced; and, for each gradient, its id and how often it was
-# written to by then.
+# Between blocks: what a rank has accumulated and not reduced; and what was written to its gradients by then.
 _left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[tuple[int, int]]]]
 _left_over = weakref.WeakKeyDictionary()
 
@@ -62,9 +61,7 @@ class Factors:
         if factor == 1.0:
             self.remove()
             return
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and index not in self._handles:  # some are frozen for some backwards
-                self._handles[index] = parameter.register_hook(self._multiply)
+        autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
 
     def _multiply(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:  # SyncBatchNorm says so for the zeros of an empty batch
@@ -73,9 +70,7 @@ class Factors:
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        autograd.remove_hooks(self._handles)
 
 
 class Contributions:
@@ -119,7 +114,7 @@ class Contributions:
     def detach(self) -> None:
         """Let go of the block that is left, and keep what is accumulated for the next one."""
         if self.window.unreduced and not self.last_result.aside:  # which is put back into the gradients
-            _left_over[self._ddp] = self.window, self._writes
+            _left_over[self._ddp] = self.window, autograd.gradient_writes(self._parameters)
         self.factors.remove()
         self._channel.scaling.detach_module()
         self.used.detach()
@@ -165,14 +160,9 @@ class Contributions:
         if self._ddp not in _left_over:
             return
         window, writes = _left_over.pop(self._ddp)
-        was_zeroed = writes != self._writes and self.last_result.is_zero
+        was_zeroed = writes != autograd.gradient_writes(self._parameters) and self.last_result.is_zero
         if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
             self.window = window
-
-    @property
-    def _writes(self) -> list[tuple[int, int]]:
-        gradients = (parameter.grad for parameter in self._parameters)
-        return [(id(each), autograd.writes(each)) for each in gradients if each is not None]
 
     @property
     def holds_unreduced(self) -> bool:
@@ -208,7 +198,7 @@ class Contributions:
         may_be_joined = self._channel.flags(self._burst)[CONTRIBUTES] > self._channel.announced(self._burst)
         if may_be_older or may_be_joined or reducer.hooks_remember(self._ddp):
             return False
-        return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
+        return not self.last_result.gradients_are_zero
 
     # -- whether weights are summed -----------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Forwards:
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._buffers_before: dict[str, torch.Tensor] = {}  # of a dummy's forward
         self._hidden: Any = None  # the handle of what waits for any gradient, where a forward shows no output
-        self._written: list[tuple[int, int]] = []  # each gradient and how often it was written to, before the forward
+        self._written: list[tuple[int, int]] = []  # each gradient, before the forward
 
     def attach(
         self, channel: BlockChannel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
@@ -113,7 +113,7 @@ class Forwards:
         if torch.is_grad_enabled():
             self._begins()
         if self._expects_backward_inside:
-            self._written = self._gradient_writes()
+            self._written = autograd.gradient_writes(self._parameters)
         if channel.step.shadowing:
             before = reducer.copied_buffers(self._ddp)
             # SyncBatchNorm's statistics are of all ranks, also on a dummy.
@@ -159,12 +159,8 @@ class Forwards:
         watch = torch.autograd.graph.register_multi_grad_hook
         self._hidden = watch(self._parameters, enters, mode="any")
 
-    def _gradient_writes(self) -> list[tuple[int, int]]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return [(id(gradient), autograd.writes(gradient)) for gradient in gradients]
-
     def _refuse_backward_inside(self) -> None:
-        if self._gradient_writes() != self._written:
+        if autograd.gradient_writes(self._parameters) != self._written:
             name = type(cast("object", self._ddp.module)).__name__
             raise JoinError(
                 f"a backward ran inside the forward of DistributedDataParallel({name}), where it can be neither"

@@ -140,13 +140,13 @@ class GradientSync(DDPBurst):
         if not channel.is_in_loop_body:
             channel.end_broken_loop()
         contributions.weighted = not channel.is_in_loop_body and self._join.weight is not None
-        if self._contributions.last_result.kept and not channel.all_ranks_run_bursts:
-            self._contributions.last_result.look()
+        if contributions.last_result.kept and not channel.all_ranks_run_bursts:
+            contributions.last_result.look()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when
         # zero_grad may have been called. And contributors that a forward announces must be counted again (some may skip
         # the backward); with buffers it needs a header anyway.
         has_buffers = buffers is not None
-        saves = not self._contributions.last_result.kept if contributions.over_all_ranks else has_buffers
+        saves = not contributions.last_result.kept if contributions.over_all_ranks else has_buffers
         early = channel.announces_in_forward(self, saves_header=saves)
         contributions.with_buffers = early and has_buffers
         if early:
@@ -259,7 +259,7 @@ class GradientSync(DDPBurst):
                 )
             if not contributions.weighs_as_last_time:
                 contributions.agree_on_weights()
-        if self._contributions.last_result.kept:
+        if contributions.last_result.kept:
             contributions.add_last_result()
         self.is_pending = False
         scales = contributions.scales
@@ -267,7 +267,7 @@ class GradientSync(DDPBurst):
             contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if scales or contributions.used.counts or self._rebuild.pending or self._contributions.last_result.aside:
+        if scales or contributions.used.counts or self._rebuild.pending or contributions.last_result.aside:
             self._at_end(self._finish_reduction)
         elif channel.all_ranks_run_bursts:  # nothing is done with the result, so it need not be there
             self._plain_in = channel.loop  # the next one is as plain
@@ -319,7 +319,7 @@ class GradientSync(DDPBurst):
         contributions, channel = self._contributions, self._channel
         contributions.take_over()
         if channel.all_ranks_run_bursts:
-            self._contributions.last_result.look()
+            contributions.last_result.look()
             contributions.note_step()
         elif not contributions.weighs_as_last_time:
             contributions.agree_on_weights()
@@ -345,7 +345,7 @@ class GradientSync(DDPBurst):
         kept, window = [parameter.grad for parameter in self._parameters], contributions.window
         if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
             kept = [None if gradient is None else gradient.clone() for gradient in kept]
-        has_result, takes_part = False, takes_part and self._contributions.last_result.has_no_gradient
+        has_result, takes_part = False, takes_part and contributions.last_result.has_no_gradient
         try:
             contributions.drop()
             contributions.begin(0.0)
@@ -368,9 +368,10 @@ class GradientSync(DDPBurst):
 
     @override
     def main_hook(self) -> None:
-        self._contributions.with_buffers = self._channel.flags(self)[WITH_BUFFERS] > 0
-        self._contributions.agree_on_weights()
-        if self._contributions.with_buffers and self._buffers is not None:
+        contributions = self._contributions
+        contributions.with_buffers = self._channel.flags(self)[WITH_BUFFERS] > 0
+        contributions.agree_on_weights()
+        if contributions.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         self._shadow_reduction()
         self._rebuild.expect()
@@ -382,7 +383,7 @@ class GradientSync(DDPBurst):
             contributions.forget_zeroed()
         if not contributions.window.unreduced:
             contributions.drop()
-        elif self._contributions.last_result.kept:
+        elif contributions.last_result.kept:
             contributions.add_last_result()
         window = contributions.window
         contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))

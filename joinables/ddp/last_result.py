@@ -47,6 +47,11 @@ class LastResult:
         """Whether all of the last result is 0; reads it all."""
         if self.aside:
             return not any(bool(result.any()) for result in self.aside.values())
+        return self.gradients_are_zero
+
+    @property
+    def gradients_are_zero(self) -> bool:
+        """Whether all that is in the gradients now is 0, or none is there; reads it all."""
         return not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
 
     def look(self) -> None:

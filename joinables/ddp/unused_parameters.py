@@ -19,6 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.joinable import Block
+from joinables._torch import autograd
 
 
 class UsedParameters:
@@ -39,17 +40,13 @@ class UsedParameters:
 
     def detach(self) -> None:
         """Remove the hooks; called when the block is left."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
+        autograd.remove_hooks(self._handles)
         del self._join
 
     def watch(self) -> None:
         """Hook into parameters before a forward, in a loop over ``Join.iterate``."""
-        if self.counts and len(self._handles) < len(self._parameters):
-            for index, parameter in enumerate(self._parameters):
-                if parameter.requires_grad and index not in self._handles:  # some are frozen for some backwards
-                    self._handles[index] = parameter.register_hook(partial(self._see, index))
+        if self.counts:
+            autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._see, index))
 
     def _see(self, index: int, gradient: torch.Tensor) -> None:
         if self._handles and not self._join.channel.step.shadowing:

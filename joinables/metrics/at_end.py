@@ -31,7 +31,7 @@ from join.joinable import Block
 from join.transfer import gather_trees
 from joinables.adapter import Silent
 from joinables.metrics.states import contributions, merged, put
-from joinables.replacement import CallInstead
+from joinables.replacement import CallInstead, replaced
 
 
 class MetricAtEnd(Silent):
@@ -53,10 +53,12 @@ class MetricAtEnd(Silent):
         self._replaced = ExitStack()
         for part in self._parts.values():
             part._computed = None  # the last block's value is not this rank's
-            self._replace(part, "distributed_available_fn", CallInstead(part.distributed_available_fn, not_distributed))
+            stand_in = CallInstead(part.distributed_available_fn, not_distributed)
+            self._replaced.enter_context(replaced(part, "distributed_available_fn", stand_in))
         for name in ("update", "forward"):
             method = getattr(self._target, name)
-            self._replace(self._target, name, CallInstead(method, partial(self._see, method)))
+            stand_in = CallInstead(method, partial(self._see, method))
+            self._replaced.enter_context(replaced(self._target, name, stand_in))
 
     @override
     def detach(self) -> None:
@@ -83,13 +85,6 @@ class MetricAtEnd(Silent):
             )
         if metric._defaults and not any(metric._defaults is each._defaults for each in self._parts.values()):
             raise TypeError(f"{name} has states that cannot be merged over ranks; list the metric that it wraps [J145]")
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        if name in vars(owner):
-            self._replaced.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self._replaced.callback(delattr, owner, name)
-        setattr(owner, name, value)
 
     # -- inside the block ---------------------------------------------------------------------------------------------
 

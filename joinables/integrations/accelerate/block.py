@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from join import Join, JoinError
 from join.collectives import SingleCollective
 from join.loop.loops import Batches
 from joinables.integrations.accelerate.gather import gathering_rows
-from joinables.integrations.accelerate.methods import replaced, scaling_losses
+from joinables.replacement import replaced
 from joinables.wrapped import unwrapped
 
 T = TypeVar("T")
@@ -161,6 +161,16 @@ class AcceleratedJoin(Join):
         """As of :class:`Join`; without ``window``, one has Accelerate's ``gradient_accumulation_steps``."""
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         return super().iterate(loader, until, **options)
+
+
+def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]:
+    """A context in which ``accelerator.backward`` scales each loss by what its batch weighs in the block ``join``."""
+    backward = accelerator.backward
+
+    def scaled_backward(loss: Any, **named: Any) -> None:
+        backward(join.scale(loss), **named)
+
+    return replaced(accelerator, "backward", scaled_backward)
 
 
 def _warn_of_repeats(text: str) -> None:

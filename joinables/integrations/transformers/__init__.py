@@ -13,13 +13,12 @@ ranks run the same windows::
     rank with batches                                rank that has run out
     -----------------                                ---------------------
     roll call of ``Join.iterate``                    the same
-    a window of up to k micro-batches,               a window of k dummies, whose labels count no token
-      after as many dummies as are missing
-    all-reduce: how many have 0, 1, ... k of these   the same, with 0
-    all-gather of the numbers of tokens              the same, with 0
-    dummies: forward, backward; where nobody has     the same
-      anything else, nothing
-    micro-batches, the last one reduces gradients    the last dummy reduces nothing but zeros
+    a window of up to k micro-batches, and as many   a window of k dummies, whose labels count no token
+      dummies as are missing
+    all-gather of the numbers of tokens; where none  the same, with 0
+      are counted, all-reduce of micro-batches
+    micro-batches, then dummies: forward, backward;  the same; it reduces nothing but zeros
+      the last one reduces gradients
     clip, step, log, evaluate, save                  the same
 
 An evaluation in the midst of it is a loop of its own, over a process group of its own (``evaluation``).

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from join import Join
 from join.batch import samples_in
 from joinables.integrations.accelerate.gather import gathering_rows
+from joinables.replacement import replaced
 
 
 def evaluate_streams(
@@ -35,14 +36,13 @@ def evaluate_streams(
             samples.add_(0 if join.shadowing else samples_in(batch))
             yield batch
 
-    args, accelerator = trainer.args, trainer.accelerator
-    gather, average = trainer.gather_function, args.average_tokens_across_devices
-    with Join([], process_group=group) as join, gathering_rows(accelerator, join, lambda: join.shadowing):
-        trainer.gather_function = accelerator.gather_for_metrics
-        args.average_tokens_across_devices = False  # each batch has its own mean
-        try:
+    accelerator = trainer.accelerator
+    with Join([], process_group=group) as join:
+        with (
+            gathering_rows(accelerator, join, lambda: join.shadowing),
+            replaced(trainer, "gather_function", accelerator.gather_for_metrics),
+            replaced(trainer.args, "average_tokens_across_devices", False),  # each batch has its own mean
+        ):
             output = evaluate(counted())
-        finally:
-            trainer.gather_function, args.average_tokens_across_devices = gather, average
         join.collective.all_reduce(samples).wait()
     return output._replace(num_samples=int(samples))

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from join.collectives import collective_of
-from joinables.integrations.accelerate.methods import replaced
+from joinables.replacement import replaced
 
 
 def is_stream(loader: Any) -> bool:

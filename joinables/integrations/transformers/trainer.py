@@ -14,8 +14,8 @@ import torch.distributed as dist
 from join import Join, JoinReport
 from join.loop.dummies import emptied
 from joinables.integrations.accelerate import check_accelerator, check_wrapping
+from joinables.integrations.accelerate.block import scaling_losses
 from joinables.integrations.accelerate.gather import gathering_rows
-from joinables.integrations.accelerate.methods import scaling_losses
 from joinables.integrations.transformers.evaluation import evaluate_streams
 from joinables.integrations.transformers.loaders import (
     LoaderOfLength,

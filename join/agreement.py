@@ -30,7 +30,11 @@ def values_of(joinables: Sequence[Joinable]) -> Values:
 
 def digest_of(values: Values) -> int:
     """Return a number of 56 bits that differs, in practice, where ``values`` do."""
-    text = repr([(name, sorted(each.items())) for name, each in values])
+    return digest(repr([(name, sorted(each.items())) for name, each in values]))
+
+
+def digest(text: str) -> int:
+    """Return a number of 56 bits that differs, in practice, where texts do."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
@@ -45,8 +49,8 @@ def check_equal(collective: Collective, values: Values, wait: Callable[[Work], N
     Raises:
         ProtocolError: on every rank, if they do not.
     """
-    digest = digest_of(values)
-    extremes = torch.tensor([digest, -digest])
+    mine = digest_of(values)
+    extremes = torch.tensor([mine, -mine])
     wait(collective.all_reduce(extremes, "min"))
     if int(extremes[0]) != -int(extremes[1]):
         raise_difference(collective, values)

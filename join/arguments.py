@@ -11,7 +11,6 @@ list different things would meet with collectives of different bursts; instead a
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
 import math
 from collections import Counter
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import torch
 
+from join.agreement import digest
 from join.collectives import Collective, Work, collective_of
 from join.errors import ProtocolError
 from join.joinable import Joinable, JoinHook
@@ -260,9 +260,8 @@ def check_same(
     Raises:
         ProtocolError: on every rank, if they do not agree.
     """
-    digest = int.from_bytes(hashlib.sha256("\n".join(mine).encode()).digest()[:7], "big")
-    has_length = length is not None
-    extremes = torch.tensor([digest, -digest, int(has_length), length or 0, -(length or 0)])
+    of_mine, has_length = digest("\n".join(mine)), length is not None
+    extremes = torch.tensor([of_mine, -of_mine, int(has_length), length or 0, -(length or 0)])
     wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(mine)}")
     smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
     if smallest == -largest:

@@ -86,7 +86,7 @@ def samples_in(batch: Any) -> int:
 
 
 def has_empty_tensor(batch: Any) -> bool:
-    """Whether a tensor in a batch has no rows, as those of an empty dummy."""
+    """Whether a batch has a tensor without rows, as an empty dummy does."""
     return any(tensor.dim() and not len(tensor) for tensor in tensors_in(batch))
 
 

@@ -1,21 +1,21 @@
 """What takes the place of a function of an object while that is in a block: :class:`Replacement` and its kinds.
 
-Put there by :func:`replaced`, which puts back what was there.
+:func:`replaced` sets any attribute for a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
 
 
 @contextmanager
 def replaced(target: Any, name: str, value: Any) -> Generator[None]:
-    """A context in which an attribute of an object has another value; after it, its own or that of its class again."""
-    own = vars(target)
+    """Set an attribute of an object for the duration of a context, and restore the object afterwards."""
+    own = cast("dict[str, Any]", vars(target))
     has_own, before = name in own, own.get(name)
     setattr(target, name, value)
     try:

@@ -47,9 +47,9 @@ def in_backward() -> bool:
 
 
 def gradient_writes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """For each gradient that is there, its id and how often it was written to in place, to be compared later.
+    """The id of each gradient and how often it was written to in place, for a comparison later.
 
-    Stands in for asking whether it was zeroed since, or a backward has come to it.
+    Stands in for asking whether ``zero_grad`` or a backward has changed it since.
     """
     gradients = (parameter.grad for parameter in parameters)
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
@@ -64,7 +64,7 @@ def hook_gradients(
 
     Args:
         parameters: a module's.
-        handles: those of the hooks that are there, by the parameter's number; the new ones are added.
+        handles: of earlier hooks, by the parameter's number; new ones are added.
         hook_of: makes the hook of the parameter with this number.
     """
     if len(handles) < len(parameters):

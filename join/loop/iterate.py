@@ -44,7 +44,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
 from join.errors import JoinError, ProtocolError, described
 from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
-from join.loop.read_ahead import ReadAhead
+from join.loop.read_ahead import ReadAhead, length_of
 from join.loop.step_counts import StepCounts, Windows
 from join.protocol.channel import Channel
 from join.protocol.lockstep import ONE_AT_A_TIME, Lockstep, begin_loop
@@ -138,7 +138,7 @@ class Iteration:
             )
         self._channel, self._guard = channel, channel.guard
         self._options, self._dummy, self._throw, self._over_all_ranks = options, dummy, throw, over_all_ranks
-        self._own_length = _length_of(loader)
+        self._own_length = length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """The batches that were read and not handed out."""
         self._phase = _Phase.NEW
@@ -395,11 +395,3 @@ def check_loader(loader: Any) -> None:
     """Raise a ``TypeError`` for what cannot be iterated."""
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J068]")
-
-
-def _length_of(loader: Iterable[Any]) -> int | None:
-    """How many batches a loader has, if it tells."""
-    try:
-        return len(loader)  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):  # a DataLoader asks what it reads, which may have none
-        return None

@@ -1,4 +1,4 @@
-"""Reading a loader some batches ahead of their use: :class:`ReadAhead`."""
+"""Reading a loader some batches ahead of their use: :class:`ReadAhead`; and how many it has: :func:`length_of`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Any, cast
 
 from join.arguments import checked_weight
 from join.errors import JoinError
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """How many batches a loader has, if it tells."""
+    try:
+        return len(loader)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):  # a DataLoader raises what its data set or sampler does
+        return None
 
 
 class ReadAhead:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from join.collectives import Collective
+from join.loop.read_ahead import length_of
 from joinables._torch.data_loader import with_parts
 
 
@@ -157,7 +158,7 @@ class Plan:
     @staticmethod
     def agree(collective: Collective, loader: Any) -> Plan:
         """Compare the loaders of all ranks: one object all-gather, none where there is one rank."""
-        everyone: list[Any] = collective.all_gather_object((length_of(loader), _sizes(loader)))
+        everyone: list[Any] = collective.all_gather_object((known_length(loader), _sizes(loader)))
         lengths, sizes = zip(*everyone, strict=True)
         equal = None not in sizes and len(set(sizes)) == 1
         if equal and len(set(lengths)) > 1:
@@ -176,7 +177,7 @@ class Plan:
         return len(self.lengths) == 1 or (None not in self.lengths and len(set(self.lengths)) == 1)
 
 
-def length_of(loader: Any) -> int | None:
+def known_length(loader: Any) -> int | None:
     """The number of batches; ``None`` if it is unknown.
 
     The length of an ``IterableDataset`` is not believed. Nor is that of a subclass of ``DataLoader`` that iterates or
@@ -187,16 +188,13 @@ def length_of(loader: Any) -> int | None:
         plain = kind.__iter__ is DataLoader.__iter__ and kind.__len__ is DataLoader.__len__
         if not plain or isinstance(loader.dataset, IterableDataset):
             return None
-    try:
-        return len(cast("Sized", loader))
-    except (TypeError, NotImplementedError):  # it has none, or its sampler does not
-        return None
+    return length_of(cast("Any", loader))
 
 
 def _sizes(loader: Any) -> tuple[int, int] | None:
     """The number of samples in a full and in the last batch, of a loader whose batches have one size; else ``None``."""
     batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is not BatchSampler or not isinstance(loader, DataLoader) or length_of(loader) is None:
+    if type(batches) is not BatchSampler or not isinstance(loader, DataLoader) or known_length(loader) is None:
         return None
     rest = len(cast("Sized", batches.sampler)) % batches.batch_size
     return batches.batch_size, batches.batch_size if batches.drop_last or rest == 0 else rest

@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from join.collectives import collective_of
+from join.loop.read_ahead import length_of
 
 
 class Loader:
@@ -90,12 +91,8 @@ def wrapped(loader: Any) -> Loader:
     """
     if isinstance(loader, Loader):
         return loader
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):  # a DataLoader raises either for a stream
-        length = None
     has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-    ranks = collective_of(None).all_gather_object((length, has_state))
+    ranks = collective_of(None).all_gather_object((length_of(loader), has_state))
     lengths = [length for length, _ in ranks]
     kind = StatefulLoader if any(has_state for _, has_state in ranks) else Loader
     return kind(loader, None if None in lengths else max(lengths))

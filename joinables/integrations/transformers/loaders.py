@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from join.collectives import collective_of
+from join.loop.read_ahead import length_of
 from joinables.replacement import replaced
 
 
@@ -58,11 +59,7 @@ def length_on_all_ranks(loader: Any) -> int | None:
     Raises:
         ValueError: on all ranks, if some loaders have a length and others do not.
     """
-    try:
-        mine = len(loader)
-    except TypeError:
-        mine = None
-    lengths: list[int | None] = collective_of(None).all_gather_object(mine)
+    lengths: list[int | None] = collective_of(None).all_gather_object(length_of(loader))
     known = [length for length in lengths if length is not None]
     if known and len(known) < len(lengths):
         without = [rank for rank, length in enumerate(lengths) if length is None]

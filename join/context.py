@@ -1,7 +1,7 @@
 """The context manager: :class:`Join`.
 
 It checks its arguments, and turns objects into joinables. The order of collectives inside the block is told in
-``join.protocol``, that on entering and leaving it in ``join.open_block``.
+``join.protocol``, that on entering and leaving it in ``join.block``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from join.arguments import (
     listed,
 )
 from join.batch import Step
+from join.block import OpenBlock, block_of, channels, put_inside, put_outside, tell_not_entered
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
-from join.inside import block_of, put_inside, put_outside
-from join.loop.iterate import Iteration, Options
-from join.loop.loops import Batches, LoopAlone, Loops
-from join.on_group import NothingListed
-from join.open_block import OpenBlock, channels, tell_not_entered
+from join.joinable import NothingListed
+from join.lockstep.loop import Batches, Iteration, LoopAlone, Loops, Options
 from join.protocol.channel import Channel
-from join.protocol.members import Member, Scope
+from join.protocol.headers import Member, Scope
 from join.report import JoinReport
 from join.scaling import checked_engine, factor_in_loop, scaled
 

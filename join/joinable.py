@@ -16,14 +16,11 @@ block and reset on leaving it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-
-from join.batch import Step
-from join.collectives import Collective, Work
-from join.scaling import Scaling
+from typing_extensions import override
 
 
 class JoinConfig(NamedTuple):
@@ -102,8 +99,11 @@ class Joinable(ABC):
     def join_process_group(self) -> Any:
         """The joinable's ``ProcessGroup`` or :class:`join.collectives.Collective`; ``None`` is the default group."""
 
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Any) -> None:
         """Called on entering a block, in the order of the list; the place to register hooks.
+
+        Args:
+            join: the ``Join`` whose block is entered; its ``channel`` is where a burst is announced.
 
         If this raises, ``detach`` is not called: undo what was done before.
         """
@@ -155,150 +155,6 @@ class Joinable(ABC):
         return self
 
 
-class Block(Protocol):
-    """What a joinable sees of the ``Join`` block that it is in."""
-
-    @property
-    def channel(self) -> BlockChannel:
-        """How the ranks of the block's group keep in step."""
-        ...
-
-    @property
-    def collective(self) -> Collective:
-        """The group of the block."""
-        ...
-
-    @property
-    def weight(self) -> float | None:
-        """What this rank's batch weighs; see ``Join.weight``."""
-        ...
-
-    @property
-    def shadowing(self) -> bool:
-        """Whether the batch that ``Join.iterate`` handed out last is a dummy, which must not count."""
-        ...
-
-
-class BlockChannel(Protocol):
-    """What a :class:`Burst` sees of the protocol by which the ranks of its group keep in step.
-
-    What is said of *this step* holds in the body of a loop over ``Join.iterate``, where every rank runs each burst
-    itself, with data or on a dummy.
-    """
-
-    # -- announcing ---------------------------------------------------------------------------------------------------
-
-    def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
-        """Tell all ranks that this rank is about to run a burst of ``joinable``."""
-        ...
-
-    def confirm(self) -> object:
-        """Wait for the last header, and make sure that all active ranks announced the same."""
-        ...
-
-    def all_announced(self) -> bool:
-        """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
-        ...
-
-    def announced(self, burst: Burst) -> int:
-        """How many ranks announced ``burst`` in the last header; waits for it."""
-        ...
-
-    def flags(self, burst: Burst) -> Sequence[int]:
-        """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
-        ...
-
-    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
-        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
-        ...
-
-    def sum(self, number: float) -> Callable[[], float]:
-        """Start summing a number over all ranks, amid the collectives of a burst; what is returned waits for it."""
-        ...
-
-    def lead(self) -> int:
-        """The rank that leads from the last header's burst on; called at the same place on all ranks."""
-        ...
-
-    def when_led(self, use: Callable[[int], None]) -> None:
-        """Call ``use`` with the rank that :meth:`lead` returns, once it is known without waiting for it."""
-        ...
-
-    def protest(self, why: str) -> None:
-        """Raise a :class:`join.ProtocolError` for what this rank alone knows, at the end of a burst."""
-        ...
-
-    @property
-    def leader(self) -> int:
-        """The rank that speaks for all where one must: the lowest that was active in the last burst."""
-        ...
-
-    @property
-    def scaling(self) -> Scaling:
-        """What is known of the losses that ``Join.scale`` has scaled."""
-        ...
-
-    @property
-    def has_run_out(self) -> bool:
-        """Whether this rank has left the body of the block, and only takes part in what others do."""
-        ...
-
-    @property
-    def targets(self) -> Sequence[object]:
-        """The objects that are listed in the blocks of the group."""
-        ...
-
-    @property
-    def ran_out_last(self) -> bool:
-        """At the end of a block: whether this rank was among the last that had data."""
-        ...
-
-    # -- what ranks know without a header -----------------------------------------------------------------------------
-
-    @property
-    def all_ranks_run_bursts(self) -> bool:
-        """Whether each rank runs every burst itself, on dummies where it has no data: nobody shadows or announces."""
-        ...
-
-    def announces_in_forward(self, burst: Burst, *, saves_header: bool) -> bool:
-        """Whether a module's backward is announced when its forward begins."""
-        ...
-
-    # -- in a loop over Join.iterate ----------------------------------------------------------------------------------
-
-    @property
-    def loop(self) -> int:
-        """The number of the loop; of the last one, outside."""
-        ...
-
-    @property
-    def is_in_loop_body(self) -> bool:
-        """Whether this rank is in the body of a loop, and has not broken out of it."""
-        ...
-
-    @property
-    def step(self) -> Step:
-        """The step that is under way."""
-        ...
-
-    @property
-    def watches_calls(self) -> bool:
-        """Whether what a module is called on is to be looked at: at the beginning of a loop, and where data ends."""
-        ...
-
-    def module_called(self) -> None:
-        """Check that a module may be called here; call this before the module sends anything."""
-        ...
-
-    def module_runs_on(self, arguments: Any) -> None:
-        """Check that these arguments of a module belong to the step under way."""
-        ...
-
-    def end_broken_loop(self) -> None:
-        """If this rank has broken out of a loop, leave it with all others; comes before what asks what to announce."""
-        ...
-
-
 class Burst(Joinable):
     """A joinable that announces each of its bursts itself, wherever it stands in the list."""
 
@@ -324,7 +180,7 @@ class Burst(Joinable):
         return ""
 
     def flags(self, active: bool) -> Sequence[int]:
-        """What this rank tells in a header; ``Channel.flags`` has how many ranks set each.
+        """What this rank tells in a header; ``Headers.flags`` has how many ranks set each.
 
         Args:
             active: whether this rank announces this very burst; else it announces another, or has joined.
@@ -338,3 +194,35 @@ class Burst(Joinable):
 
     def fulfil(self) -> None:
         """Run the pending burst with nothing to say, leaving the object as it is; it is not pending then."""
+
+
+class OnGroup(Joinable, JoinHook):
+    """Communicates, if at all, on a group that it is given; takes no keywords.
+
+    Args:
+        process_group: the ranks; ``None`` is the default group.
+    """
+
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset()
+
+    def __init__(self, process_group: Any) -> None:
+        super().__init__()
+        self._group = process_group
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self
+
+    @property
+    @override
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    @override
+    def join_process_group(self) -> Any:
+        return self._group
+
+
+class NothingListed(OnGroup, Burst):
+    """Has no collectives: what its ranks keep in step is their loops over ``Join.iterate``."""

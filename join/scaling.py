@@ -22,6 +22,7 @@ import torch
 from join.batch import Step
 from join.collectives._torch_private import after_backward
 from join.errors import JoinError
+from join.joinable import Joinable
 
 L = TypeVar("L", bound="torch.Tensor | float")
 
@@ -86,24 +87,27 @@ class Scaling:
         """Begin a loop, which has to scale its losses for the reason that is given, if any."""
         self.required, self.in_use, self._has_flowed = required, None, False
 
-    def check_backward(self, name: str) -> None:
+    def check_backward(self, burst: Joinable) -> None:
         """Check that a loop scales its losses if it has to, and all or none; called when one reaches a listed module.
+
+        Args:
+            burst: the backward of that module.
 
         Raises:
             JoinError: if it does not.
         """
         if self.in_use is None:
             if self.required and not self.flows:
-                raise JoinError(f"the loss of {name} is not scaled, and {self.required}; {_CALL} [J460]")
+                raise JoinError(f"the loss of {burst.join_name} is not scaled, and {self.required}; {_CALL} [J460]")
             self.in_use = self.flows
         if self.in_use != self.flows:
-            scaled_now, first = ("is", "was not") if self.flows else ("is not", "was")
+            now, first = ("is", "was not") if self.flows else ("is not", "was")
             raise JoinError(
-                f"the loss of {name} {scaled_now} scaled, and that of the first backward in this loop over join.iterate"
-                f" {first}; call join.scale(loss) for each backward of it, or for none [J461]"
+                f"the loss of {burst.join_name} {now} scaled, and that of the first backward in this loop over"
+                f" join.iterate {first}; call join.scale(loss) for each backward of it, or for none [J461]"
             )
 
-    def check_step(self, name: str, step: Step) -> None:
+    def check_step(self, joinable: Joinable, step: Step) -> None:
         """Check that a listed optimizer may step now, in a loop.
 
         Raises:
@@ -111,11 +115,13 @@ class Scaling:
         """
         if not step.ends_window:
             raise JoinError(
-                f"{name} stepped inside a window of accumulation, in step {step.number} of join.iterate, where the"
-                " gradients of its other steps are missing; step if join.ends_window [J462]"
+                f"{joinable.join_name} stepped inside a window of accumulation, in step {step.number} of join.iterate,"
+                " where the gradients of its other steps are missing; step if join.ends_window [J462]"
             )
         if self.required and not self._has_flowed:
-            raise JoinError(f"{name} stepped, and no loss was scaled, though {self.required}; {_CALL} [J463]")
+            raise JoinError(
+                f"{joinable.join_name} stepped, and no loss was scaled, though {self.required}; {_CALL} [J463]"
+            )
 
     # -- in a plain block ---------------------------------------------------------------------------------------------
 

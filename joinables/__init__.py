@@ -27,15 +27,14 @@ from join import (
     register_joinable,
 )
 from join.registry import joinables_of, register_state_adapter
+from joinables.adapter import TorchJoinable
 from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
-from joinables.ddp.gradients import GradientSync
+from joinables.ddp.reduction import GradientSync
 from joinables.loss_gate import LossGate
 from joinables.metrics import is_metric, joinable_of_metric
-from joinables.optimizer_state import OptimizerState
 from joinables.own_collectives import ShardedModule, is_dtensor, is_sharded
-from joinables.state import State
-from joinables.torch_joinable import TorchJoinable
+from joinables.state import OptimizerState, State
 from joinables.wrapped import holds_optimizers, unwrapped
 
 if TYPE_CHECKING:

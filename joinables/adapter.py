@@ -1,14 +1,22 @@
-"""What adapters have in common: :class:`Adapter`, :class:`Announcing` for bursts, :class:`Silent` for mere state."""
+"""Base classes of adapters: :class:`Adapter`, :class:`Announcing` for bursts, :class:`Silent` for mere state.
+
+And :class:`TorchJoinable` for classes that derive from torch's own ``Joinable``: they call
+``torch.distributed.algorithms.Join.notify_join_context``, and need no change for this package: while a block is open,
+the call goes to its ``Join``. Torch's ``JoinHook`` has the same two methods.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from typing_extensions import override
 
-from join import Burst, Joinable, JoinHook
-from join.joinable import Block
+from join import Burst, Join, Joinable, JoinHook
+from join.arguments import check_initialised
+from joinables._torch.torch_join import routed_notifications
 
 
 class Adapter(Joinable, JoinHook):
@@ -54,7 +62,7 @@ class Adapter(Joinable, JoinHook):
         return self._target
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Join) -> None:
         self._channel, self._collective = join.channel, join.collective
 
     @override
@@ -67,7 +75,7 @@ class Adapter(Joinable, JoinHook):
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Check that an optimizer may step now; a hook for before its step."""
         if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self.join_name, self._channel.step)
+            self._channel.scaling.check_step(self, self._channel.step)
 
 
 class Announcing(Adapter, Burst):
@@ -79,7 +87,7 @@ class Announcing(Adapter, Burst):
     """
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Join) -> None:
         super().attach(join)
         self.is_pending = False
 
@@ -98,3 +106,29 @@ class Silent(Adapter):
     @override
     def join_process_group(self) -> None:
         return None
+
+
+class TorchJoinable(Adapter):
+    """Stands for one object whose class derives from torch's ``Joinable``."""
+
+    join_keywords: ClassVar[frozenset[str] | None] = None
+
+    def __init__(self, target: TorchJoinableBase) -> None:
+        super().__init__(target)
+        check_initialised(target)
+        self._routes = ExitStack()
+
+    @override
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return self._target.join_hook(**kwargs)
+
+    @override
+    def attach(self, join: Join) -> None:
+        first = self.join_config.is_first_joinable
+        self._routes.enter_context(
+            routed_notifications(self._target, lambda: Join.notify_join_context(self), first=first)
+        )
+
+    @override
+    def detach(self) -> None:
+        self._routes.close()

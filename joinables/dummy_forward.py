@@ -16,10 +16,9 @@ from typing_extensions import override
 from join import JoinError, ProtocolError
 from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
 from join.collectives.broken import is_broken
-from join.joinable import BlockChannel
+from join.protocol.channel import Channel
 from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
-from joinables.replacement import Replacement
-from joinables.tensors import hides_tensors
+from joinables.modules import Replacement, hides_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -27,7 +26,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class DummyForward:
     """What a module may run on, on this rank, instead of an empty batch."""
 
-    def __init__(self, channel: BlockChannel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._calls: list[Arguments] = []  # of the last step in which this rank had data, in their order
         self._step = self._number = 0
@@ -59,7 +58,7 @@ class DummyForward:
         return map_tensors(linked, found)
 
 
-def check_backward_on_dummy(channel: BlockChannel, module: object) -> None:
+def check_backward_on_dummy(channel: Channel, module: object) -> None:
     """Check that a backward of a forward on a dummy comes in the loop whose dummy it is, where it does not count.
 
     Raises:
@@ -72,7 +71,7 @@ def check_backward_on_dummy(channel: BlockChannel, module: object) -> None:
         )
 
 
-def is_on_empty_dummy(channel: BlockChannel, arguments: Any) -> bool:
+def is_on_empty_dummy(channel: Channel, arguments: Any) -> bool:
     """Whether a module is called on the empty dummy of this step: one may evaluate on samples of its own in between."""
     return channel.step.batch is StepBatch.EMPTY and has_empty_tensor(arguments)
 
@@ -126,7 +125,7 @@ class _Emptied(torch.autograd.Function):
         ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         outputs = tuple(tensor[:0].clone() if tensor.dim() else torch.zeros_like(tensor) for tensor in tensors)
         needs = ctx.needs_input_grad
-        ctx.mark_non_differentiable(*[each for each, needed in zip(outputs, needs, strict=True) if not needed])
+        ctx.mark_non_differentiable(*[output for output, needed in zip(outputs, needs, strict=True) if not needed])
         return outputs
 
     @staticmethod
@@ -152,7 +151,7 @@ class InnerForward(Replacement):
         stands_in: whether the module may run on something else: not where that would count (SyncBatchNorm).
     """
 
-    def __init__(self, module: torch.nn.Module, channel: BlockChannel, *, stands_in: bool) -> None:
+    def __init__(self, module: torch.nn.Module, channel: Channel, *, stands_in: bool) -> None:
         super().__init__(module.forward)
         self._module, self._channel, self._dummy_forward = module, channel, DummyForward(channel)
         self._stands_in = stands_in
@@ -185,7 +184,8 @@ class InnerForward(Replacement):
 
     def _look(self, arguments: Arguments) -> bool:
         """Whether the module is called on an empty dummy."""
-        self._channel.module_runs_on(arguments)
+        if self._channel.late_use is not None:
+            self._channel.late_use.used(arguments)
         self._dummy_forward.called(arguments)
         return self._stands_in and is_on_empty_dummy(self._channel, arguments)
 

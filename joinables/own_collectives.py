@@ -11,7 +11,7 @@ A rank without data cannot shadow them, so in a plain block their forward raises
 
 A DDP module with SyncBatchNorm is the same DDP module there as any other (``joinables.ddp``). A sharded module stands
 for :class:`ShardedModule`, which sends nothing. Its optimizer is one like any other: after such a loop nothing of it is
-copied (``joinables.optimizer_state``).
+copied (``joinables.state``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join import JoinError
-from join.joinable import Block, BlockChannel
+from join import Join, JoinError
+from join.batch import StepBatch
+from join.protocol.channel import Channel
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_on_empty_dummy
-from joinables.replacement import ModuleHook
-from joinables.tensors import tensors_with_grad
+from joinables.modules import ModuleHook, tensors_with_grad
 
 
 class ShardedModule(Announcing):
@@ -73,10 +73,10 @@ class ShardedModule(Announcing):
         return mixing(self.join_name, self._norms)
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Join) -> None:
         super().attach(join)
         self._dummy_forward = DummyForward(join.channel)
-        check, before, after = [cast("Any", ModuleHook(each)) for each in (self._check, self._before, self._after)]
+        check, before, after = [cast("Any", ModuleHook(hook)) for hook in (self._check, self._before, self._after)]
         parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
         self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in parts]
         self._handles.append(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -107,13 +107,15 @@ class ShardedModule(Announcing):
             return None
         self._check(module, args)
         channel, arguments = self._channel, (args, kwargs)
-        self._is_replaced, watches = False, channel.watches_calls
+        self._is_replaced = False
+        watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
         if watches:
             channel.module_called()
         channel.announce(self)
         if not watches:
             return None
-        channel.module_runs_on(arguments)
+        if channel.late_use is not None:
+            channel.late_use.used(arguments)
         self._dummy_forward.called(arguments)
         if self._norms or not is_on_empty_dummy(channel, arguments):
             return None
@@ -145,7 +147,7 @@ class ShardedModule(Announcing):
         return output + 0 * sum(tensor.sum() for tensor in (*args, *norm.parameters()))
 
 
-def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: BlockChannel) -> None:
+def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:
     """Raise a ``JoinError``, unless all ranks run the module: in the body of a loop over ``Join.iterate``."""
     if channel.is_in_loop_body:
         return
@@ -157,7 +159,7 @@ def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: BlockChann
 
 
 def refuse_synchronised_norms(
-    module: torch.nn.Module, norms: dict[str, torch.nn.SyncBatchNorm], channel: BlockChannel
+    module: torch.nn.Module, norms: dict[str, torch.nn.SyncBatchNorm], channel: Channel
 ) -> None:
     """Raise a ``JoinError`` in a plain block, if one of the layers would communicate."""
     if any(norm.training for norm in norms.values()):
@@ -183,7 +185,7 @@ def is_dtensor(tensor: object) -> bool:
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether ``module`` or a part of it is sharded by ``fully_shard`` or FSDP1."""
-    return any(_is_sharded_itself(each) for each in module.modules())
+    return any(_is_sharded_itself(part) for part in module.modules())
 
 
 def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
@@ -210,8 +212,8 @@ def group_of(module: torch.nn.Module) -> Any:
     for part in module.modules():
         if is_fsdp1(part):
             return cast("Any", part).process_group
-    meshes: list[Any] = [cast("Any", each).device_mesh for each in module.parameters() if is_dtensor(each)]
-    mesh = max(meshes, key=lambda each: each.size(), default=None)
+    meshes: list[Any] = [cast("Any", tensor).device_mesh for tensor in module.parameters() if is_dtensor(tensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if mesh is None or mesh.size() == dist.get_world_size():
         return None
     if mesh.ndim == 1:

@@ -1,27 +1,189 @@
-"""Adapter for objects that have state but no collectives: :class:`State`.
+"""State that no collective of the loop keeps in step: :class:`OptimizerState` and, for other objects, :class:`State`.
 
-LR schedulers, GradScalers, EMA copies: anything with ``state_dict`` and ``load_state_dict``; optimizers have an adapter
-of their own, ``joinables.optimizer_state``. Nothing is sent in the loop. At the end of a block:
+Nothing is sent in the loop. At the end of a block in which some ranks have shadowed others, their state is stale. That
+of an optimizer is copied in place::
 
-- Some ranks have shadowed others, so that their state is stale: all load that of the last joiner. Tensors are sent as
-  flat buffers, the rest of the state dict is pickled.
-- None has: the states of schedulers and scalers are compared. What matches buffers in an EMA copy is copied, because
-  buffers are each rank's own.
+    last joiner                                          other ranks
+    -----------                                          -----------
+    description of its state (``join.transfer``)         the same
+    all-reduce: can all take it over?                    all-reduce
+    one does not: an all-gather of reasons; all raise    the same
+    tensors, by dtype and device                         into their own tensors, where these fit
+
+Ranks that were last themselves take part, and keep theirs. LR schedulers, GradScalers, EMA copies, and other objects
+with ``state_dict`` and ``load_state_dict`` load the state of the last joiner: tensors are sent as flat buffers, the
+rest of the state dict is pickled.
+
+In a block in which nothing was shadowed, values of parameter groups, step counts and the states of schedulers and
+scalers are compared (``join.agreement``). Tensors of an EMA copy that match buffers are copied, because buffers are
+each rank's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import JoinError
+from join import Join, JoinError
+from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.transfer import Inbox, broadcast_skeleton, broadcast_tensors, broadcast_tree
+from joinables._torch.optimizers import has_stepped, mark_stepped
+from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
+
+
+class OptimizerState(Silent):
+    """Brings an optimizer's state up to date, in place, when the block ends, on ranks that ran out early.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._optimizer = optimizer
+        self._steps = [0, 0]  # how many this rank made in the block, outside of loops over join.iterate and in them
+
+    @property
+    @override
+    def own_steps(self) -> int:
+        return self._steps[False]
+
+    @override
+    def attach(self, join: Join) -> None:
+        super().attach(join)
+        self._steps = [0, 0]
+        targets = [member.joinable.join_target for member in self._channel.roster.listed]
+        modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
+        self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._check_step),
+            self._optimizer.register_step_post_hook(self._count_step),
+        ]
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        del self._ignored
+
+    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._channel.mode.all_ranks_run_bursts:
+            self._steps[False] += 1
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._ignored:  # else nothing has changed
+                    self._steps[True] += 1
+                    return
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        values = group_values(self._optimizer)
+        values["number of steps made on gradients in loops over join.iterate"] = self._steps[True]
+        counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the index of their parameter
+        for index, state in self._states().items():
+            count: Any = state.get("step") if hasattr(state, "get") else None
+            if isinstance(count, torch.Tensor) and count.numel() == 1:
+                counts.setdefault(count.device, {})[index] = count.detach().reshape(())
+            elif isinstance(count, (int, float)):
+                values[f"step count of parameter {index}"] = float(count)
+        for on_device in counts.values():  # one host synchronisation for each device
+            steps = cast("list[float]", torch.stack([count.double() for count in on_device.values()]).tolist())
+            values |= {f"step count of parameter {index}": step for index, step in zip(on_device, steps, strict=True)}
+        return values
+
+    # -- copying ------------------------------------------------------------------------------------------------------
+
+    @override
+    def synchronise(self, source: int) -> None:
+        collective, optimizer = self._collective, self._optimizer
+        groups, states, parameters = self._groups(), self._states(), self._parameters
+        shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+        why_not = unlike_others((groups, states, parameters))
+        sent: Any = ([], {}) if why_not else (groups, states)
+        own = sent, (shapes, has_stepped(optimizer), self.equal_values(), bool(why_not))
+        received, tensors = broadcast_skeleton(collective, own, source)
+        their_groups: list[dict[str, Any]] = received[0][0]
+        their_states: dict[Any, Any] = received[0][1]
+        their_shapes, stepped, equal, refused = received[1]
+        if not (why_not or refused):
+            why_not = self._why_not(states, their_states, shapes, their_shapes)
+        if not why_not and self._channel.ran_out_last:
+            why_not = differences([[(self.join_name, values)] for values in (equal, self.equal_values())])
+        self._raise_if_any_cannot(why_not)
+        if collective.rank == source:
+            broadcast_tensors(collective, tensors, source)
+            return
+        inbox, first = Inbox(keeps=self._channel.ran_out_last), next(iter(parameters), None)
+        likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
+        groups = [inbox.fill(*group) for group in zip(their_groups, groups, likes, strict=True)]
+        states = {
+            key: inbox.fill(state, states.get(key), parameters[key] if isinstance(key, int) else first)
+            for key, state in their_states.items()
+        }
+        inbox.receive(collective, source)
+        if not inbox.keeps:
+            self._take_over(groups, states)
+            if stepped:
+                mark_stepped(optimizer)
+
+    def _take_over(self, groups: list[dict[str, Any]], states: dict[Any, Any]) -> None:
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            for name in group.keys() - values.keys() - {"params"}:
+                del group[name]
+            group.update(values)
+        parameters = self._parameters
+        for key, state in states.items():
+            self._optimizer.state[parameters[key] if isinstance(key, int) else key] = state
+
+    def _why_not(self, own: dict[Any, Any], theirs: dict[Any, Any], own_shapes: Any, their_shapes: Any) -> str:
+        """Why this rank cannot take over the state of the last joiner; "" if it can."""
+        if own_shapes != their_shapes:
+            return f"it has parameter groups of shapes {own_shapes}, and the last rank with data {their_shapes}"
+        extra = sorted(own.keys() - theirs.keys(), key=str)
+        if extra:
+            return f"it has state for parameters {extra} (by index), for which the last rank with data has none"
+        return ""
+
+    def _raise_if_any_cannot(self, why_not: str) -> None:
+        if self._collective.reduce_boolean_decision(bool(why_not), all=False):
+            reasons: list[str] = self._collective.all_gather_object(why_not)
+            told = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
+            raise_not_copied(self.join_name, told)
+
+    # -- the parts ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of all groups, to some of which others may have been added."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def _states(self) -> dict[Any, Any]:
+        """What the optimizer holds for each parameter, by its index over all groups, and under other keys.
+
+        Parameters that a listed DDP module ignores are each rank's own, and so is their state.
+        """
+        index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        states: dict[Any, Any] = {}
+        held = cast("dict[Any, Any]", self._optimizer.state)
+        for key, state in held.items():
+            if not isinstance(key, torch.Tensor):
+                states[key] = state
+            elif id(key) in index_of and id(key) not in self._ignored:
+                states[index_of[id(key)]] = state
+        return states
 
 
 class Stateful(Protocol):
@@ -64,8 +226,8 @@ class State(Silent):
     def synchronise_own(self, source: int) -> None:
         stateful = self._stateful
         if isinstance(stateful, torch.nn.Module):
-            own = [buffer for buffer in stateful.buffers() if is_plain(buffer)]
-            broadcast_tensors(self._collective, own, source)
+            buffers = [buffer for buffer in stateful.buffers() if is_plain(buffer)]
+            broadcast_tensors(self._collective, buffers, source)
             return
         names = self._names_of_buffers()
         if not names or is_compared(stateful):
@@ -82,7 +244,8 @@ class State(Silent):
 
     def _names_of_buffers(self) -> dict[str, torch.Size]:
         """The buffers of all listed modules, and of what is inside a wrapper, by name."""
-        modules = [target for target in self._channel.targets if isinstance(target, torch.nn.Module)]
+        targets = [member.joinable.join_target for member in self._channel.roster.listed]
+        modules = [target for target in targets if isinstance(target, torch.nn.Module)]
         inside = [getattr(module, "module", None) for module in modules]
         modules += [module for module in inside if isinstance(module, torch.nn.Module)]
         return {name: buffer.shape for module in modules for name, buffer in module.named_buffers()}
@@ -92,6 +255,16 @@ class State(Silent):
         if isinstance(self._stateful, torch.nn.Module):
             return shapes_of(dict(self._stateful.named_buffers()))
         return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The plain values in an optimizer's parameter groups, and how many groups there are."""
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    values: dict[str, Any] = {"number of parameter groups": len(groups)}
+    for index, group in enumerate(groups):
+        plain = plain_values({name: value for name, value in group.items() if name != "params"})
+        values |= {f"value {path} of parameter group {index}": value for path, value in plain.items()}
+    return values
 
 
 def is_compared(stateful: object) -> bool:
@@ -111,12 +284,12 @@ def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 def plain_values(tree: Any) -> dict[str, Any]:
     """The numbers, texts and small tensors of nested containers, by path; what else there is is left out."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path, leaf in flattened(tree):
         value = leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
         if isinstance(value, (bool, int, float, complex, str)):
-            found[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # numpy's are floats, too
-    return found
+            values[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # numpy's are floats, too
+    return values
 
 
 def unlike_others(tree: Any) -> str:

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
+from join import Join
 from join.collectives._torch_private import pytree
-from join.joinable import Block
 from join.transfer import broadcast_tree
 from joinables._torch.optimizers import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
@@ -84,7 +84,7 @@ class ZeroStep(Announcing):
         return f"the step of {type(self._zero).__name__}"
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Join) -> None:
         super().attach(join)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # whose step changes this rank's shard
         self._handles = [
@@ -111,7 +111,7 @@ class ZeroStep(Announcing):
             return
         if not self.is_pending:
             self._announce()
-        self._channel.confirm()
+        self._channel.headers.confirm()
         self.is_pending = False
         self._share_hyperparameters(active=True)
 
@@ -151,12 +151,12 @@ class ZeroStep(Announcing):
 
     def _share_hyperparameters(self, *, active: bool) -> None:
         """Send the leader's numbers to joined ranks, if there are any, in the burst of the last header."""
-        if self._channel.all_announced():
+        if self._channel.headers.all_announced():
             return
-        leads = self._channel.lead() == self._collective.rank
+        leads = self._channel.find_leader() == self._collective.rank
         values, structure = pytree.tree_flatten(self._hyperparameters())
-        mine = [float(value) if leads else 0.0 for value in values if _is_number(value)]
-        self._sums = torch.tensor(mine, dtype=torch.float64)  # kept while it is under way
+        numbers = [float(value) if leads else 0.0 for value in values if _is_number(value)]
+        self._sums = torch.tensor(numbers, dtype=torch.float64)  # kept while it is under way
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()

@@ -2,7 +2,7 @@
 
 A rank that fails leaves a :class:`Note` that says why. A rank that waits for others may ring a bell; from then on all
 ranks tell now and then how far they are (:class:`Progress`). Reading and writing may block where a store cannot be
-reached, so it is the business of a thread of its own: ``join.failure.watch``.
+reached, so it is the business of a thread of its own: ``join.failure.peers``.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Guard:
         self.doing = ""
         """What this rank waits for, where that is no header."""
         self._collective, self._progress, self._look = collective, progress, look
-        self._came, self._away = time.monotonic(), 0.0
+        self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
         """Begin to look after the ranks; called when the first block of the group opens."""
@@ -60,10 +60,10 @@ class Guard:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def come(self) -> None:
+    def arrive(self) -> None:
         """Note the time; called where others may have waited for this rank, as they do under ``timeout``."""
         now = time.monotonic()
-        self._away, self._came = now - self._came, now
+        self._busy_for, self._arrived_at = now - self._arrived_at, now
 
     def wait(self, work: Work, doing: str = "") -> None:
         """Wait for a message of this package's own; look meanwhile if others fail.
@@ -84,10 +84,12 @@ class Guard:
                 with profiled("wait"):
                     self._wait_and_look(work)
                 self.doing = ""
-            if self.timeout is not None and self._away >= self.timeout / 2:  # the others may have given up this rank
+            if (
+                self.timeout is not None and self._busy_for >= self.timeout / 2
+            ):  # the others may have given up this rank
                 self.peers.look_again()
         except (PeerError, JoinTimeoutError) as error:
-            self.close_and_raise(error)
+            self.raise_on_all(error)
         except JoinError:
             raise  # known to this rank alone
         except RuntimeError as error:
@@ -107,10 +109,13 @@ class Guard:
 
     def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
         """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
-        rank, mine, told = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
-        others = [other for other in range(self._collective.world_size) if other != rank]
-        missing = [other for other in others if other not in told or _is_behind(told[other], mine)]
-        here = [(other, progress) for other, progress in [*told.items(), (rank, mine)] if other not in missing]
+        rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
+        missing = [
+            other
+            for other in range(self._collective.world_size)
+            if other != rank and (other not in others or _is_behind(others[other], own))
+        ]
+        here = [(other, progress) for other, progress in [*others.items(), (rank, own)] if other not in missing]
         doing = "; ".join(f"rank {other} {progress.doing}" for other, progress in sorted(here))
         if missing:
             text = (
@@ -135,22 +140,22 @@ class Guard:
         """Raise a :class:`JoinError`, since nothing can be announced any more."""
         raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on [J063]")
 
-    def close_and_raise(self, error: JoinError) -> NoReturn:
-        """Raise ``error``, after which nothing can be announced any more."""
+    def raise_on_all(self, error: JoinError) -> NoReturn:
+        """Raise ``error``, which the other ranks raise as well or know of; nothing can be announced any more."""
         self.closed = described(error)
         self.is_lost |= not isinstance(error, EarlyTerminationError)
         raise error
 
-    def break_off(self, error: JoinError) -> NoReturn:
-        """Raise ``error`` for a mistake that this rank alone may have made, after telling the others."""
+    def raise_alone(self, error: JoinError) -> NoReturn:
+        """Raise ``error`` for a mistake that this rank alone may have made, after leaving a note for the others."""
         self.fail(error)
-        self.close_and_raise(error)
+        self.raise_on_all(error)
 
     def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
         """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""
-        mine = f"Rank {self._collective.rank} exhausted all inputs."
+        own = f"Rank {self._collective.rank} exhausted all inputs."
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-        self.close_and_raise(EarlyTerminationError(mine if exhausted else others))
+        self.raise_on_all(EarlyTerminationError(own if exhausted else others))
 
     def fail(self, error: BaseException) -> JoinError | None:
         """Leave the block with ``error``, and see to it that the others learn why.
@@ -195,7 +200,7 @@ def _is_done_within(work: Work, seconds: float) -> bool:
     return True
 
 
-def _is_behind(told: Progress, mine: Progress) -> bool:
+def _is_behind(other: Progress, own: Progress) -> bool:
     """Whether a rank has not come to where this one waits."""
-    places = [(each.headers, each.loop, each.step, each.bursts) for each in (told, mine)]
-    return places[0] < places[1]
+    theirs, ours = ((place.headers, place.loop, place.step, place.bursts) for place in (other, own))
+    return theirs < ours

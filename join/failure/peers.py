@@ -1,4 +1,4 @@
-"""What a rank knows of the others besides their collectives: :class:`Peers`, who finds out who is to blame.
+"""A rank's view of the others besides their collectives: :class:`Peers` finds the rank that is to blame for a failure.
 
 One rule for all failures (``join.errors`` says what users see)::
 
@@ -10,21 +10,147 @@ One rule for all failures (``join.errors`` says what users see)::
     its process ends                                 its collective breaks; looks at the notes: PeerError
 
 A rank that fails because another has failed posts a note of that other's failure, so that all find the first cause.
+
+A store that cannot be reached blocks its callers for minutes. So a rank's own thread never reads the board: it asks the
+thread of the block, :class:`Watch`, and waits for it for a limited time. And the watch answers for its rank while that
+is held up in a collective.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from typing_extensions import override
 
 from join.collectives import Collective
 from join.collectives.board import Board, Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken
 from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError, described
-from join.failure.watch import Watch
 
+_logger = logging.getLogger("join")
+_RANKS_AT_ONCE = 64  # the more ranks there are beyond these, the less often each of them asks and tells
 _LOST = "The process group cannot be used any more: restart from a checkpoint"
+
+
+@dataclass(frozen=True)
+class News:
+    """What a look at the board has found.
+
+    Attributes:
+        notes: those of other ranks.
+        progress: how far other ranks are, by rank.
+        ended: the other ranks whose processes are known to have ended.
+    """
+
+    notes: list[Note] = field(default_factory=list[Note])
+    progress: dict[int, Progress] = field(default_factory=dict[int, Progress])
+    ended: list[int] = field(default_factory=list[int])
+
+
+class Watch(threading.Thread):
+    """Looks at a board, now and then or when it is asked to.
+
+    Args:
+        board: of the block that begins.
+        progress: tells how far this rank is; called in the thread.
+    """
+
+    def __init__(self, board: Board, progress: Callable[[], Progress]) -> None:
+        super().__init__(name=f"join watch of rank {board.rank}", daemon=True)
+        self.news = News()
+        """What it has found last."""
+        self.failed = False
+        """Whether it cannot reach the board any more."""
+        self._board, self._progress = board, progress
+        self._changed = threading.Condition()
+        self._wanted = self._looked = 0  # how many looks were asked for, and how many of these were made
+        self._note: Note | None = None  # what is to be left
+        self._is_rung = self._ends = False
+
+    @override
+    def start(self) -> None:
+        super().start()
+        atexit.register(self.end)  # of a block that is never left: a thread in a store may abort the interpreter
+
+    def refresh(self, seconds: float, *, ring: bool = False) -> bool:
+        """Look at the board; whether that was possible within so many seconds.
+
+        Args:
+            seconds: how long to wait.
+            ring: whether the others are to tell how far they are.
+        """
+        with self._changed:
+            self._is_rung |= ring
+            self._wanted += 1
+            wanted = self._wanted
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._looked >= wanted or self.failed, seconds)
+            return self._looked >= wanted
+
+    def post(self, note: Note, seconds: float) -> None:
+        """Leave a note, and wait until the others can have it even if this process ends; best effort."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._note = note
+        others = set(range(self._board.world_size)) - {self._board.rank}
+        while self.refresh(max(deadline - time.monotonic(), 0.0)) and not self._board.outlives:
+            news = self.news
+            heard = {rank for rank, progress in news.progress.items() if progress.heard}
+            gone = {note.rank for note in news.notes} | set(news.ended)
+            if others <= heard | gone or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """End the thread; called when the block is over."""
+        atexit.unregister(self.end)
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self.join(timeouts().look)  # it may be held up by a store
+        if self.is_alive():  # which must not answer while the interpreter takes itself down
+            atexit.register(self.join, timeouts().note)
+
+    @override
+    def run(self) -> None:
+        tells, beat = False, 0
+        while not self._ends:
+            with self._changed:
+                note, self._note = self._note, None
+                wanted, rings = self._wanted, self._is_rung
+            try:
+                if note is not None:
+                    self._board.post(note)
+                elif rings and not tells:
+                    self._board.ring()
+                tells = tells or self._board.is_rung()
+                if tells:
+                    beat += 1
+                    self.news = self._look()
+                    self._board.tell(self._progress()._replace(heard=len(self.news.notes), beat=beat))
+            except Exception as error:  # the store is gone
+                _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
+                with self._changed:
+                    self.failed = True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._looked = wanted
+                self._changed.notify_all()
+                if self._wanted == wanted and not self._ends:
+                    self._changed.wait(timeouts().look * max(1.0, self._board.world_size / _RANKS_AT_ONCE))
+
+    def _look(self) -> News:
+        ended = self._board.ended()  # first: what these had to say is there by now
+        notes = [note for note in self._board.notes() if note.rank != self._board.rank]
+        progress = {rank: place for rank, place in self._board.told().items() if rank != self._board.rank}
+        return News(notes, progress, ended)
 
 
 class Peers:
@@ -92,23 +218,23 @@ class Peers:
         deadline = time.monotonic() + limit
         while True:
             self._watch.refresh(limit or timeouts().look, ring=True)
-            told = self._watch.news.told
-            if len(told) == self._world_size - 1 or time.monotonic() >= deadline or self._watch.failed:
-                return told
+            others = self._watch.news.progress
+            if len(others) == self._world_size - 1 or time.monotonic() >= deadline or self._watch.failed:
+                return others
             time.sleep(0.01)
 
-    def look_for_silent(self, told: dict[int, Progress]) -> None:
+    def look_for_silent(self, progress: dict[int, Progress]) -> None:
         """Raise if another rank's process has ended, or has not told for long how far it is.
 
         Args:
-            told: what :meth:`ask` has found.
+            progress: what :meth:`ask` has returned.
 
         Raises:
             PeerError: that names the rank.
         """
         now, others = time.monotonic(), set(range(self._world_size)) - {self._rank}
         for rank in others:
-            beat = told[rank].beat if rank in told else None
+            beat = progress[rank].beat if rank in progress else None
             if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
         silent = [rank for rank in others if now - self._beats[rank][1] > timeouts().silent]
@@ -126,7 +252,7 @@ class Peers:
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
-        before, deadline = self._watch.news.told, time.monotonic() + timeouts().cause
+        before, deadline = self._watch.news.progress, time.monotonic() + timeouts().cause
         while True:
             reached = self._watch.refresh(timeouts().note, ring=True)
             news = self._watch.news
@@ -140,7 +266,7 @@ class Peers:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-        alive = {rank for rank, progress in news.told.items() if rank not in before or progress != before[rank]}
+        alive = {rank for rank, progress in news.progress.items() if rank not in before or progress != before[rank]}
         silent = sorted(set(range(self._world_size)) - {self._rank} - alive)
         return self._gone(silent) if silent else None
 

@@ -1,12 +1,25 @@
-"""What keeps the ranks of one group in step: :class:`Channel`.
+"""Protocol that keeps the ranks of one group in step: :class:`Channel`, and its :class:`Mode` in a plain block.
 
-A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. Every burst of
-collectives is announced, and what was announced is run by everybody. How ranks learn of announcements is the mode's
-business (``join.protocol.mode``); here stands what is the same in all modes.
+A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. In a plain
+block every burst of collectives is announced by one header (``join.protocol.headers``), and all ranks run the burst::
 
-*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); whoever is
-about to announce something else, or to leave, runs it first with nothing to say: it is flushed. A rank that fails sends
-nothing more (``join.failure.peers``).
+    active rank                                    joined rank
+    -----------                                    -----------
+    announce: apply the previous header            apply the previous header
+              header  (starts, not awaited)        header  (awaited)
+    the burst, by the user's own code              main_hook of the announced burst
+    its followers, by the user's own code          main_hooks of its followers
+    ...                                            ... until a header shows that no rank is active
+    leave:    the burst that is still pending
+              apply the previous header
+
+Applying a header elects a new leader, by one more all-reduce, if the old one has left and any burst needs a leader.
+Under ``throw_on_early_termination`` or ``timeout`` each header is awaited before its burst. In a loop over
+``Join.iterate`` another mode replaces this one (``join.lockstep.mode``).
+
+*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); a rank that
+is about to announce another burst, or to leave, first flushes the pending one: it runs the burst and contributes
+nothing. A rank that fails sends nothing more (``join.failure``).
 
 Blocks that are open at the same time on one group share one channel: its bursts are those of all of them.
 """
@@ -14,30 +27,40 @@ Blocks that are open at the same time on one group share one channel: its bursts
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NoReturn
+from typing import NoReturn
+
+import torch
+from typing_extensions import override
 
 from join.agreement import check_equal, values_of
-from join.batch import Step, StepBatch
+from join.batch import Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import Burst, Joinable
-from join.protocol.header import Header
-from join.protocol.headers import Headers
-from join.protocol.late_use import LateUse
-from join.protocol.members import Member, Roster, Scope
-from join.protocol.mode import Mode, Outcome
+from join.joinable import Joinable
+from join.lockstep.progress import LateUse
+from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope
 from join.scaling import Scaling
 
 
-def _asks(part: str) -> Any:
-    """A property that reads an attribute of a part of the channel, without a call of a function in Python."""
-    return property(attrgetter(part))
+@dataclass(frozen=True)
+class Outcome:
+    """How a block ended.
+
+    Attributes:
+        even: whether all ranks ran out of inputs together.
+        last: whether this rank was among the last.
+        shadowed: whether ranks have shadowed bursts of others, so that their state is stale.
+    """
+
+    even: bool
+    last: bool
+    shadowed: bool
 
 
 @dataclass(frozen=True)
@@ -60,41 +83,33 @@ class LastLoop:
 
 
 class Channel:
-    """The protocol on one group, for all blocks that are open on it: a :class:`join.joinable.BlockChannel`.
+    """The protocol on one group, for all blocks that are open on it.
 
     Args:
         collective: the group.
-        make_mode: makes the mode of its blocks; loops over ``Join.iterate`` put another one in its place.
     """
 
-    # Asked by joinables at every step, in which each call of a function in Python would cost a microsecond.
-    leader: int = _asks("headers.leader")
-    closed: str = _asks("guard.closed")
-    is_in_loop_body: bool = _asks("mode.is_in_loop_body")
-    all_ranks_run_bursts: bool = _asks("mode.all_ranks_run_bursts")
-    step: Step = _asks("mode.step")
-
-    late_use: LateUse | None = None
-    """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
-
-    def __init__(self, collective: Collective, make_mode: Callable[[Channel], Mode]) -> None:
+    def __init__(self, collective: Collective) -> None:
         self.collective = collective
-        self.has_run_out = False
-        """Whether this rank has left the body of a block without an exception, and shadows what others do."""
-        self.loop = 0
-        """The number of the loop over ``Join.iterate``; of the last one, outside."""
         self.roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, lambda: self.mode.look())
         self.headers = Headers(collective, self.guard, self.roster)
-        self.confirm, self.flags = self.headers.confirm, self.headers.flags
-        self.when_led = self.headers.when_led
-        self.announced, self.all_announced = self.headers.announced, self.headers.all_announced
+        self.scaling = Scaling()
+        self.mode: Mode = Announced(self)
+        self.step = Step()
+        """The step of a loop over ``Join.iterate`` that is under way."""
+        self.is_in_loop_body = False
+        """Whether this rank is in the body of such a loop, and has not broken out of it."""
+        self.loop = 0
+        """The number of the loop; of the last one, outside."""
+        self.late_use: LateUse | None = None
+        """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
+        self.has_run_out = False
+        """Whether this rank has left the body of a block without an exception, and shadows the bursts of others."""
         self.ran_out_last = True
         """At the end of a block: whether this rank was among the last that had data."""
-        self._use(make_mode(self))
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
-        self._shadows: Joinable | None = None  # whose main_hook runs
-        self.scaling = Scaling()
+        self._shadowed: Joinable | None = None  # whose main_hook runs
         self._last_loop = LastLoop()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
@@ -106,7 +121,7 @@ class Channel:
         if is_first:
             self.guard.begin()
         self.prepare()
-        self._arrange(roster)
+        self._set_roster(roster)
 
     def agree(self) -> None:
         """Exchange what ranks must know of each other; called when all have entered."""
@@ -117,24 +132,20 @@ class Channel:
     def close(self, scope: Scope) -> bool:
         """Take out the members of a block that is left; return whether it was the last one of the group."""
         self.has_run_out = False  # of a block around this one
-        left = tuple(each for each in self.roster.scopes if each is not scope)
-        self._arrange(Roster(left, self.collective.world_size))
-        if not left:
+        scopes = tuple(other for other in self.roster.scopes if other is not scope)
+        self._set_roster(Roster(scopes, self.collective.world_size))
+        if not scopes:
             self.headers.announced_by_me = None
             self.guard.end()
-        return not left
+        return not scopes
 
-    def _arrange(self, roster: Roster) -> None:
+    def _set_roster(self, roster: Roster) -> None:
         self.roster = self.headers.roster = roster
         self.guard.timeout = roster.timeout
         self._outstanding = []
 
-    def _use(self, mode: Mode) -> None:
-        self.mode = mode
-        self.announces_in_forward = mode.announces_in_forward
-
     def progress(self) -> Progress:
-        """How far this rank is, for others who wait for it; called in another thread."""
+        """Return how far this rank is, for others that wait for it; called in another thread."""
         headers, place = self.headers.tally.headers, self.mode.place() or self._last_loop.place
         sender = self.headers.announced_by_me
         doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
@@ -143,34 +154,34 @@ class Channel:
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
-        """Tell all ranks that this rank is about to run a burst of ``joinable``; the header's sum, under way.
+        """Tell all ranks that this rank is about to run a burst of ``joinable``; return the header's sum, under way.
 
         Args:
             joinable: an announcing member.
             confirm: whether to read the header at once where its verdict matters; a burst that does something between
-                its announcement and its collectives passes ``False`` and calls :meth:`confirm` itself.
+                its announcement and its collectives passes ``False`` and calls ``headers.confirm`` itself.
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
-        if self._shadows is not None:
-            self._refuse_in_main_hook(joinable, self._shadows)
+        if self._shadowed is not None:
+            self._refuse_in_main_hook(joinable, self._shadowed)
         index = self.roster.index[id(joinable)]
-        member, mode = self.roster.announcing[index], self.mode
+        member = self.roster.announcing[index]
         self.prepare(joinable)
         if not member.interjects:
-            if self._outstanding and (left_out := self._left_out_error(joinable)):
-                self.guard.break_off(left_out)
+            if self._outstanding and (error := self._left_out_error(joinable)):
+                self.guard.raise_alone(error)
             self._outstanding = list(member.followers)
-        if mode.step.shadowing:
+        if self.step.shadowing:
             member.shadowed += 1
         else:
             member.times.step(time.monotonic())
-        return mode.announce(index, confirm=confirm)
+        return self.mode.announce(index, confirm=confirm)
 
     def follow(self, joinable: Joinable) -> None:
         """Note that a follower is about to run its burst."""
-        if self._shadows is not None:
-            self._refuse_in_main_hook(joinable, self._shadows)
+        if self._shadowed is not None:
+            self._refuse_in_main_hook(joinable, self._shadowed)
         self.end_broken_loop()
         if self.guard.closed:
             self.guard.raise_closed()
@@ -185,7 +196,7 @@ class Channel:
                 " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
                 " derive it from join.Burst [J082]"
             )
-            self.guard.break_off(JoinError(why))
+            self.guard.raise_alone(JoinError(why))
 
     def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
@@ -207,7 +218,7 @@ class Channel:
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """Flush what is pending, and apply the last header; called before anything else is announced."""
+        """Flush pending bursts, and apply the last header; called before anything else is announced."""
         if self.guard.closed:
             self.guard.raise_closed()
         for burst in self.roster.may_be_pending:
@@ -217,7 +228,7 @@ class Channel:
             self.headers.apply(self.mode.elect)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
-        """Run what is announced and pending, and, if ``complete``, the followers that go with it."""
+        """Run pending bursts, and, if ``complete``, the followers that go with them."""
         flushed = False
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
@@ -235,11 +246,11 @@ class Channel:
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     def drain(self) -> Outcome:
-        """Take part in what the others do until all have run out of inputs; raises what :meth:`Mode.drain` does."""
+        """Take part in the bursts of others until all have run out of inputs; raises what :meth:`Mode.drain` does."""
         self.has_run_out = True
         self.prepare()
-        if self._outstanding and (left_out := self._left_out_error(None)):
-            raise left_out
+        if self._outstanding and (error := self._left_out_error(None)):
+            raise error
         loop, headers = self._last_loop, self.headers.tally.headers
         outcome = self.mode.drain()
         if outcome.even and loop.uneven and loop.headers == headers:
@@ -249,31 +260,27 @@ class Channel:
         return outcome
 
     def shadow(self, header: Header) -> None:
-        """Run with nothing to say what ``header`` announces."""
+        """Run the bursts that ``header`` announces, and contribute nothing; their followers too, unless they wait."""
         if header.diverged:
             self.headers.raise_diverged(header)
         for index in header.announcements:
-            self.roster.announcing[index].shadowed += 1
-            self.shadow_member(self.roster.announcing[index])
-
-    def shadow_member(self, member: Member) -> None:
-        """Run one burst of ``member`` with nothing to say, and its followers, unless they have to wait."""
-        self._run_main_hook(member)
-        self._outstanding += member.followers
-        if not self.holds_followers():
-            self.complete_followers()
+            member = self.roster.announcing[index]
+            member.shadowed += 1
+            self._run_main_hook(member)
+            self._outstanding += member.followers
+            for _, burst in self.roster.bursts:
+                if burst.holds_followers:  # an interjecting burst comes before them
+                    break
+            else:
+                self.complete_followers()
 
     def _run_main_hook(self, member: Member) -> None:
-        around, self._shadows = self._shadows, member.joinable
+        around, self._shadowed = self._shadowed, member.joinable
         try:
             with profiled("shadow", member.joinable.join_name):
                 member.hook.main_hook()
         finally:
-            self._shadows = around
-
-    def holds_followers(self) -> bool:
-        """Whether an interjecting burst is to come before the followers may act."""
-        return any(burst.holds_followers for _, burst in self.roster.bursts)
+            self._shadowed = around
 
     # -- loops over Join.iterate --------------------------------------------------------------------------------------
 
@@ -282,12 +289,14 @@ class Channel:
         self.loop += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
-        self._use(mode)
+        self.mode, self.is_in_loop_body = mode, True
+        self.step = Step(contributors=self.collective.world_size)
 
     def leave_loop(self, mode: Mode, *, source: int, had_data: bool, uneven: bool) -> None:
         """Change back to the mode of the block; called when the loop is over on all ranks.
 
-        Nothing is copied but what each rank has for itself. What all should hold alike is compared.
+        Only buffers and the like are copied, which each rank has for itself. State that all should hold alike is
+        compared.
 
         Args:
             mode: of the block around it.
@@ -298,9 +307,8 @@ class Channel:
         Raises:
             ProtocolError: on all ranks, if they hold different values.
         """
-        loop = self.mode
-        place = loop.place() or self._last_loop.place
-        self._use(mode)
+        place = self.mode.place() or self._last_loop.place
+        self.mode, self.is_in_loop_body, self.step = mode, False, Step()
         if self.late_use is not None:
             self.late_use.has_ended = True
         self._last_loop = LastLoop(place, uneven, source, had_data, self.headers.tally.headers)
@@ -309,21 +317,27 @@ class Channel:
         try:
             check_equal(self.collective, values_of(listed), self.guard.wait)
         except ProtocolError as error:
-            self.guard.close_and_raise(error)  # on all ranks
+            self.guard.raise_on_all(error)
         for joinable in listed:
             with profiled("synchronise", joinable.join_name):
                 joinable.synchronise_own(source)
 
-    # -- failing ------------------------------------------------------------------------------------------------------
+    def end_broken_loop(self) -> None:
+        """If this rank has broken out of a loop, leave it with all others."""
+        if self.mode.leave_broken_loop is not None:
+            self.mode.leave_broken_loop()
 
-    def protest(self, why: str) -> None:
-        """Raise a :class:`ProtocolError` for what this rank alone knows, at the end of a burst."""
-        self.guard.break_off(ProtocolError(why))
+    def module_called(self) -> None:
+        """Check that a module may be called here, before it sends anything; see :meth:`LateUse.called`."""
+        if self.late_use is not None:
+            self.late_use.called()
+            if self.late_use.is_ruled_out:
+                self.late_use = None
 
-    # -- what joinables ask for ---------------------------------------------------------------------------------------
+    # -- for joinables ------------------------------------------------------------------------------------------------
 
     def sum(self, number: float) -> Callable[[], float]:
-        """Start summing a number over all ranks; what is returned waits for it.
+        """Start summing a number over all ranks, amid the collectives of a burst; the function returned waits for it.
 
         Beside the collectives of the group where ranks share memory, else among them.
         """
@@ -335,38 +349,85 @@ class Channel:
 
         return total
 
-    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
-        """How many ranks set each flag of ``burst`` in the last header, whatever that announced; how many announced."""
-        header = self.headers.read()
-        return header.flags(self.roster.index[id(burst)]), header.active
+    def find_leader(self) -> int:
+        """Return the leader from the last header's burst on; called at the same place on all ranks."""
+        return self.headers.find_leader(self.mode.elect)
 
-    def lead(self) -> int:
-        """The rank that leads from the last header's burst on; called at the same place on all ranks."""
-        return self.headers.lead(self.mode.elect)
 
-    @property
-    def targets(self) -> Sequence[object]:
-        """The objects that are listed in the blocks of the group."""
-        return [member.joinable.join_target for member in self.roster.listed]
+class Mode(ABC):
+    """The part of the protocol that depends on how ranks learn of each other's bursts; a group has one at a time.
 
-    def end_broken_loop(self) -> None:
-        """If this rank has broken out of a loop, leave it with all others."""
-        if self.mode.leave_broken_loop is not None:
-            self.mode.leave_broken_loop()
+    Args:
+        channel: the group's.
+    """
 
-    @property
-    def watches_calls(self) -> bool:
-        """Whether what a module is called on is to be looked at: at the beginning of a loop, and where data ends."""
-        return self.mode.step.batch is not StepBatch.DATA or self.late_use is not None
+    all_ranks_run_bursts = False
+    """Whether each rank runs every burst itself, on dummies where it has no data: no rank shadows or announces."""
+    leave_broken_loop: Callable[[], None] | None = None
+    """Leaves with all others the loop that this rank has broken out of, before anything is announced; else ``None``."""
 
-    def module_called(self) -> None:
-        """Check that a module may be called here; see :meth:`LateUse.called`."""
-        if self.late_use is not None:
-            self.late_use.called()
-            if self.late_use.is_ruled_out:
-                self.late_use = None
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._headers, self._guard = channel, channel.headers, channel.guard
+        self._rank, self._world_size = channel.collective.rank, channel.collective.world_size
 
-    def module_runs_on(self, arguments: Any) -> None:
-        """Check that a module's arguments belong to the step under way; see :meth:`LateUse.used`."""
-        if self.late_use is not None:
-            self.late_use.used(arguments)
+    @abstractmethod
+    def announce(self, index: int, *, confirm: bool) -> Work:
+        """Tell all ranks that this rank is about to run a burst of member ``index``; as of :meth:`Channel.announce`."""
+
+    @abstractmethod
+    def elect(self, candidate: bool) -> int:
+        """Return the lowest rank among the candidates; ``candidate`` says whether this rank is one."""
+
+    @abstractmethod
+    def drain(self) -> Outcome:
+        """Shadow the others until all ranks have run out of inputs, as this one has.
+
+        Raises:
+            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
+            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
+        """
+
+    def look(self) -> None:
+        """Raise if this rank, which waits, has left out a burst that others run."""
+
+    def place(self) -> Progress | None:
+        """Return where this rank is in a loop, for the others to read; called in another thread."""
+        return None
+
+
+class Announced(Mode):
+    """A rank without data learns from headers which bursts the others run."""
+
+    @override
+    def announce(self, index: int, *, confirm: bool) -> Work:
+        work, roster = self._headers.send((), index), self._channel.roster
+        may_differ = confirm and len(roster.announcing) > 1 and roster.announcing[index] is not roster.ahead
+        if roster.awaits_all or may_differ:
+            self._headers.confirm()
+        return work
+
+    @override
+    def elect(self, candidate: bool) -> int:
+        vote = torch.tensor([self._rank if candidate else self._world_size])
+        with profiled("elect a leader"):
+            self._channel.collective.all_reduce(vote, "min").wait()
+        return int(vote.item())
+
+    @override
+    def drain(self) -> Outcome:
+        channel, headers = self._channel, self._headers
+        fresh, throws = True, channel.roster.throws
+        while True:
+            fields = [FRESH] if fresh else []
+            header = headers.exchange([*fields, STOPPING] if throws else fields)
+            if header.active == 0:
+                headers.is_applied = True
+                even = header.fresh == self._world_size
+                if not even:
+                    headers.leader = self.elect(fresh)
+                return Outcome(even=even, last=fresh, shadowed=not even)
+            if throws:
+                self._guard.raise_early_termination(exhausted=True)
+            fresh = False
+            channel.shadow(header)
+            channel.prepare()

@@ -1,41 +1,225 @@
-"""The headers of a group, one after the other: sending, reading, applying: :class:`Headers`.
+"""Headers, the messages by which active ranks announce bursts: who sends them, their code, and the one under way.
+
+A header is a few counters in one whole number, summed over all ranks. Every rank, active or joined, contributes 0 or 1
+to every counter; the sums are all that a rank needs to know of the others. The number of counters depends on the bursts
+in the list and not on the number of ranks::
+
+    ACTIVE, LEADER, STOPPING, FRESH,  then, for each burst,  announced, *flags
+
+``ACTIVE`` counts the ranks that announce. ``LEADER`` is 1 while the leader is among them. ``STOPPING`` counts the
+exhausted ranks under ``throw_on_early_termination``, ``FRESH`` those that send their first header after their last
+input. A burst's ``announced`` counts the ranks that announce it: any number but 0 or ``ACTIVE`` means that the ranks
+have diverged.
+
+A counter has as many bits as the world size, so sums never overflow: those of a DDP module are 63 bits at most up to 31
+ranks. On gloo the cost of a small all-reduce grows with its elements.
 
 To *apply* a header is to act on one that was sent earlier: it raises what the header reports (ranks that diverged), and
-finds a new leader if the old one has left and anyone needs a leader. All ranks apply header i after burst i and before
-header i+1.
+finds a new leader if the old one has left and any burst needs a leader. All ranks apply header i after burst i and
+before header i+1.
 
 *Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the group is of that kind
-(``Burst.runs_ahead``), it need not: whoever announced something else reads its header before its burst, finds the
-difference, and raises :class:`ProtocolError`, of which the rank that ran ahead learns as of any failure. With several
-of them, each reads its header first.
+(``Burst.runs_ahead``), it need not: a rank that announced another burst reads its header first, finds the difference,
+and raises :class:`ProtocolError`, of which the rank that ran ahead learns as of any failure. With several such bursts,
+each reads its header first.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import NoReturn
 
 from join.collectives import Collective, Sum
 from join.collectives._torch_private import profiled
 from join.errors import ProtocolError
 from join.failure.guard import Guard
-from join.joinable import Burst
-from join.protocol.header import ACTIVE, LEADER, Header
-from join.protocol.members import Member, Roster
+from join.joinable import Burst, Joinable, JoinHook
+from join.report.rank_report import StepTimes
+
+ACTIVE, LEADER, STOPPING, FRESH = range(4)
+_FIXED = 4
+
+
+class Header:
+    """One summed header.
+
+    Args:
+        counts: the counters.
+        offsets: where each burst's section starts.
+
+    Attributes:
+        active: how many ranks announced.
+        leader_alive: whether the leading rank announced.
+        stopping: whether an exhausted rank ends the block for all.
+        fresh: how many ranks had just run out of inputs.
+        announcements: the bursts that were announced, by index, and by how many ranks each.
+        diverged: whether active ranks announced different bursts.
+        flags: for each burst, by index, how many ranks set each of its flags.
+    """
+
+    def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
+        self.counts = counts
+        self.active, leaders, stopping, self.fresh = counts[:_FIXED]
+        self.leader_alive, self.stopping = leaders > 0, stopping > 0
+        self.announcements = {index: counts[at] for index, at in enumerate(offsets) if counts[at]}
+        self.diverged = not {self.active}.issuperset(self.announcements.values())
+        ends = (*offsets[1:], len(counts))
+        self.flags = [counts[begin + 1 : end] for begin, end in zip(offsets, ends, strict=False)]
+
+
+class HeaderCode:
+    """Packs and unpacks headers.
+
+    Args:
+        flag_counts: the number of flags of each burst that can be announced.
+        world_size: the number of ranks.
+    """
+
+    def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
+        self.offsets: list[int] = []
+        fields = _FIXED
+        for flag_count in flag_counts:
+            self.offsets.append(fields)
+            fields += 1 + flag_count
+        self._fields, self._size, self._world_size = fields, world_size.bit_length(), world_size
+        self.bits = fields * self._size
+        """Size of a header in bits."""
+        # Headers repeat step by step: what they say is kept, since unpacking is half of the cost of reading one.
+        self.unpack = cache(self._unpack)
+        self.of_all = cache(self._of_all)
+
+    def pack(self, fields: Sequence[int]) -> int:
+        """Return this rank's contribution: the fields that it sets to 1."""
+        number = 0
+        for place in fields:
+            number |= 1 << self._size * place
+        return number
+
+    def _unpack(self, total: int) -> Header:
+        """Read the sum of all contributions."""
+        mask = (1 << self._size) - 1
+        return Header([total >> self._size * place & mask for place in range(self._fields)], self.offsets)
+
+    def _of_all(self, index: int, leader_alive: bool) -> Header:
+        """Return the header in which all ranks announce burst ``index``."""
+        total = self._world_size * self.pack([ACTIVE, self.offsets[index]])
+        return self.unpack(total | self.pack([LEADER] if leader_alive else []))
+
+
+@dataclass(eq=False)
+class Member:
+    """A joinable in a block.
+
+    Attributes:
+        joinable: the object.
+        hook: its hook for this block.
+        followers: the members that act after each of its bursts, if it announces; they have none themselves.
+        shadowed: how many bursts this rank shadowed.
+        times: how long the bursts took that this rank announced, each from the one before.
+        burst: the joinable, if it announces by nature and not only because it comes first.
+        interjects: whether its bursts come between another one and its followers.
+        header: the last one that announced it.
+    """
+
+    joinable: Joinable
+    hook: JoinHook
+    followers: list[Member] = field(default_factory=list["Member"])
+    shadowed: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
+    burst: Burst | None = field(init=False)
+    interjects: bool = field(init=False)
+    header: Header = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.burst = self.joinable if isinstance(self.joinable, Burst) else None
+        self.interjects = self.burst is not None and self.burst.interjects
+
+
+@dataclass(eq=False)
+class Scope:
+    """One block's members and settings.
+
+    Bursts announce. So does a plain joinable that has no announcing one before it in the list. Every other plain
+    joinable follows the nearest announcing one before it: it acts once after each of its bursts.
+
+    Attributes:
+        members: all joinables of the block, in the order of the list.
+        throw: ``throw_on_early_termination`` of the block.
+        timeout: seconds a header may take, or ``None``.
+        announcing: the members that announce; filled from ``members``.
+    """
+
+    members: Sequence[Member]
+    throw: bool
+    timeout: float | None
+    announcing: list[Member] = field(default_factory=list[Member], init=False)
+
+    def __post_init__(self) -> None:
+        for member in self.members:
+            if not member.joinable.communicates:
+                continue
+            if member.burst is not None or not self.announcing:
+                self.announcing.append(member)
+            else:
+                self.announcing[-1].followers.append(member)
+
+
+class Roster:
+    """The members that announce on a group. It does not change: a block that opens or closes puts another in its place.
+
+    Args:
+        scopes: the blocks that are open, the innermost last.
+        world_size: the number of ranks.
+
+    Attributes:
+        scopes: these blocks.
+        listed: all that are listed in them, including those that do not announce.
+        announcing: all that announce in them, in the order in which headers count them.
+        index: of each member, by the ``id`` of its joinable.
+        bursts: those that announce by nature, with their index.
+        may_be_pending: those that may be announced before they run.
+        code: packs the headers.
+        ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
+        early: that one, if it may be announced in the forward, before its backward runs: not under ``timeout``, where a
+            header means that the burst starts now.
+        tracks_leader: whether any burst needs to know the lowest active rank.
+        throws: whether all ranks raise as soon as one has run out, as the innermost block says.
+        timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
+        awaits_all: whether every header is awaited, so that no burst runs ahead of its own.
+    """
+
+    def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
+        self.scopes = scopes
+        self.listed = [member for scope in scopes for member in scope.members]
+        self.announcing = [member for scope in scopes for member in scope.announcing]
+        self.index = {id(member.joinable): index for index, member in enumerate(self.announcing)}
+        bursts = [member.burst for member in self.announcing]
+        self.bursts = [(index, burst) for index, burst in enumerate(bursts) if burst is not None]
+        self.may_be_pending = [burst for _, burst in self.bursts if type(burst).fulfil is not Burst.fulfil]
+        flag_counts = [0 if burst is None else burst.flag_count for burst in bursts]
+        self.code = HeaderCode(flag_counts, world_size)
+        self.flagged = [(index, burst) for index, burst in self.bursts if burst.flag_count]
+        self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
+        self.awaits_all = self.throws or self.timeout is not None
+        self.tracks_leader = any(burst.tracks_leader for _, burst in self.bursts)
+        running_ahead = [self.announcing[index] for index, burst in self.bursts if burst.runs_ahead]
+        self.ahead = running_ahead[0] if len(running_ahead) == 1 else None
+        self.early = self.ahead.burst if self.ahead is not None and self.timeout is None else None
 
 
 @dataclass
 class Tally:
-    """What a rank has sent and how long it has waited while joined."""
+    """The headers that a rank has sent, and how long it has waited for headers while joined."""
 
     headers: int = 0
     nbytes: int = 0
     idle: float = 0.0
 
     def since(self, earlier: Tally) -> Tally:
-        """The difference to an earlier tally."""
+        """Return the difference to an earlier tally."""
         return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
 
 
@@ -58,11 +242,11 @@ class Headers:
         self.is_applied = True
         """Whether the last header was acted on, or there is nothing to do."""
         self._collective, self._guard = collective, guard
-        self._rank = collective.rank
+        self._rank, self._world_size = collective.rank, collective.world_size
         self._work: Sum | None = None
         self._last: Header | None = None  # the last header, once it was read
-        self._leads = True  # whether the leader of the last header is known
-        self._wait_for_leader: list[Callable[[int], None]] = []
+        self._knows_leader = True  # whether the leader of the last header is known
+        self._waiting_for_leader: list[Callable[[int], None]] = []
 
     def agree(self) -> None:
         """Find out what carries headers; called when all ranks have entered a block."""
@@ -74,7 +258,7 @@ class Headers:
         """Send a header in which this rank announces no burst, and wait for it.
 
         Args:
-            fields: what this rank sets to 1 in it.
+            fields: the fields that this rank sets to 1.
             active: whether it announces that it is active.
         """
         started = time.monotonic()
@@ -85,42 +269,38 @@ class Headers:
             if not active:
                 self.tally.idle += time.monotonic() - started
 
-    def send(self, fields: list[int], index: int | None = None, *, active: bool = True) -> Sum:
+    def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
         """Start a header, in which this rank announces member ``index``, if any."""
         roster, fields = self.roster, list(fields)
         if active:
             fields += [ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE]
         if index is not None:
             fields.append(roster.code.offsets[index])
-        for each, burst in roster.bursts:
-            if burst.flag_count:
-                for place, flag in enumerate(burst.flags(each == index), roster.code.offsets[each] + 1):
-                    if flag:
-                        fields.append(place)
+        for number, burst in roster.flagged:
+            for place, flag in enumerate(burst.flags(number == index), roster.code.offsets[number] + 1):
+                if flag:
+                    fields.append(place)
         self.announced_by_me = None if index is None else roster.announcing[index]
-        self._last, self.is_applied, self._leads = None, False, False
+        self._last, self.is_applied, self._knows_leader = None, False, False
         if self._guard.timeout is not None:
-            self._guard.come()
+            self._guard.arrive()
         with profiled("header"):
             work = self._work = self._line.sum(roster.code.pack(fields), roster.code.bits)
         self.tally.headers += 1
         self.tally.nbytes += work.nbytes
         return work
 
-    def assume(self, index: int, *, leader_alive: bool) -> None:
-        """Set the last header without sending one: as if all ranks had announced member ``index``.
+    def set_announced_by_all(self, index: int, *, leader_alive: bool) -> None:
+        """Set the last header without sending one: all ranks are known to run a burst of member ``index`` now.
 
         Args:
             index: the member.
             leader_alive: whether the leader has data.
         """
-        member, code = self.roster.announcing[index], self.roster.code
-        total = self._collective.world_size * code.pack([ACTIVE, code.offsets[index]])
-        if leader_alive:
-            total |= code.pack([LEADER])
+        member = self.roster.announcing[index]
         self.announced_by_me = member
-        self._last = member.header = code.unpack(total)
-        self._leads = self.is_applied = leader_alive  # nothing to apply but a leader that is gone
+        self._last = member.header = self.roster.code.of_all(index, leader_alive)
+        self._knows_leader = self.is_applied = leader_alive  # nothing to apply but a leader that is gone
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -136,18 +316,24 @@ class Headers:
         return self._last
 
     def all_announced(self) -> bool:
-        """Whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
-        return self.read().active == self._collective.world_size
+        """Return whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
+        return self.read().active == self._world_size
 
     def announced(self, burst: Burst) -> int:
-        """How many ranks announced ``burst`` in the last header; waits for it."""
+        """Return how many ranks announced ``burst`` in the last header; waits for it."""
         return self.read().announcements.get(self.roster.index[id(burst)], 0)
 
     def flags(self, burst: Burst) -> Sequence[int]:
-        """How many ranks set each flag of ``burst`` in the last header that announced it; waits for that header."""
-        self.read()
+        """Return how many ranks set each flag of ``burst`` in the last header that announced it; waits for it."""
+        if self._last is None:
+            self.read()
         index = self.roster.index[id(burst)]
-        return self.roster.announcing[index].header.flags(index)
+        return self.roster.announcing[index].header.flags[index]
+
+    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
+        """Return how many ranks set each flag of ``burst`` in the last header of any burst; and how many announced."""
+        header = self.read()
+        return header.flags[self.roster.index[id(burst)]], header.active
 
     def confirm(self) -> Header:
         """Wait for the last header and make sure that all active ranks announced the same.
@@ -167,44 +353,45 @@ class Headers:
 
     def apply(self, elect: Callable[[bool], int]) -> None:
         """Act on the last header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
-        header = self.read()
+        header = self._last or self.read()
         if header.diverged:
             self.raise_diverged(header)
         self.is_applied = True
-        if not (self._leads or header.leader_alive):
-            self.lead(elect)
-        waiting, self._wait_for_leader = self._wait_for_leader, []
-        for use in waiting:
-            use(self.leader)
+        if not (self._knows_leader or header.leader_alive):
+            self.find_leader(elect)
+        if self._waiting_for_leader:
+            waiting, self._waiting_for_leader = self._waiting_for_leader, []
+            for use in waiting:
+                use(self.leader)
 
-    def lead(self, elect: Callable[[bool], int]) -> int:
-        """The rank that leads from the last header's burst on: a new one, if the old one was not among its ranks.
+    def find_leader(self, elect: Callable[[bool], int]) -> int:
+        """Return the leader from the last header's burst on: a new one, if the old one was not among its ranks.
 
         Called at the same place on all ranks, if at all before the header is applied.
         """
-        if not self._leads:
-            self._leads = True
+        if not self._knows_leader:
+            self._knows_leader = True
             if self.roster.tracks_leader and not self.read().leader_alive:
                 self.leader = elect(self.announced_by_me is not None)
         return self.leader
 
-    def when_led(self, use: Callable[[int], None]) -> None:
+    def when_leader_is_known(self, use: Callable[[int], None]) -> None:
         """Call ``use`` with the leader of the last header's burst, once that is known without waiting for it."""
         if self.is_applied:
             use(self.leader)
         else:
-            self._wait_for_leader.append(use)
+            self._waiting_for_leader.append(use)
 
     def raise_diverged(self, header: Header) -> NoReturn:
         """Active ranks announced different bursts: raise, and tell those that could not wait for their header."""
-        mine, announcing = self.announced_by_me, self.roster.announcing
-        names = [f"{n} x {announcing[index].joinable.join_name}" for index, n in header.announcements.items()]
+        own, announcing = self.announced_by_me, self.roster.announcing
+        names = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         names += [f"{looping} x join.iterate"] if looping else []
-        self._guard.break_off(
+        self._guard.raise_alone(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
-                f" {self._rank} announced {'none' if mine is None else mine.joinable.join_name}. All ranks"
+                f" {self._rank} announced {'none' if own is None else own.joinable.join_name}. All ranks"
                 " must call forward, backward and step in the same order [J088]"
             )
         )

@@ -12,35 +12,7 @@ import torch
 
 from join.collectives import Collective
 from join.errors import JoinError
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's row.
-
-    Attributes:
-        rank: the rank in the group.
-        steps: bursts that this rank announced, of the joinable that announced most. In a block whose loops over
-            ``Join.iterate`` announced none, such as an evaluation: the batches that it had there.
-        shadowed: bursts of other ranks that it shadowed, likewise; or the dummies that it had.
-        joined_at: seconds from entering the block to running out of inputs.
-        ended_at: seconds from entering the block until all ranks had run out.
-        idle: seconds of waiting for headers as a joined rank.
-        headers: how many headers it sent.
-        header_bytes: their size in bytes.
-        step_times: how many of ``steps`` took how long, from one to the next (the first: from entering), counted in the
-            bins of :data:`join.report.step_times.EDGES`; only those that were announced are timed.
-    """
-
-    rank: int
-    steps: int
-    shadowed: int
-    joined_at: float
-    ended_at: float
-    idle: float
-    headers: int
-    header_bytes: int
-    step_times: tuple[int, ...]
+from join.report.rank_report import RankReport
 
 
 @dataclass(frozen=True)
@@ -99,7 +71,7 @@ class JoinReport:
         """
         from join.report.plot import draw, save
 
-        figure = draw(self)
+        figure = draw(self.ranks)
         if path is not None:
             save(figure, Path(path))
         return figure

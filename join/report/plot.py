@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from join.report.step_times import EDGES, PER_DECADE
-
-if TYPE_CHECKING:
-    from join.report import JoinReport, RankReport
+from join.report.rank_report import EDGES, PER_DECADE, RankReport
 
 _ACTIVE, _SHADOWING, _IDLE = "#334e68", "#c3d0dc", "#d64545"
 _MANY = 16
 """With more ranks, rows have no numbers in them and lines no names."""
 
 
-def draw(report: JoinReport) -> Any:
+def draw(ranks: Sequence[RankReport]) -> Any:
     """Return a figure of three axes: who was active when, idle seconds, and step times.
 
     Raises:
@@ -27,7 +24,6 @@ def draw(report: JoinReport) -> Any:
         figures = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
         raise ImportError('report.plot() needs matplotlib: pip install "joinables[plot]" [J098]') from error
-    ranks = report.ranks
     # Not by pyplot, which would choose a backend and keep the figure.
     figure = figures.Figure(figsize=(10, 5 + 0.2 * min(len(ranks), 2 * _MANY)), layout="constrained")
     axes = figure.subplot_mosaic([["timeline", "timeline"], ["idle", "times"]])

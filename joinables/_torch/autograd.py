@@ -80,16 +80,11 @@ def remove_hooks(handles: dict[int, Any]) -> None:
     handles.clear()
 
 
-@torch.no_grad()
-def multiply(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply tensors in place, all at once where a device can. Stands in for a public call over several tensors."""
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
-
-
 def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
     """The nodes of the graph that accumulate the gradients of parameters, but for those that are frozen."""
-    return [torch.autograd.graph.get_gradient_edge(each).node for each in parameters if each.requires_grad]
+    return [
+        torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad
+    ]
 
 
 def will_run(nodes: Sequence[Any]) -> bool:

@@ -250,14 +250,33 @@ def forget_use(ddp: DistributedDataParallel) -> None:
         ddp.reducer._reset_state()
 
 
-def used_anywhere(ddp: DistributedDataParallel, count: int) -> Sequence[int]:
-    """For each of its ``count`` parameters, whether the last reduction touched its ``grad``, and not left it as unused.
+def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int] | None:
+    """For each reduced parameter, whether the last reduction touched its ``grad``; ``None`` if it touched all.
 
     Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards.
     """
     if not (ddp.find_unused_parameters or ddp.static_graph):
-        return [1] * count
+        return None
     return cast("list[int]", ddp.reducer._get_local_used_map().tolist())
+
+
+@torch.no_grad()
+def multiply_gradients(
+    parameters: Sequence[torch.nn.Parameter], factor: float, used: Sequence[int] | None = None
+) -> None:
+    """Multiply gradients in place, all at once where a device can. Stands in for a public call over several tensors.
+
+    Args:
+        parameters: in the reducer's order.
+        factor: the number that gradients are multiplied by.
+        used: for each parameter, whether its gradient is; ``None``: all are.
+    """
+    gradients: list[torch.Tensor] = []
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None and (used is None or used[index]):
+            gradients.append(parameter.grad)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:

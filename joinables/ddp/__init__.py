@@ -31,14 +31,14 @@ alike, and not at all while n is the world size. The header counts the contribut
 begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
 next to the buckets. With weights, losses are scaled (``join.scaling``), and the sum of the weights is there instead of
 that number. Neither is awaited before the end of the backward, but for the sum of weights where there is a comm hook
-(``joinables.ddp.contributions``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all
+(``joinables.ddp.reduction``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all
 ranks know who had data, and what it weighs.
 
 *Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
 had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; other gradients do not.
 
 *Kept gradients.* DDP reduces what is in ``grad``, and without ``zero_grad`` that has the last result. Contributors give
-it as often as makes the mean have it once (``joinables.ddp.last_result``); under the mean over all ranks that is
+it as often as makes the mean have it once (``joinables.ddp.reduction``); under the mean over all ranks that is
 ``world_size / n`` times, so there the backward begins by waiting for its header, which was sent just then.
 """
 
@@ -53,7 +53,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Joinable
 from joinables._torch import reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync
-from joinables.ddp.gradients import GradientSync
+from joinables.ddp.reduction import GradientSync
 
 
 def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:

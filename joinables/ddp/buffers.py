@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join.joinable import Block
+from join import Join, ProtocolError
 from join.transfer import broadcast_tensors, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
@@ -67,11 +67,11 @@ class BufferSync(DDPBurst):
         self._are_new = False  # the forward has changed them by the time they are broadcast
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Join) -> None:
         super().attach(join)
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
-        self.lead_by(join.channel.leader)
+        self.lead_by(join.channel.headers.leader)
         self._places = reducer.buffer_places(self._ddp)
         self._changed, self._shapes = [], _shapes.setdefault(self._ddp, self._shapes_now())
 
@@ -109,8 +109,8 @@ class BufferSync(DDPBurst):
         else:
             # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of
             # the step before still has what all have to start from.
-            reducer.sync_buffers(self._ddp, self._channel.lead() if self._are_new else self._leader)
-        self._channel.when_led(self.lead_by)
+            reducer.sync_buffers(self._ddp, self._channel.find_leader() if self._are_new else self._leader)
+        self._channel.headers.when_leader_is_known(self.lead_by)
 
     def lead_by(self, leader: int) -> None:
         """Let this rank's buffers be taken next."""
@@ -118,23 +118,24 @@ class BufferSync(DDPBurst):
 
     def _takes_over_shapes(self) -> bool:
         """Whether all active ranks have changed the shapes of buffers, so that all ranks have to take them over."""
-        if self._channel.all_ranks_run_bursts:
+        if self._channel.mode.all_ranks_run_bursts:
             if not self._all_changed:
                 self._protest("but another rank had no data")
             self._changed, self._shapes = [], self._shapes_now()
             return False
-        (changed,), active = self._channel.flags_beside(self)
+        (changed,), active = self._channel.headers.flags_beside(self)
         if changed != active and (changed or self._changed):
             self._protest(f"so they did on {changed} of {active} ranks with data")
         return changed == active
 
     def _protest(self, who: str) -> None:
         names = ", ".join(self._changed) or "of some ranks"
-        self._channel.protest(
+        why = (
             f"the buffers {names} of {type(cast('object', self._ddp.module)).__name__} changed their shape; {who}. Make"
             " them as long as they will be needed before the block, or build DistributedDataParallel(...,"
             " broadcast_buffers=False) if they hold the same on all ranks anyway [J444]"
         )
+        self._channel.guard.raise_alone(ProtocolError(why))
 
     def _take_over(self, source: int) -> None:
         """Take over the buffers of rank ``source``, with their shapes."""
@@ -182,7 +183,7 @@ class BucketRebuild(DDPBurst):
     """Whether DDP has still to rebuild this module's buckets, which it does once."""
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Join) -> None:
         super().attach(join)
         self.main_hook()  # pending from a backward before the block; the same on all ranks
 

@@ -11,13 +11,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
-from join.joinable import BlockChannel
+from join.batch import StepBatch
+from join.protocol.channel import Channel
 from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BufferSync
 from joinables.dummy_forward import InnerForward, check_backward_on_dummy
+from joinables.modules import ModuleHook, tensors_with_grad
 from joinables.own_collectives import refuse_synchronised_norms, synchronised_norms
-from joinables.replacement import ModuleHook
-from joinables.tensors import tensors_with_grad
 
 IN_TORCH_JOIN = (
     "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
@@ -46,7 +46,7 @@ class Forwards:
         self._written: list[tuple[int, int]] = []  # each gradient, before the forward
 
     def attach(
-        self, channel: BlockChannel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
+        self, channel: Channel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
     ) -> list[Any]:
         """Register the hooks; called when a block is entered.
 
@@ -103,7 +103,7 @@ class Forwards:
         channel = self._channel
         if self.norms:
             refuse_synchronised_norms(self._ddp, self.norms, channel)
-        watches = channel.watches_calls
+        watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
         if watches:
             channel.module_called()
         if self._buffers is not None:
@@ -118,7 +118,7 @@ class Forwards:
             before = reducer.copied_buffers(self._ddp)
             # SyncBatchNorm's statistics are of all ranks, also on a dummy.
             self._buffers_before = {
-                name: each for name, each in before.items() if name.rpartition(".")[0] not in self.norms
+                name: buffer for name, buffer in before.items() if name.rpartition(".")[0] not in self.norms
             }
         if watches:
             self._inner.put()

@@ -27,11 +27,10 @@ from typing import Any, cast
 import torch
 from typing_extensions import override
 
-from join.joinable import Block
 from join.transfer import gather_trees
 from joinables.adapter import Silent
 from joinables.metrics.states import contributions, merged, put
-from joinables.replacement import CallInstead, replaced
+from joinables.modules import CallInstead, replaced
 
 
 class MetricAtEnd(Silent):
@@ -42,7 +41,7 @@ class MetricAtEnd(Silent):
     """
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Any) -> None:
         super().attach(join)
         self._join = join
         metrics = metrics_in(self._target)

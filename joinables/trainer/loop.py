@@ -26,7 +26,7 @@ import torch
 
 from join.batch import map_tensors
 from join.transfer import broadcast_tree
-from joinables.train_mode import keeping_modes
+from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
 from joinables.trainer.callbacks import Callback
 from joinables.trainer.data import Plan, distribute, sampler_of

@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
-from join.joinable import Block, Burst
-from join.on_group import OnGroup
+from join.joinable import Burst, OnGroup
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
 from joinables.trainer.metrics import MetricStore, Reduction
@@ -80,7 +79,7 @@ class CollectiveCall(OnGroup, Burst, Generic[T]):
     def __init__(self, collective: Collective, function: Callable[..., T]) -> None:
         super().__init__(collective)
         self._function = function
-        self._join: Block | None = None  # while a block is open
+        self._join: Any = None  # while a block is open
 
     def __call__(self, *args: Any) -> T:
         """Call the function, and have joined ranks call it, too."""
@@ -89,7 +88,7 @@ class CollectiveCall(OnGroup, Burst, Generic[T]):
         return self._function(True, *args)
 
     @override
-    def attach(self, join: Block) -> None:
+    def attach(self, join: Any) -> None:
         self._join = join
 
     @override

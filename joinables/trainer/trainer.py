@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
-from joinables.train_mode import keeping_modes
+from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.callbacks import Callback, ModelCheckpoint
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint

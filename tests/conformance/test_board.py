@@ -13,8 +13,7 @@ from join.collectives import Collective, SingleCollective, collective_of, run_th
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory.segment import SharedBoard
 from join.collectives.timeouts import using
-from join.failure.peers import Peers
-from join.failure.watch import Watch
+from join.failure.peers import Peers, Watch
 from tests.pool import Pool
 
 RANKS = 3

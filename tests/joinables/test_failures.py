@@ -21,7 +21,7 @@ from join import (
     JoinTimeoutError,
     PeerError,
     ProtocolError,
-    open_block,
+    block,
 )
 from join.collectives import collective_of
 from joinables import State
@@ -525,7 +525,7 @@ def failing_between(rank: int) -> str:
     ddp = DistributedDataParallel(build("mlp"))
     try:
         if rank == 1:
-            open_block.check_same = interrupted
+            block.check_same = interrupted
         with Join([ddp]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:

@@ -26,9 +26,9 @@ from typing_extensions import Self, override
 
 from join import Join, JoinError
 from join.collectives import SingleCollective
-from join.loop.loops import Batches
+from join.lockstep.loop import Batches
 from joinables.integrations.accelerate.gather import gathering_rows
-from joinables.replacement import replaced
+from joinables.modules import replaced
 from joinables.wrapped import unwrapped
 
 T = TypeVar("T")

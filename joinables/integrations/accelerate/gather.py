@@ -11,7 +11,7 @@ import torch
 from join import Join
 from join.collectives._torch_private import pytree
 from join.transfer import gather_trees
-from joinables.replacement import replaced
+from joinables.modules import replaced
 
 
 def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:

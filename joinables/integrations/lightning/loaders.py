@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from join.collectives import collective_of
-from join.loop.read_ahead import length_of
+from join.lockstep.read_ahead import length_of
 
 
 class Loader:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
-from join.on_group import NothingListed
+from join.joinable import NothingListed
 from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.fetchers import Fetcher

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from join import Join
 from join.batch import samples_in
 from joinables.integrations.accelerate.gather import gathering_rows
-from joinables.replacement import replaced
+from joinables.modules import replaced
 
 
 def evaluate_streams(

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from join.collectives import collective_of
-from join.loop.read_ahead import length_of
-from joinables.replacement import replaced
+from join.lockstep.read_ahead import length_of
+from joinables.modules import replaced
 
 
 def is_stream(loader: Any) -> bool:

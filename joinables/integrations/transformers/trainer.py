@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from join import Join, JoinReport
-from join.loop.dummies import emptied
+from join.lockstep.loop import emptied
 from joinables.integrations.accelerate import check_accelerator, check_wrapping
 from joinables.integrations.accelerate.block import scaling_losses
 from joinables.integrations.accelerate.gather import gathering_rows

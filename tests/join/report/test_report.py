@@ -14,7 +14,7 @@ import pytest
 from join import Join, JoinReport
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.report import RankReport
-from join.report.step_times import BINS, EDGES, StepTimes
+from join.report.rank_report import BINS, EDGES, StepTimes
 from tests.join.counter import Counter, Leading
 
 STEPS = [2, 5, 0]

@@ -1,4 +1,4 @@
-"""Any loop body in lockstep on uneven loaders: :class:`Iteration`, behind ``Join.iterate``.
+"""Any loop body in lockstep on uneven loaders: :class:`Iteration`, behind ``Join.iterate``; :class:`Loops` of a block.
 
 All ranks run the body equally often. A rank that has run out of batches gets dummies, which weigh nothing. Who has how
 many, and what they weigh, is told in one roll call for every round of ``lookahead`` steps::
@@ -31,25 +31,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 
 from join.arguments import check_same
-from join.batch import StepBatch
+from join.batch import Step, StepBatch, map_tensors
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken
-from join.errors import JoinError, ProtocolError, described
-from join.loop.dummies import duplicate, emptied, hint_at_empty_batch
-from join.loop.read_ahead import ReadAhead, length_of
-from join.loop.step_counts import StepCounts, Windows
+from join.errors import JoinError, ProtocolError, add_note, described
+from join.lockstep.mode import ONE_AT_A_TIME, Lockstep, begin_loop
+from join.lockstep.read_ahead import ReadAhead, length_of
+from join.lockstep.rounds import StepCounts, Windows
 from join.protocol.channel import Channel
-from join.protocol.lockstep import ONE_AT_A_TIME, Lockstep, begin_loop
 from join.transfer import broadcast_tree
 
+T = TypeVar("T")
 Until: TypeAlias = Literal["all", "first"]
 Dummy: TypeAlias = Literal["empty", "last"] | Callable[[Any], Any]
 Window: TypeAlias = int | Literal["all"]
@@ -85,8 +85,8 @@ class Options:
         if self.weigh is not None and not callable(self.weigh):
             raise TypeError(f"weigh={self.weigh!r} must be a function that tells what a batch weighs [J465]")
 
-    def said(self) -> list[str]:
-        """What must be the same on all ranks."""
+    def as_text(self) -> list[str]:
+        """Return the arguments that must be the same on all ranks."""
         dummy = "a function" if callable(self.dummy) else self.dummy
         weigh = "a function" if self.weigh is not None else None
         return [
@@ -186,10 +186,10 @@ class Iteration:
             while self._begin_step():
                 if self._channel.late_use is not None:
                     self._channel.late_use.begin_step()
-                yield self._batch() if self._lockstep.step.has_data else self._make_dummy()
+                yield self._batch() if self._channel.step.has_data else self._make_dummy()
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
-                self._lockstep.break_out(self.leave)  # not here, where nothing can be raised
+                self._lockstep.note_break(self.leave)  # not here, where nothing can be raised
             raise
 
     # The calls here find cold caches after a step's arithmetic and cost microseconds each: there are few.
@@ -217,7 +217,7 @@ class Iteration:
             if not counts.at:
                 self._tell_next_round()
             if self._throw and counts.at >= min(counts.batches):
-                self._guard.raise_early_termination(exhausted=counts.mine <= counts.at)
+                self._guard.raise_early_termination(exhausted=counts.own_batches <= counts.at)
             self._step += 1
             weights = self.ahead.weights
             counts.begin_step(weights[0] if weights else 0.0)  # from here on, what goes wrong goes wrong in this step
@@ -231,14 +231,14 @@ class Iteration:
         may_be_last = self.ahead.ended and not self.ahead.batches
         if may_be_last or self._fills_after_this:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
-        self._lockstep.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
+        self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
 
     @property
     def _fills_after_this(self) -> bool:
         """Whether a dummy follows although this rank may have batches left: a window is filled."""
         counts = self._counts
-        return counts.mine == counts.at < counts.steps
+        return counts.own_batches == counts.at < counts.steps
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -246,7 +246,7 @@ class Iteration:
             if self._dummy == "empty":
                 self._template = emptied(self._template)
         self._dummies += 1
-        self._lockstep.step.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
+        self._channel.step.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
         with profiled("dummy"):
             dummy = duplicate(self._template)
             return self._dummy(dummy) if callable(self._dummy) else dummy
@@ -260,9 +260,11 @@ class Iteration:
         self._phase = _Phase.RUNNING
         until_first = options.until == "first"
         try:
-            lengths = check_same(channel.collective, "join.iterate", options.said(), self._guard.wait, self._own_length)
+            lengths = check_same(
+                channel.collective, "join.iterate", options.as_text(), self._guard.wait, self._own_length
+            )
         except ProtocolError as error:
-            self._guard.close_and_raise(error)  # on all ranks
+            self._guard.raise_on_all(error)
         window = self._read_all() if options.window == "all" else options.window
         windows = Windows(window, options.fill_window, options.weigh is not None, self._over_all_ranks)
         if lengths is not None:
@@ -307,9 +309,9 @@ class Iteration:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
         counts = self._counts
         source = next(rank for rank, count in enumerate(counts.batches) if count)
-        mine = self._own_template(source) if self._channel.collective.rank == source else None
+        own = self._own_template(source) if self._channel.collective.rank == source else None
         try:
-            template, problem = broadcast_tree(self._channel.collective, mine, source)
+            template, problem = broadcast_tree(self._channel.collective, own, source)
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # another rank is gone
@@ -318,8 +320,8 @@ class Iteration:
                 " hand out plain tensors in lists, tuples or dicts, and build the rest in the loop's body [J066]"
             ) from error
         if problem is not None:
-            self._guard.close_and_raise(problem)
-        if not counts.mine:
+            self._guard.raise_on_all(problem)
+        if not counts.own_batches:
             self._template = template
 
     def _own_template(self, rank: int) -> tuple[Any, JoinError | None]:
@@ -355,12 +357,12 @@ class Iteration:
         """
         counts, lockstep = self._counts, self._lockstep
         self._phase = _Phase.GAVE_WAY if gives_way else _Phase.OVER
-        lockstep.break_out(None)
+        lockstep.note_break(None)
         try:
             if self._guard.closed:
                 return  # nothing can be told any more
             lockstep.end_step()
-            if not lockstep.step.ends_window:
+            if not self._channel.step.ends_window:
                 raise JoinError(
                     f"the loop over join.iterate was left in step {self._step}, inside a window of accumulation, whose"
                     " other steps are missing; leave it if join.ends_window [J467]"
@@ -379,9 +381,9 @@ class Iteration:
 
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank alone, which leaves the block with ``error``."""
-        if isinstance(error, Exception) and self._lockstep.step.batch is StepBatch.EMPTY:
+        if isinstance(error, Exception) and self._channel.step.batch is StepBatch.EMPTY:
             hint_at_empty_batch(error)
-        self._lockstep.break_out(None)
+        self._lockstep.note_break(None)
         self._over()
 
     def _over(self) -> None:
@@ -395,3 +397,133 @@ def check_loader(loader: Any) -> None:
     """Raise a ``TypeError`` for what cannot be iterated."""
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J068]")
+
+
+# -- dummies ----------------------------------------------------------------------------------------------------------
+
+
+def emptied(batch: Any) -> Any:
+    """Return ``batch`` with no samples in it: every tensor that has dimensions has length 0 along its first one.
+
+    What else is in it stays as it is. No memory of the batch is held.
+    """
+    # A slice alone would keep the storage, and the graph of what the body has made of the batch.
+    return map_tensors(_without_rows, batch)
+
+
+def _without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    return tensor.detach()[:0].clone().requires_grad_(tensor.requires_grad)
+
+
+def duplicate(batch: Any) -> Any:
+    """The batch in new containers, with the same tensors, so that a loop body may change the containers it gets."""
+    try:
+        return map_tensors(lambda tensor: tensor, batch)
+    except Exception:  # of a container that cannot be built anew; then it is that one
+        return batch
+
+
+def hint_at_empty_batch(error: BaseException) -> None:
+    """Add to an ``error`` of a loop's body that its batch was an empty one, and the way out."""
+    add_note(
+        error,
+        "This rank had run out of batches and got an empty one. If the loop's body cannot take it, give dummies with"
+        " samples: join.iterate(loader, dummy='last')",
+    )
+
+
+# -- the loops of a block ---------------------------------------------------------------------------------------------
+
+
+class LoopAlone:
+    """A loop in a block with ``enable=False``; a window is read ahead, and one batch, so that the last one is known.
+
+    Args:
+        loader: this rank's batches.
+        options: how to go over them; ``until``, ``dummy`` and ``lookahead`` have no meaning here.
+        world_size: the number of ranks, which are taken to have the same.
+    """
+
+    def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
+        check_loader(loader)
+        self._loader, self._window, self._world_size = loader, options.window, world_size
+        self.ahead = ReadAhead(loader, options.weigh)
+        self.step: Step | None = None
+        """The step under way, if the loop is."""
+        self.is_last_step = False
+        """Whether the batch that was handed out last is the last one."""
+
+    def handed_out(self) -> Generator[Any]:
+        """The batches."""
+        ahead, number, window = self.ahead, 0, self._window
+        size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
+        try:
+            while True:
+                ahead.read(size + 1 - len(ahead.batches))
+                weights = list(ahead.weights)[:size]
+                total = sum(weights) * self._world_size
+                for place, weight in enumerate(weights, 1):
+                    number += 1
+                    self.step = Step(number, weight=weight, total=total, ends_window=place == len(weights))
+                    self.is_last_step = len(ahead.batches) == 1 and ahead.error is None
+                    yield ahead.take()
+                if not ahead.batches:
+                    break
+            if ahead.error is not None:
+                raise ahead.error
+            ahead.is_used_up = True
+        finally:
+            self.step, self.is_last_step = None, False
+            ahead.close()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
+
+
+class Batches(Iterable[T], Generic[T]):
+    """What ``Join.iterate`` returns: the batches of one loop, once; ``len`` is that of the rank with most of them."""
+
+    def __init__(self, loop: Iteration | LoopAlone) -> None:
+        self._loop: Iteration | LoopAlone = loop
+        self._batches: Iterator[T] | None = loop.handed_out()
+
+    def __iter__(self) -> Iterator[T]:
+        # Nothing else may hold the generator: it is told of a ``break`` when it is dropped.
+        batches, self._batches = self._batches, None
+        return iter(()) if batches is None else batches
+
+    def __len__(self) -> int:
+        return len(self._loop)
+
+
+class Loops:
+    """The last loop of a block, and the steps of all."""
+
+    def __init__(self) -> None:
+        self.last: Iteration | LoopAlone | None = None
+        """The one that began last, if any."""
+        self._before = (0, 0)  # the steps of those before it
+
+    def begin(self, loop: Iteration | LoopAlone) -> Batches[Any]:
+        """Begin another loop, and return its batches."""
+        self._before, self.last = self.steps, loop
+        return Batches(loop)
+
+    @property
+    def running(self) -> Iteration | None:
+        """The loop that has begun on all ranks, and has not come to its end."""
+        last = self.last
+        return last if isinstance(last, Iteration) and last.running else None
+
+    @property
+    def joined_at(self) -> float | None:
+        """When this rank ran out of batches in the last loop, on the monotonic clock."""
+        return self.last.joined_at if isinstance(self.last, Iteration) else None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """How many steps this rank has begun with a batch, and with a dummy."""
+        (batches, dummies), last = self._before, self.last
+        return (batches + last.steps[0], dummies + last.steps[1]) if isinstance(last, Iteration) else self._before

@@ -15,7 +15,9 @@ What all ranks do on entering and on leaving, in this order::
 
 from __future__ import annotations
 
+import atexit
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,16 +33,48 @@ from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
-from join.joinable import Block
-from join.loop.loops import Loops
-from join.protocol.announced import Announced
-from join.protocol.channel import Channel
-from join.protocol.members import Scope
-from join.protocol.mode import Outcome
+from join.joinable import Joinable, JoinConfig
+from join.lockstep.loop import Loops
+from join.protocol.channel import Channel, Outcome
+from join.protocol.headers import Scope
 from join.report import JoinReport, RankReport
 
 channels: dict[int, Channel] = {}
 """One channel for each group on which blocks are open, by the ``id`` of its collective."""
+_blocks: dict[int, Any] = {}  # by the id of a joinable, and of its target: a joinable must stay picklable in its block
+
+
+def block_of(obj: Any) -> Any:
+    """The ``Join`` whose block is open, and has this joinable, or has one that stands for this object."""
+    return _blocks.get(id(obj))
+
+
+def put_inside(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool) -> None:
+    """Record that these joinables are in the block of ``join``."""
+    for position, joinable in enumerate(joinables):
+        _blocks[id(joinable)] = _blocks[id(joinable.join_target)] = join
+        _set_config(joinable, JoinConfig(enable, throw, position == 0))
+
+
+def put_outside(joinables: Sequence[Joinable]) -> None:
+    """Record that these joinables are in no block any more."""
+    for joinable in joinables:
+        _blocks.pop(id(joinable), None)
+        _blocks.pop(id(joinable.join_target), None)
+        _set_config(joinable, JoinConfig.construct_disabled_join_config())
+
+
+def _set_config(joinable: Joinable, config: JoinConfig) -> None:
+    object.__setattr__(joinable, "_join_config", config)
+
+
+@atexit.register
+def _warn_of_open_blocks() -> None:
+    if _blocks:
+        warnings.warn(
+            "a Join block was opened and not left, so that the other ranks wait for this one: call join.close()",
+            stacklevel=1,
+        )
 
 
 def tell_not_entered(collective: Collective, error: BaseException) -> None:
@@ -66,7 +100,7 @@ class OpenBlock:
         self._collective, self._scope = collective, scope
         channel = channels.get(id(collective))
         if channel is None:
-            channel = Channel(collective, Announced)
+            channel = Channel(collective)
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
         self._limit_before: timedelta | None = None  # of the group's operations
@@ -95,8 +129,8 @@ class OpenBlock:
         if self._scope.timeout is not None:  # no burst begins before all ranks have come to it
             self._limit_before = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
 
-    def attach(self, join: Block) -> None:
-        """Attach the joinables."""
+    def attach(self, join: Any) -> None:
+        """Attach the joinables, each to ``join``, whose block this is."""
         try:
             for member in self._scope.members:
                 member.joinable.attach(join)
@@ -121,8 +155,11 @@ class OpenBlock:
         Raises:
             TypeError: if what stands for it does not need to be told.
         """
-        members = self._scope.members
-        member = next(each for each in members if each.joinable is caller or each.joinable.join_target is caller)
+        member = next(
+            member
+            for member in self._scope.members
+            if member.joinable is caller or member.joinable.join_target is caller
+        )
         joinable = member.joinable
         if joinable is not caller and member.burst is not None:
             raise TypeError(
@@ -180,25 +217,25 @@ class OpenBlock:
     def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> JoinReport:
         """Synchronise state, and gather the report; called when all ranks have run out."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
-        headers, mine = self.channel.headers, self._scope.members
+        headers, members = self.channel.headers, self._scope.members
         self.channel.ran_out_last = outcome.last
         if not outcome.shadowed:
             outcome = self._compare(outcome)
             self.channel.ran_out_last = headers.leader == self._collective.rank  # each has made steps of its own
         self._restore_limit()  # state may take its time
         if not outcome.shadowed:
-            for member in mine:
+            for member in members:
                 with profiled("synchronise", member.joinable.join_name):
                     member.joinable.synchronise_own(headers.leader)
         else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
             for member in self.channel.roster.listed:
                 with profiled("synchronise", member.joinable.join_name):
                     member.joinable.synchronise(headers.leader)
-        for member in mine:
+        for member in members:
             member.hook.post_hook(outcome.last)
         spent, announcing = headers.tally.since(self._tally), self._scope.announcing
-        busiest = max(announcing, key=lambda member: member.steps + member.shadowed)  # the same on all ranks
-        steps, shadowed = busiest.steps, busiest.shadowed
+        busiest = max(announcing, key=lambda member: member.times.total + member.shadowed)  # the same on all ranks
+        steps, shadowed = busiest.times.total, busiest.shadowed
         if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
             steps, shadowed = loops.steps
         row = RankReport(
@@ -230,9 +267,9 @@ class OpenBlock:
         """
         joinables = [member.joinable for member in self._scope.members]
         values = values_of(joinables)
-        mine = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)])
-        ranks = [cast("list[int]", each.tolist()) for each in self._collective.all_gather(mine)]
-        made = [each[:-1] for each in ranks]
+        own = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)])
+        ranks = [cast("list[int]", row.tolist()) for row in self._collective.all_gather(own)]
+        made = [row[:-1] for row in ranks]
         if made.count(made[0]) == len(made):
             if ranks.count(ranks[0]) < len(ranks):
                 raise_difference(self._collective, values)

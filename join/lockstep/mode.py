@@ -2,7 +2,7 @@
 
 All ranks run the same loop body as often, with or without data, so every rank issues its collectives itself: no burst
 is announced and none is shadowed. Who has data in a step is known from the loop's own roll calls, which
-``join.loop.iterate`` tells of, so whatever a burst asks a header for is computed::
+``join.lockstep.loop`` reports, so whatever a burst asks a header for is computed::
 
     rank with data                                 rank without data
     --------------                                 -----------------
@@ -11,7 +11,7 @@ is announced and none is shadowed. Who has data in a step is known from the loop
     ...                                            ...
 
 With a ``timeout``, all ranks meet before each step, and again before each burst. What becomes of ranks that do not run
-the same is told in ``join.protocol.loop_progress``.
+the same is told in ``join.lockstep.progress``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
+from join.batch import Step
 from join.collectives import Line, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
@@ -28,10 +29,8 @@ from join.collectives.control_line import BARRIERS, ROLL_CALLS
 from join.collectives.timeouts import timeouts
 from join.collectives.work import DONE
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
-from join.joinable import Burst
-from join.protocol.channel import Channel
-from join.protocol.loop_progress import LoopProgress
-from join.protocol.mode import Mode, Outcome
+from join.lockstep.progress import LoopProgress
+from join.protocol.channel import Channel, Mode, Outcome
 
 ONE_AT_A_TIME = (
     "one loop over join.iterate in another, on the same process group, is not possible. Run the inner one before or"
@@ -47,7 +46,7 @@ def begin_loop(channel: Channel) -> Lockstep:
         ProtocolError: on all ranks, if some do something else.
         PeerError: if a rank has failed.
     """
-    if channel.closed:
+    if channel.guard.closed:
         channel.guard.raise_closed()
     channel.end_broken_loop()
     if isinstance(channel.mode, Lockstep):
@@ -58,7 +57,7 @@ def begin_loop(channel: Channel) -> Lockstep:
     if header.announcements:
         headers.confirm()
     if header.active < world_size:
-        channel.guard.break_off(
+        channel.guard.raise_alone(
             ProtocolError(
                 f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left the"
                 " block. Also a rank without batches loops over join.iterate [J091]"
@@ -84,9 +83,7 @@ class Lockstep(Mode):
         self._around = channel.mode  # of the block
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
-        self.step.contributors = self._world_size
         self._last_burst: tuple[int, bool] | None = None  # lowest rank with data in it; whether this one had
-        self.is_in_loop_body = True
         collective, timeout = channel.collective, self._guard.timeout
         self._barrier = None if timeout is None else collective.line(BARRIERS)
         self.roll_calls = collective.line(ROLL_CALLS)
@@ -99,22 +96,23 @@ class Lockstep(Mode):
 
     def _wait_for_all(self, barrier: Line, doing: str) -> None:
         """Wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
-        self._guard.come()
+        self._guard.arrive()
         self._guard.wait(barrier.sum(0, 1), doing)
 
-    def begin_step(self, contributors: int, first_with_data: int, *, has_data: bool) -> None:
-        """Begin a step in which so many ranks have data, and whether this one does."""
-        self.progress.steps += 1
+    def begin_step(self, contributors: int, first_with_data: int, *, has_data: bool) -> Step:
+        """Begin a step in which so many ranks have data, and whether this one does; return it."""
+        progress, step = self.progress, self._channel.step
+        progress.steps += 1
         if self._barrier is not None:
-            self._wait_for_all(self._barrier, f"came to step {self.progress.steps} of join.iterate")
+            self._wait_for_all(self._barrier, f"came to step {progress.steps} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()
-        step = self.step
         if step.ends_window:
             self._channel.scaling.window += 1
         step.contributors, step.first_with_data = contributors, first_with_data
         step.has_data, step.shadowing = has_data, not has_data
-        step.number = self.progress.steps
+        step.number = progress.steps
+        return step
 
     def end_step(self) -> None:
         """End a step: first run a backward that this rank has skipped, since the others wait in it."""
@@ -124,18 +122,19 @@ class Lockstep(Mode):
     def end(self) -> None:
         """All ranks leave the loop together."""
         self.end_step()
-        step = self.step
+        step = self._channel.step
         source, had_data = self._last_burst or (step.first_with_data, step.has_data)
         uneven = step.contributors != self._world_size
         self._channel.leave_loop(self._around, source=source, had_data=had_data, uneven=uneven)
 
-    def break_out(self, leave: Callable[[], None] | None) -> None:
+    def note_break(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.
 
         ``None`` where that begins, or there is nothing left.
         """
-        self.leave_broken_loop, self.is_in_loop_body = leave, leave is None
-        self.step.shadowing = self.is_in_loop_body and not self.step.has_data
+        channel, step = self._channel, self._channel.step
+        self.leave_broken_loop, channel.is_in_loop_body = leave, leave is None
+        step.shadowing = channel.is_in_loop_body and not step.has_data
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop, before its end, at the same place.
@@ -149,19 +148,19 @@ class Lockstep(Mode):
             with profiled("wait"):
                 self._wait_until_all_have_left()
         except (PeerError, JoinTimeoutError) as error:
-            self._guard.close_and_raise(error)  # the others know of it, or this rank has told them
+            self._guard.raise_on_all(error)  # the others know of it, or this rank has told them
 
     def _wait_until_all_have_left(self) -> None:
         peers, timeout = self._guard.peers, self._guard.timeout
         pause, started = 1e-3, time.monotonic()
         while True:
-            told = peers.ask()
-            self.progress.look_for_left_out(told)
-            if self.progress.all_have_left_here(told):
+            others = peers.ask()
+            self.progress.look_for_left_out(others)
+            if self.progress.all_have_left_here(others):
                 return
             peers.look()
             self.look()
-            peers.look_for_silent(told)
+            peers.look_for_silent(others)
             if timeout is not None and time.monotonic() - started > timeout:
                 raise self._guard.timeout_error()
             time.sleep(pause)
@@ -173,32 +172,28 @@ class Lockstep(Mode):
 
     @override
     def place(self) -> Progress:
-        return self.progress.told()
+        return self.progress.place()
 
     # -- bursts -------------------------------------------------------------------------------------------------------
 
     @override
-    def announces_in_forward(self, burst: Burst, *, saves_header: bool) -> bool:
-        # Nothing is sent, and a backward that this rank skips is pending since its forward.
-        return self._channel.roster.early is burst
-
-    @override
     def announce(self, index: int, *, confirm: bool) -> Work:
-        member = self._channel.roster.announcing[index]
+        # Nothing is sent: all ranks know what headers would tell.
+        member, step = self._channel.roster.announcing[index], self._channel.step
         if not member.interjects:
             self.progress.begun, self.progress.last = self.progress.begun + 1, member
         if self._barrier is not None:
             self._wait_for_all(
-                self._barrier, f"announced {member.joinable.join_name} in step {self.step.number} of join.iterate"
+                self._barrier, f"announced {member.joinable.join_name} in step {step.number} of join.iterate"
             )
-        self._last_burst = self.step.first_with_data, self.step.has_data
-        leads = self._headers.leader == self.step.first_with_data  # lower ranks come back in a second loop
-        self._headers.assume(index, leader_alive=leads)
+        self._last_burst = step.first_with_data, step.has_data
+        leads = self._headers.leader == step.first_with_data  # lower ranks come back in a second loop
+        self._headers.set_announced_by_all(index, leader_alive=leads)
         return DONE
 
     @override
     def elect(self, candidate: bool) -> int:
-        return self.step.first_with_data
+        return self._channel.step.first_with_data
 
     @override
     def drain(self) -> Outcome:

@@ -1,7 +1,7 @@
 """Who has how many batches in the steps to come of a loop in lockstep, and what they weigh: :class:`StepCounts`.
 
 One roll call is held for ``lookahead`` steps, a *round*, on a line of its own beside the group, so that it never meets
-what the loop's body sends. The order is told in ``join.loop.iterate``. In a roll call each rank answers how many
+what the loop's body sends. The order is told in ``join.lockstep.loop``. In a roll call each rank answers how many
 batches it has for a round, and what each of them weighs, if ``weigh`` is given.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from join.collectives import RollCall
 from join.collectives._torch_private import profiled
+from join.lockstep.mode import Lockstep
 from join.protocol.channel import Channel
-from join.protocol.lockstep import Lockstep
 
 _WEIGHT_BITS = 64
 Answer = tuple[int, Sequence[float]]
@@ -52,14 +52,14 @@ class StepCounts:
 
     def __init__(self, channel: Channel, lockstep: Lockstep, size: int, windows: Windows, *, until_first: bool) -> None:
         self._lockstep, self._windows, self._until_first = lockstep, windows, until_first
-        self._guard, self._tally = channel.guard, channel.headers.tally
+        self._channel, self._guard, self._tally = channel, channel.guard, channel.headers.tally
         self._rank, self._count_bits = channel.collective.rank, size.bit_length()
         self.size = size
         """The most batches that a rank may have for a round: so many are read ahead for it."""
         self._answers: list[Answer] = []  # of all ranks, for this round
         self.batches: list[int] = []
         """How many batches each rank has in this round."""
-        self.mine = 0
+        self.own_batches = 0
         """How many batches this rank has that are trained on."""
         self.steps = 0
         """How many steps this round has."""
@@ -89,7 +89,7 @@ class StepCounts:
     def _divide(self) -> None:
         """Find out who has data in each step of the round that begins, and what each of its windows weighs."""
         with_data, self.steps = self._steps_of(self.batches)
-        self.mine = min(self.batches[self._rank], with_data)
+        self.own_batches = min(self.batches[self._rank], with_data)
         windows, world_size = self._windows, len(self.batches)
         ranks = [[rank for rank, count in enumerate(self.batches) if count > step] for step in range(with_data)]
         self._shares = [(len(having), having[0]) for having in ranks]
@@ -107,9 +107,8 @@ class StepCounts:
         at, size = self.at, self._windows.size
         self.at = at + 1
         contributors, first = self._shares[at]
-        has_data = at < self.mine
-        self._lockstep.begin_step(contributors, first, has_data=has_data)
-        step = self._lockstep.step
+        has_data = at < self.own_batches
+        step = self._lockstep.begin_step(contributors, first, has_data=has_data)
         step.weight, step.total = weight if has_data else 0.0, self._totals[at // size]
         step.ends_window = self.at % size == 0 or self.at == self.steps
 
@@ -139,7 +138,7 @@ class StepCounts:
         started = time.monotonic()
         with profiled("roll call"):
             self._guard.wait(self.under_way, doing)
-        if self._lockstep.step.shadowing:
+        if self._channel.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
         return self._replies()

@@ -1,0 +1,841 @@
+"""The gradient reduction of a DDP module, from the mean that was asked for to the reducer's own backward.
+
+:class:`GradientSync` is the burst; ``joinables.ddp`` has its place in a step and the order of collectives. It consists
+of :class:`Contributions` (what each rank gives, and the mean of it) and :class:`StaticGraph`. Contributions have the
+:class:`Window` of backwards that were not reduced yet, the :class:`LastResult` that is still in the gradients,
+:class:`UsedParameters`, and the :class:`Factors` that gradients are multiplied by.
+
+*The mean.* DDP divides the sum over ranks by their number. The mean over contributors is that times ``world_size /
+contributors``; the weighted mean, of losses that ``Join.scale`` has multiplied by ``weight / unit``, is that times
+``world_size * unit / sum of weights``. A comm hook, which may round gradients or carry errors over to the next step, is
+given parts of that mean itself: there the sum of weights is awaited before the backward.
+
+*The last result.* DDP reduces all that is in ``grad``, and without ``zero_grad`` that has the last reduction's result,
+which every rank has that had data then. It has to be in the new mean once. So each contributor adds it so often:
+``weight`` times under a weighted mean, ``world_size / contributors`` times under a mean over all ranks, once under a
+mean over contributors.
+
+*Unused parameters.* With ``find_unused_parameters`` a parameter that no rank used keeps its ``grad`` as it was, mostly
+``None``, and the optimizer passes it by. In a loop over ``Join.iterate`` the ranks without data run the module on
+dummies, and the reducer counts that as use. So the use by batches is counted here, and the rest is put back::
+
+    rank with data                                 rank without data
+    the reducer's all-reduces                      the same
+    all-reduce (max) of the parameters it used     the same, of those it used while it had data
+
+*Static graphs.* In its first backward, the reducer of a ``static_graph`` module counts how often each parameter's
+gradient arrives; in every later one it waits for just as many arrivals. A rank that joins before its first batch has
+counted nothing. So at the end of that first backward the ranks share the counts (one all-reduce, max), before the
+reducer's own collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from join import Join, JoinError, JoinHook, ProtocolError
+from join.collectives import Collective
+from join.transfer import broadcast_tensors
+from joinables._torch import autograd, reducer, torch_join
+from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
+from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
+from joinables.modules import adopt_gradients
+from joinables.own_collectives import mixing
+
+WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
+"""The flags in the header of a reduction: it covers the buffers too, this rank contributes, weights are summed."""
+
+
+@dataclass(slots=True)
+class Window:
+    """The backwards since the last reduction (under ``no_sync``, say); replaced by a new one when that is over.
+
+    Attributes:
+        unreduced: whether this rank has gradients that no reduction has included yet.
+        weight: in a plain block, the sum of the weights of this rank's backwards; ``None`` if these are not weighted.
+        number: that of the loop's window in which they were made, over ``Join.iterate``; 0 in a plain block.
+        with_dummies: in such a loop, whether a rank had no data in one of them.
+    """
+
+    unreduced: bool = False
+    weight: float | None = None
+    number: int = 0
+    with_dummies: bool = False
+
+
+# Between blocks, and not on the module itself, which belongs to the user: what a rank has accumulated and not reduced,
+# and what was written to its gradients by then; whether gradients may hold the last result; the static graph.
+_left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[tuple[int, int]]]]
+_left_over = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
+_arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
+
+
+class GradientSync(DDPBurst):
+    """The gradient all-reduce of a synchronised backward.
+
+    Args:
+        ddp: the module.
+        buffers: its buffer synchronisation, which shares this burst's header where it can; ``None`` if it has none.
+        rebuild: its bucket rebuild, which comes after the first backward.
+    """
+
+    what = "the backward"
+    runs_ahead = True
+    join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
+    flag_count = 3
+
+    def __init__(self, ddp: DistributedDataParallel, buffers: BufferSync | None, rebuild: BucketRebuild) -> None:
+        super().__init__(ddp)
+        self._buffers, self._rebuild = buffers, rebuild
+        self._parameters = reducer.reduced_parameters(ddp)
+        self._accumulators = autograd.accumulators(self._parameters)
+        self._static_graph = StaticGraph(ddp, self._parameters)
+        self._forwards = Forwards(ddp, self._parameters, buffers)
+        self.needs_scale = bool(self._forwards.norms)  # else what is NaN on a dummy reaches other ranks
+        self._contributions = Contributions(ddp, self._parameters)
+        self._backward = -1  # the number of the last one in which a gradient entered
+        self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
+        self._own_steps = 0  # how many were made in this block, outside of loops over join.iterate
+
+    @override
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
+        """Return itself.
+
+        Raises:
+            ValueError: if torch's own ``Join`` is around the module, or a layer has sparse gradients.
+        """
+        if torch_join.is_in_torch_join(self._ddp):
+            raise ValueError(IN_TORCH_JOIN)
+        for name, layer in cast("Iterator[tuple[str, torch.nn.Module]]", self._ddp.named_modules()):
+            sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+            if sparse and layer.weight.requires_grad:
+                raise ValueError(
+                    f"{name!r} has sparse gradients, which a rank without data cannot take over; build it with"
+                    " sparse=False [J110]"
+                )
+        self._contributions.over_all_ranks = divide_by_initial_world_size
+        return self
+
+    @override
+    def attach(self, join: Join) -> None:
+        self._static_graph.check()
+        super().attach(join)
+        self._join = join
+        self._contributions.attach(join, self)
+        self._own_steps = 0
+        self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
+
+    @override
+    def detach(self) -> None:
+        super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
+        self._forwards.detach()
+        self._contributions.detach()
+        del self._join
+
+    @property
+    @override
+    def own_steps(self) -> int:
+        return self._own_steps
+
+    @property
+    @override
+    def mixes_ranks(self) -> str:
+        return mixing(self.join_name, self._forwards.norms)
+
+    @override
+    def synchronise(self, source: int) -> None:
+        """Copy parameters from the last joiner; gradients too, but for those that are still to be reduced.
+
+        Which parameters have a gradient is the same on all ranks afterwards: ``_begin_forward`` depends on it.
+        """
+        broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
+        unreduced, result = self._contributions.holds_unreduced, self._contributions.last_result
+        kept = adopt_gradients(self._collective, self._parameters, source, accumulated=unreduced, also=result.kept)
+        if not unreduced:
+            result.kept = kept
+
+    @override
+    def synchronise_own(self, source: int) -> None:
+        self._check_finished()
+
+    @override
+    def flags(self, active: bool) -> Sequence[bool]:
+        contributions = self._contributions
+        if active:
+            return (contributions.with_buffers, True, contributions.weighted)
+        if contributions.window.unreduced:
+            contributions.forget_zeroed()
+        return (False, contributions.window.unreduced, False)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _begin_forward(self) -> None:
+        """Announce the backward, if that is due now, and synchronise buffers; called before a forward with grad."""
+        contributions, channel, buffers = self._contributions, self._channel, self._buffers
+        if self._ddp.find_unused_parameters:
+            if contributions.last_result.has_no_gradient and not self._forwards.armed:
+                reducer.forget_use(self._ddp)
+            if channel.mode.all_ranks_run_bursts:
+                contributions.used.watch()
+        synchronises = self._ddp.require_backward_grad_sync
+        if buffers is not None and channel.is_in_loop_body and not synchronises:
+            buffers.lead_by(channel.step.first_with_data)  # nothing is announced, and the forward changes them
+        if not synchronises or self.is_pending:
+            return
+        if channel.mode.leave_broken_loop is not None:
+            channel.mode.leave_broken_loop()
+        # How often the last result is to be added is known when the contributors are: so the header comes later, when
+        # zero_grad may have been called. And contributors that a forward announces must be counted again (some may skip
+        # the backward); with buffers it needs a header anyway. In a loop nothing is sent, and a backward that this rank
+        # skips is pending since its forward.
+        all_ranks_run, saves_header = channel.mode.all_ranks_run_bursts, buffers is not None
+        if contributions.over_all_ranks:
+            if contributions.last_result.kept and not all_ranks_run:
+                contributions.last_result.look()
+            saves_header = not contributions.last_result.kept
+        early = channel.roster.early is self and (saves_header or all_ranks_run)
+        contributions.with_buffers = early and buffers is not None
+        if early:
+            contributions.weighted = not channel.is_in_loop_body and self._join.weight is not None
+            channel.announce(self)
+            self.is_pending = True
+        elif buffers is not None:
+            channel.announce(buffers)
+        if buffers is not None:
+            buffers.announced()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    # The calls here find cold caches after a step's arithmetic and cost microseconds each, as much as a small layer: so
+    # mostly a condition is tested before a call and not inside it.
+
+    def _gradient_enters(self, synchronised: bool, gradient: torch.Tensor) -> None:
+        """Begin a backward with the first gradient of it that enters the module, if any will reach its parameters."""
+        backward = autograd.backward_under_way()
+        if backward == self._backward or not self._handles:
+            return
+        self._backward, self._at_end = backward, autograd.after_reduction
+        if autograd.will_run(self._accumulators):
+            self._begin_backward(synchronised)
+            return
+        # This is torch.autograd.grad; or the parameters are behind reentrant checkpoints, which run backwards of their
+        # own inside this one, each with an end of its own.
+        at_end: list[Callable[[], None]] = []
+        self._at_end = at_end.append
+        autograd.once_before(self._accumulators, partial(self._begin_backward, synchronised))
+        autograd.after_reduction(lambda: [end() for end in at_end].clear())
+
+    def _begin_backward(self, synchronised: bool) -> None:
+        contributions, channel, in_loop = self._contributions, self._channel, self._channel.is_in_loop_body
+        if not in_loop:
+            if channel.mode.leave_broken_loop is not None:
+                channel.mode.leave_broken_loop()
+            self._own_steps += 1
+        if self._ddp in _left_over:
+            contributions.take_over()
+        weight = channel.step.weight if in_loop else self._join.weight
+        if in_loop:
+            channel.scaling.check_backward(self)
+        elif (weight is not None) != channel.scaling.flows:
+            raise JoinError(
+                f"join.weight is {weight}, and the loss of {self.join_name} is"
+                f" {'' if channel.scaling.flows else 'not '}scaled by it; set the weight before the forward, and call"
+                " join.scale(loss).backward() [J472]"
+            )
+        contributions.note_backward(weight, in_loop=in_loop)
+        reduces, result = self._forwards.armed or synchronised, contributions.last_result
+        # Else every rank gives what is in its gradients, the last result or None.
+        if result.kept and not (reduces and channel.mode.all_ranks_run_bursts and not contributions.scales_in_loop):
+            result.look()
+        if reduces:
+            self._begin_reduction(weight)
+            return
+        sets_aside = weight is not None or contributions.over_all_ranks
+        if sets_aside and result.kept and not contributions.window.unreduced and not in_loop:
+            result.set_aside()
+        contributions.window.unreduced = True
+
+    def _begin_reduction(self, weight: float | None) -> None:
+        """Begin the reduction that the backward under way ends with; announce it, if the forward has not."""
+        contributions, channel = self._contributions, self._channel
+        if not self._forwards.armed:  # a second backward, of which DDP itself would not reduce the gradients
+            reducer.expect_backward(self._ddp, self._forwards.outputs)
+        if not self.is_pending:
+            contributions.with_buffers = False
+            contributions.weighted = weight is not None and not channel.is_in_loop_body
+            channel.announce(self)
+        if not channel.mode.all_ranks_run_bursts:
+            if contributions.weighted != (contributions.window.weight is not None):
+                raise JoinError(
+                    "join.weight was set or unset between forward and backward; set it before the forward [J106]"
+                )
+            if contributions.weighted != contributions.weighted_last:
+                contributions.agree_on_weights()
+        if contributions.last_result.kept:
+            contributions.add_last_result()
+        self.is_pending = False
+        needs_end = contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
+        if self._ddp.static_graph:
+            self._static_graph.watch(self._collective)
+        if needs_end or self._rebuild.pending or not channel.mode.all_ranks_run_bursts:
+            self._at_end(self._finish_reduction)
+        else:  # nothing is done with the result, so it need not be there
+            self._end_reduction()
+
+    def _end_reduction(self) -> None:
+        self.is_pending = False
+        self._forwards.armed, self._contributions.last_result.kept = False, True
+        self._contributions.window = Window()
+
+    def _check_finished(self) -> None:
+        """Check that the backward has reached all parameters: ranks without data reduce them all.
+
+        Raises:
+            JoinError: if ``backward(inputs=...)`` has left some out, or none of the module's outputs depends on them.
+        """
+        if not reducer.has_finished(self._ddp):
+            raise JoinError(
+                f"{self.join_name} did not reach all parameters that the module waits for; name them all in"
+                " backward(inputs=...), leave it out, or build the module with find_unused_parameters=True where a loss"
+                " does not depend on all of them [J473]"
+            )
+
+    def _finish_reduction(self) -> None:
+        self._check_finished()
+        try:
+            self._contributions.end()
+        finally:
+            self._end_reduction()
+        if self._rebuild.pending:
+            self._rebuild.run()
+
+    @override
+    def fulfil(self) -> None:
+        """Take part in the reduction of a backward that was skipped, without touching the gradients.
+
+        Only on a dummy, the result is kept: the optimizer may be sharded, and step for all.
+
+        Raises:
+            ProtocolError: if others did not skip it, and this rank had something to give.
+        """
+        self.is_pending = False
+        contributions, channel = self._contributions, self._channel
+        contributions.take_over()
+        if channel.mode.all_ranks_run_bursts:
+            contributions.last_result.look()
+            contributions.note_step()
+        elif contributions.weighted != contributions.weighted_last:
+            contributions.agree_on_weights()
+        has_data = contributions.window.unreduced or not (self._join.shadowing or channel.has_run_out)
+        missed = self._miss_reduction(takes_part=not has_data) and has_data
+        self._forwards.armed = False
+        if self._rebuild.pending:
+            self._rebuild.run()
+        if missed and not channel.has_run_out:
+            why = (
+                f"rank {self._collective.rank} skipped {self.join_name}, which others ran, so it has no gradients where"
+                " they have. Skip it on all ranks or on none: let them agree by an all-reduce, or multiply the loss by"
+                " 0 [J113]"
+            )
+            channel.guard.raise_alone(ProtocolError(why))
+
+    def _miss_reduction(self, *, takes_part: bool) -> bool:
+        """Give nothing to a reduction, and take nothing; whether active ranks gave something.
+
+        Args:
+            takes_part: whether to take what they gave, if there are no gradients here.
+        """
+        contributions = self._contributions
+        kept, window = [parameter.grad for parameter in self._parameters], contributions.window
+        if self._ddp.gradient_as_bucket_view:  # else what others give would be written there
+            kept = [None if gradient is None else gradient.clone() for gradient in kept]
+        has_result, takes_part = False, takes_part and contributions.last_result.has_no_gradient
+        try:
+            contributions.drop()
+            contributions.begin(0.0)
+            reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+            has_result = contributions.has_result()
+            if takes_part and has_result:
+                contributions.end()
+                kept = [parameter.grad for parameter in self._parameters]
+            else:
+                contributions.wait()
+                contributions.end_without_result()
+        finally:
+            for parameter, gradient in zip(self._parameters, kept, strict=True):
+                parameter.grad = gradient
+        # Without a result all have skipped it: what was accumulated before is still to be reduced.
+        contributions.window = Window() if has_result else window
+        return has_result
+
+    # -- the joined side ----------------------------------------------------------------------------------------------
+
+    @override
+    def main_hook(self) -> None:
+        """Run a backward with nothing but what was accumulated here."""
+        contributions = self._contributions
+        contributions.with_buffers = self._channel.headers.flags(self)[WITH_BUFFERS] > 0
+        contributions.agree_on_weights()
+        if contributions.with_buffers and self._buffers is not None:
+            self._buffers.main_hook()
+        if contributions.window.unreduced:
+            contributions.forget_zeroed()
+        if not contributions.window.unreduced:
+            contributions.drop()
+        elif contributions.last_result.kept:
+            contributions.add_last_result()
+        window = contributions.window
+        contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))
+        reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+        contributions.window = Window()
+        contributions.end()
+        self._rebuild.expect()
+
+    @property
+    @override
+    def holds_followers(self) -> bool:
+        return self._rebuild.due
+
+
+class Contributions:
+    """What was accumulated since the last reduction, and how the next one makes a mean of it.
+
+    The module's ``parameters`` are in the reducer's order.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._ddp, self._parameters = ddp, parameters
+        self.window = Window()
+        self.last_result = LastResult(ddp, parameters)
+        self.used = UsedParameters(ddp, parameters)
+        self.factors = Factors(parameters)
+        self.over_all_ranks = True
+        """Whether to divide by the number of ranks where there are no weights (``divide_by_initial_world_size``)."""
+        self.weighted = False
+        """In a plain block: whether the reduction under way, or to come, makes the weighted mean."""
+        self.weighted_last = False
+        """What all active ranks said in the last header in which they did alike."""
+        self.with_buffers = False
+        """Whether the header covers the buffers too: sent in the forward, it cannot tell who will run a backward."""
+        self._scales = False  # whether the result of the reduction under way is multiplied
+        self._awaits: Callable[[], float] | None = None  # waits for the sum under way, of weights or contributors
+        self._total: float | None = None  # that sum, once it is there
+        self._unit = 1.0  # of the losses that the reduction under way is of
+        self._are_parts = False  # whether gradients are parts of the mean already
+
+    def attach(self, join: Join, burst: GradientSync) -> None:
+        """Prepare for a block that is entered, in which the reduction is announced as ``burst``."""
+        self._channel, self._burst, self._world_size = join.channel, burst, join.collective.world_size
+        self._has_comm_hook = reducer.has_comm_hook(self._ddp)
+        self._channel.scaling.attach_module()
+        self.used.attach(join)
+        self.last_result.kept = _kept.get(self._ddp, True)
+        self.window, self.weighted_last = Window(), False
+
+    def detach(self) -> None:
+        """Let go of the block that is left, and keep what is accumulated for the next one."""
+        if self.window.unreduced and not self.last_result.aside:  # which is put back into the gradients
+            _left_over[self._ddp] = self.window, autograd.gradient_writes(self._parameters)
+        self.factors.remove()
+        self._channel.scaling.detach_module()
+        self.used.detach()
+        self.last_result.put_back()
+        _kept[self._ddp] = self.last_result.kept
+        del self._channel, self._burst  # which hold the module
+
+    # -- what was accumulated, and by whom ----------------------------------------------------------------------------
+
+    def note_backward(self, weight: float | None, *, in_loop: bool) -> None:
+        """Note that a backward begins, of a loss of this ``weight``.
+
+        Raises:
+            JoinError: in a plain block, if others of its window of accumulation were weighed and it is not, or the
+                other way round; else as :meth:`note_step` does.
+        """
+        window = self.window
+        if window.unreduced or window.number or window.weight:
+            self.forget_zeroed()
+        if in_loop or self.window.number:
+            self.note_step()
+        if weight == 0 or self.factors.factor != 1.0:
+            self.factors.multiply_by(0.0 if weight == 0 else 1.0)
+        if in_loop:
+            return
+        window = self.window
+        if window.unreduced and (window.weight is None) != (weight is None):
+            raise JoinError(
+                "join.weight was set or unset in a window of accumulation; set it at every step or at none [J111]"
+            )
+        if weight is not None:
+            window.weight = (window.weight or 0.0) + weight
+
+    def note_step(self) -> None:
+        """Note that a backward begins in another window of the loop over ``Join.iterate``, or in a plain block.
+
+        Raises:
+            JoinError: if gradients of another window are left unreduced, or of before or in the loop.
+        """
+        window, contributors = self.window, self._channel.step.contributors
+        number = 0 if contributors is None else self._channel.scaling.window
+        if window.number != number:
+            if window.unreduced:
+                raise JoinError(
+                    f"{self._burst.join_name} began, and gradients of an earlier step are left unreduced, where a"
+                    " loop over join.iterate knows of no window; give join.iterate(loader, window=k), or call"
+                    " zero_grad() between loops [J471]"
+                )
+            window = self.window = Window(number=number)
+            if self.used.counts:
+                self.used.begin_window()
+        window.with_dummies |= contributors not in (None, self._world_size)
+
+    def forget_zeroed(self) -> None:
+        """Drop the window if ``zero_grad`` was called since: gradients that are gone must not count.
+
+        Gradients that are 0 tell nothing: those of a batch may be.
+        """
+        if self.last_result.has_no_gradient:
+            self.window = Window()
+            self.last_result.aside.clear()
+
+    def take_over(self) -> None:
+        """Go on with the window that the last block has left open; called when the first backward begins.
+
+        Unless ``zero_grad`` was called since: it sets gradients to ``None``, or writes 0 to them. A rank that only
+        shadows does not come here: the loop would have called ``zero_grad``, or not, and it cannot know.
+        """
+        if self._ddp not in _left_over:
+            return
+        window, writes = _left_over.pop(self._ddp)
+        was_zeroed = writes != autograd.gradient_writes(self._parameters) and self.last_result.is_zero
+        if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
+            self.window = window
+
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether the gradients are this rank's own, still to be reduced: of this block, or of the last one."""
+        return self.window.unreduced or (self._ddp in _left_over and not self.last_result.has_no_gradient)
+
+    def drop(self) -> None:
+        """Contribute nothing to the reduction that comes: drop the gradients."""
+        _left_over.pop(self._ddp, None)
+        for parameter in self._parameters:
+            parameter.grad = None
+        reducer.forget_use(self._ddp)
+
+    def add_last_result(self) -> None:
+        """See to it that the mean has the last reduction's result once, where gradients still hold it."""
+        window, result, step = self.window, self.last_result, self._channel.step
+        if step.contributors is not None:
+            times = float(step.has_data or self.over_all_ranks or self._channel.scaling.in_use is True)
+        elif self.weighted:
+            times = (window.weight or 0.0) / self._channel.scaling.unit
+        elif self.over_all_ranks:
+            times = self._world_size / self._contributors()
+        else:
+            times = 1.0
+        if times != 1 and not result.aside and (step.shadowing or not window.unreduced):
+            result.set_aside()
+        if result.aside:
+            result.add(times)
+
+    def has_result(self) -> bool:
+        """Whether a reduction to which this rank gave nothing shows that others gave something."""
+        may_be_older, headers = self.last_result.kept and self.over_all_ranks, self._channel.headers
+        # A rank that has joined may have given what it had accumulated.
+        may_be_joined = headers.flags(self._burst)[CONTRIBUTES] > headers.announced(self._burst)
+        if may_be_older or may_be_joined or reducer.hooks_remember(self._ddp):
+            return False
+        return not self.last_result.gradients_are_zero
+
+    def agree_on_weights(self) -> None:
+        """In a plain block, as a reduction begins: find out whether active ranks sum weights in it.
+
+        Only if this rank does not do as all did last time, it waits for the header to tell.
+
+        Raises:
+            ValueError: if some do and others do not, on those that wait.
+        """
+        headers = self._channel.headers
+        using, announced = headers.flags(self._burst)[WEIGHTED], headers.announced(self._burst)
+        if using not in (0, announced):
+            raise ValueError(
+                f"join.weight is set on {using} ranks and not on {announced - using}; set it on all ranks or on none"
+                " [J277]"
+            )
+        self.weighted = self.weighted_last = using > 0
+
+    # -- the mean -----------------------------------------------------------------------------------------------------
+
+    @property
+    def scales_in_loop(self) -> bool:
+        """Whether the result is multiplied in this step of a loop over ``Join.iterate``, since its losses are not."""
+        in_use, contributors = self._channel.scaling.in_use, self._channel.step.contributors
+        return not (self.over_all_ranks or in_use) and 0 < (contributors or 0) < self._world_size
+
+    def _contributors(self) -> float:
+        """How many ranks contribute, where all know it."""
+        in_loop = self._channel.step.contributors
+        return float(self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop)
+
+    def begin(self, weight: float) -> bool:
+        """Begin a reduction: start to sum the contributors, or their weights, if they are wanted and not known.
+
+        Args:
+            weight: the sum of this rank's weights, or 1 if it contributes.
+
+        Returns:
+            Whether there is something to do at its end.
+        """
+        self._awaits = self._total = None
+        if self._channel.step.contributors is not None:
+            self._scales, self._are_parts = self.scales_in_loop, False
+        else:
+            self._unit, self._are_parts = self._channel.scaling.unit, self.weighted and self._has_comm_hook
+            self._scales = self.weighted or not self.over_all_ranks
+            if self.weighted or (self.with_buffers and self._scales):
+                self._awaits = self._channel.sum(weight)
+            if self._are_parts:
+                factor = self._factor()
+                if self.factors.factor:
+                    self.factors.multiply_by(factor)
+                reducer.multiply_gradients(self._parameters, factor)
+        return self._scales or self.used.counts or bool(self.last_result.aside)
+
+    def wait(self) -> None:
+        """Wait for the sum under way, if there is one: it must be over before the next one begins."""
+        if self._awaits is not None:
+            self._total, self._awaits = self._awaits(), None
+            if self.weighted:
+                self._channel.scaling.learn(self._total / self._world_size)
+
+    def _factor(self) -> float:
+        """What makes the mean of what DDP makes; 1 if no rank has given anything."""
+        if self._awaits is not None:
+            self.wait()
+        total = self._contributors() if self._total is None else self._total
+        return self._world_size / total * (self._unit if self.weighted else 1.0) if total else 1.0
+
+    def end(self) -> None:
+        """Turn the result of a reduction, the sum divided by the world size, into the mean that was asked for."""
+        if self.last_result.aside:
+            self.last_result.end_reduction(reducer.used_anywhere(self._ddp))
+        if self._are_parts:
+            self.factors.multiply_by(1.0)
+        elif self._scales and (factor := self._factor()) != 1:
+            reducer.multiply_gradients(self._parameters, factor, reducer.used_anywhere(self._ddp))
+        if self.used.counts:
+            self.end_without_result()
+
+    def end_without_result(self) -> None:
+        """End a reduction of which this rank takes nothing: drop the gradients of parameters that only dummies used."""
+        if self.used.counts and self.window.with_dummies:
+            self.used.end_reduction()
+
+
+class Factors:
+    """Multiplies the gradients that arrive at ``parameters``, in the few cases in which that is needed.
+
+    By 0 if a batch counts for nothing, even if the gradient is NaN; and by what makes a part of the mean of the
+    gradients that a comm hook is given.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._handles: dict[int, Any] = {}  # by the parameter's number
+        self.factor = 1.0
+        """What gradients are multiplied by."""
+
+    def multiply_by(self, factor: float) -> None:
+        """Multiply the gradients of the backwards that follow; by 1 no longer."""
+        self.factor = factor
+        if factor == 1.0:
+            self.remove()
+            return
+        autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
+
+    def _multiply(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:  # SyncBatchNorm says so for the zeros of an empty batch
+            return None
+        return gradient * self.factor if self.factor else torch.zeros_like(gradient)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        autograd.remove_hooks(self._handles)
+
+
+class LastResult:
+    """What the last reduction left in the gradients of a module's ``parameters``, which are in the reducer's order."""
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._ddp, self._parameters = ddp, parameters
+        self.kept = True
+        """Whether the gradients may hold the last result."""
+        self.aside: dict[int, torch.Tensor] = {}
+        """What was taken out of the gradients, by position among the parameters."""
+
+    @property
+    def has_no_gradient(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(parameter.grad is None for parameter in self._parameters)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all of the last result is 0; reads it all."""
+        if self.aside:
+            return not any(bool(result.any()) for result in self.aside.values())
+        return self.gradients_are_zero
+
+    @property
+    def gradients_are_zero(self) -> bool:
+        """Whether all gradients are 0 now, or there are none; reads them all."""
+        return not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
+
+    def look(self) -> None:
+        """Notice that ``zero_grad`` has set the gradients to ``None``."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                return
+        self.kept = False
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """Take the last result out of the gradients, before others are accumulated there."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self.aside[index] = parameter.grad.clone()
+                parameter.grad.zero_()
+
+    @torch.no_grad()
+    def add(self, times: float) -> None:
+        """Add what was set aside to the gradients, so many ``times``."""
+        for index, result in self.aside.items():
+            gradient = self._parameters[index].grad
+            if gradient is not None:
+                gradient.add_(result, alpha=times)
+
+    def put_back(self) -> None:
+        """Put back what is set aside; called when the block is left, maybe before a reduction."""
+        self.add(1.0)
+        self.aside.clear()
+
+    @torch.no_grad()
+    def end_reduction(self, used: Sequence[int] | None) -> None:
+        """Restore what was set aside of the gradients that a reduction did not touch.
+
+        Args:
+            used: for each parameter, whether any rank used it; the reduction leaves other gradients alone. ``None``:
+                all were used.
+        """
+        for index, result in self.aside.items():
+            gradient = self._parameters[index].grad
+            if gradient is not None and used is not None and not used[index]:
+                gradient.copy_(result)
+        self.aside.clear()
+
+
+class UsedParameters:
+    """Counts which of a module's ``parameters``, in the reducer's order, batches used since the last reduction."""
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._ddp, self._parameters = ddp, parameters
+        self._handles: dict[int, Any] = {}  # by the parameter's number
+        self.counts = False
+        """Whether there is anything to count: not without ``find_unused_parameters``."""
+        self._used = torch.zeros(len(parameters), dtype=torch.int64)
+        self._absent: list[bool] = []
+
+    def attach(self, join: Join) -> None:
+        """Find out whether there is anything to count; called when a block is entered."""
+        self._join = join
+        self.counts = self._ddp.find_unused_parameters and not self._ddp.static_graph
+
+    def detach(self) -> None:
+        """Remove the hooks; called when the block is left."""
+        autograd.remove_hooks(self._handles)
+        del self._join
+
+    def watch(self) -> None:
+        """Hook into parameters before a forward, in a loop over ``Join.iterate``."""
+        if self.counts:
+            autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._see, index))
+
+    def _see(self, index: int, gradient: torch.Tensor) -> None:
+        if self._handles and not self._join.channel.step.shadowing:
+            self._used[index] = 1
+
+    def begin_window(self) -> None:
+        """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``."""
+        self._absent = [parameter.grad is None for parameter in self._parameters]
+        self._used = torch.zeros(len(self._absent), dtype=torch.int64)
+
+    def end_reduction(self) -> None:
+        """Drop the gradients of parameters that only dummies used; called after a reduction."""
+        self._join.collective.all_reduce(self._used, "max").wait()
+        used = cast("list[int]", self._used.tolist())
+        for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
+            if absent and not is_used:
+                parameter.grad = None
+
+
+class StaticGraph:
+    """The arrivals of the gradients of a module's ``parameters``, which are in the reducer's order.
+
+    Does nothing for a module without ``static_graph``.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._ddp, self._parameters = ddp, parameters
+
+    def check(self) -> None:
+        """Make sure that a rank without data can learn the graph.
+
+        Raises:
+            ValueError: if the module's first backward has been run outside any block.
+        """
+        ddp = self._ddp
+        if ddp.static_graph and not reducer.first_static_backward(ddp) and ddp not in _arrivals:
+            raise ValueError(
+                "the static_graph module has run its first backward outside a Join block, so a rank without data cannot"
+                " know its graph; enter the first block before the first backward [J114]"
+            )
+
+    def watch(self, collective: Collective) -> None:
+        """Called as a backward begins: if it is the first, count in it and share the counts at its end."""
+        if not reducer.first_static_backward(self._ddp):
+            return
+        counts = [0] * len(self._parameters)
+
+        def arrived(index: int, *_: Any) -> None:
+            counts[index] += 1
+
+        nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in self._parameters]
+        handles: list[Any] = [node.register_hook(functools.partial(arrived, i)) for i, node in enumerate(nodes)]
+
+        def finish() -> None:
+            for handle in handles:
+                handle.remove()
+            self._share(collective, counts)
+
+        autograd.after_backward(finish)
+
+    def learn(self, collective: Collective) -> list[int] | None:
+        """Called before a shadowed backward: the arrivals it has to imitate; ``None`` is once for each parameter."""
+        if reducer.first_static_backward(self._ddp):
+            self._share(collective, [0] * len(self._parameters))
+        return _arrivals.get(self._ddp)
+
+    def _share(self, collective: Collective, arrivals: Sequence[int]) -> None:
+        counts = torch.tensor(arrivals)
+        collective.all_reduce(counts, "max").wait()
+        _arrivals[self._ddp] = counts.tolist()

@@ -1,0 +1,147 @@
+"""What adapters do to modules and other objects of users: functions replaced for a while, modes, tensors, gradients.
+
+A :class:`Replacement` takes the place of a function of an object while that is in a block; :func:`replaced` sets any
+attribute for a while; :func:`keeping_modes` restores the training or eval mode of a module's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from typing import Any, cast
+
+import torch
+
+from join.batch import tensors_in
+from join.collectives import Collective
+from join.collectives._torch_private import pytree
+from join.transfer import broadcast_tree
+from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
+
+
+@contextmanager
+def replaced(target: Any, name: str, value: Any) -> Generator[None]:
+    """Set an attribute of an object for the duration of a context, and restore the object afterwards."""
+    own = cast("dict[str, Any]", vars(target))
+    has_own, before = name in own, own.get(name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if has_own:
+            setattr(target, name, before)
+        else:
+            delattr(target, name)
+
+
+class Replacement:
+    """Takes the place of a function of an object. A copy of the object, or one that was pickled, has the original.
+
+    Args:
+        original: the function.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _unchanged, (self.original,)
+
+
+class CallInstead(Replacement):
+    """Calls ``call`` instead of the original."""
+
+    def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``call``."""
+        return self._call(*args, **kwargs)
+
+
+class ModuleHook(Replacement):
+    """A module hook that runs ``call``, which ``torch.compile`` leaves alone. Copies of the module have an idle one."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__(_do_nothing)
+        self._call = call
+
+    @not_compiled
+    def __call__(self, *args: Any) -> Any:
+        """Run ``call``."""
+        return self._call(*args) if compiler_under_way() is None else call_uncompiled(self._call, *args)
+
+
+def _do_nothing(*_: Any) -> None:
+    return None
+
+
+def _unchanged(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the original. Pickle and copy call this, which rebinds a method to the copy of its object."""
+    return original
+
+
+@contextmanager
+def keeping_modes(module: torch.nn.Module) -> Generator[None]:
+    """A context after which each part of ``module`` is in the mode that it was in before."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def tensors_with_grad(tree: Any) -> list[torch.Tensor]:
+    """All tensors that require grad in nested containers, mappings and dataclasses."""
+    if isinstance(tree, torch.Tensor):  # by far the most often; flattening costs ten times as much
+        return [tree] if tree.requires_grad else []
+    return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
+
+
+def hides_tensors(tree: Any) -> bool:
+    """Whether the containers hold an object of unknown class, which may hold tensors."""
+    plain = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    leaves = pytree.tree_leaves(tree)
+    return any(not (leaf is None or isinstance(leaf, plain) or is_dataclass(leaf)) for leaf in leaves)
+
+
+def adopt_gradients(
+    collective: Collective,
+    parameters: Sequence[torch.nn.Parameter],
+    source: int,
+    *,
+    accumulated: bool,
+    also: Any,
+) -> Any:
+    """Copy the gradients of rank ``source`` to the other ranks: one broadcast.
+
+    Args:
+        collective: the group.
+        parameters: the same on all ranks.
+        source: a last joiner.
+        accumulated: whether this rank's gradients are its own, still to be reduced; then they are left alone. As
+            ``source``, it only tells which parameters have one.
+        also: what else there is to tell of the gradients.
+
+    Returns:
+        ``source``'s ``also``.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    own = [gradient is not None for gradient in gradients], [] if accumulated else gradients, also
+    present, values, also = broadcast_tree(collective, own, source)
+    if collective.rank == source or accumulated:
+        return also
+    for index, parameter in enumerate(parameters):
+        if not present[index]:
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if values:
+            parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
+        else:
+            parameter.grad.zero_()
+    return also

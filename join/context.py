@@ -174,6 +174,8 @@ class Join:
             TypeError: on setting, if it is no number.
             JoinError: on setting it in a loop over :meth:`iterate`.
         """
+        if self._block is not None and not self._block.channel.is_in_loop_body:
+            return self._weight
         step = self._step
         return self._weight if step is None else step.weight
 

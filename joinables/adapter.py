@@ -72,11 +72,6 @@ class Adapter(Joinable, JoinHook):
         self._handles = []
         del self._channel, self._collective  # which hold the object
 
-    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Check that an optimizer may step now; a hook for before its step."""
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self, self._channel.step)
-
 
 class Announcing(Adapter, Burst):
     """Stands for an object that communicates in the loop.

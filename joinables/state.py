@@ -72,6 +72,10 @@ class OptimizerState(Silent):
         super().detach()
         del self._ignored
 
+    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self, self._channel.step)
+
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._channel.mode.all_ranks_run_bursts:
             self._steps[False] += 1

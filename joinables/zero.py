@@ -102,7 +102,8 @@ class ZeroStep(Announcing):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # A closure runs bursts of its own inside the local step; then the announcement comes after it.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        self._check_step(optimizer, args, kwargs)
+        if self._channel.is_in_loop_body:
+            self._channel.scaling.check_step(self, self._channel.step)
         if not self._shadowing and not has_closure:
             self._announce()
 

@@ -138,7 +138,7 @@ class Iteration:
             )
         self._channel, self._guard = channel, channel.guard
         self._options, self._dummy, self._throw, self._over_all_ranks = options, dummy, throw, over_all_ranks
-        self._own_length = length_of(loader)
+        self._rank, self._own_length = channel.collective.rank, length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """The batches that were read and not handed out."""
         self._phase = _Phase.NEW
@@ -229,16 +229,12 @@ class Iteration:
     def _batch(self) -> Any:
         batch = self.ahead.take()
         may_be_last = self.ahead.ended and not self.ahead.batches
-        if may_be_last or self._fills_after_this:  # dummies are made of it, as it was before the body
+        counts = self._counts
+        fills_after_this = counts.own_batches == counts.at < counts.steps  # although there may be batches left
+        if may_be_last or fills_after_this:  # dummies are made of it, as it was before the body
             self._template = duplicate(batch)
         self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
         return batch
-
-    @property
-    def _fills_after_this(self) -> bool:
-        """Whether a dummy follows although this rank may have batches left: a window is filled."""
-        counts = self._counts
-        return counts.own_batches == counts.at < counts.steps
 
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
@@ -298,7 +294,7 @@ class Iteration:
 
     def _tell_next_round(self) -> None:
         ahead, batches = self.ahead, self._counts.batches
-        held = batches[self._channel.collective.rank] if batches else 0  # for the round that begins
+        held = batches[self._rank] if batches else 0  # for the round that begins
         ahead.read(self._counts.size - (len(ahead.batches) - held))
         weights = list(ahead.weights)[held:]
         if ahead.error is not None:
@@ -309,7 +305,7 @@ class Iteration:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
         counts = self._counts
         source = next(rank for rank, count in enumerate(counts.batches) if count)
-        own = self._own_template(source) if self._channel.collective.rank == source else None
+        own = self._own_template(source) if self._rank == source else None
         try:
             template, problem = broadcast_tree(self._channel.collective, own, source)
         except (RuntimeError, TypeError) as error:

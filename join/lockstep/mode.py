@@ -21,8 +21,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from join.batch import Step
-from join.collectives import Line, Work
+from join.collectives import Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.control_line import BARRIERS, ROLL_CALLS
@@ -85,39 +84,27 @@ class Lockstep(Mode):
         """How far this rank is in the loop."""
         self._last_burst: tuple[int, bool] | None = None  # lowest rank with data in it; whether this one had
         collective, timeout = channel.collective, self._guard.timeout
-        self._barrier = None if timeout is None else collective.line(BARRIERS)
+        self.barrier = None if timeout is None else collective.line(BARRIERS)
+        """The line on which all ranks wait for each other, with a ``timeout``."""
         self.roll_calls = collective.line(ROLL_CALLS)
         """The line on which the loop's roll calls are held."""
-        for line in (self.roll_calls, self._barrier):  # and all ranks meet once more before they use them
+        for line in (self.roll_calls, self.barrier):  # and all ranks meet once more before they use them
             if line is not None:
                 line.restart()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _wait_for_all(self, barrier: Line, doing: str) -> None:
-        """Wait for all ranks: roll calls come a step late, but one that sleeps is to be missed."""
+    def wait_for_all(self, doing: str) -> None:
+        """With a ``timeout``, wait for all ranks: roll calls are a step late, and a rank that sleeps is to be found."""
+        assert self.barrier is not None
         self._guard.arrive()
-        self._guard.wait(barrier.sum(0, 1), doing)
-
-    def begin_step(self, contributors: int, first_with_data: int, *, has_data: bool) -> Step:
-        """Begin a step in which so many ranks have data, and whether this one does; return it."""
-        progress, step = self.progress, self._channel.step
-        progress.steps += 1
-        if self._barrier is not None:
-            self._wait_for_all(self._barrier, f"came to step {progress.steps} of join.iterate")
-        if self._guard.closed:
-            self._guard.raise_closed()
-        if step.ends_window:
-            self._channel.scaling.window += 1
-        step.contributors, step.first_with_data = contributors, first_with_data
-        step.has_data, step.shadowing = has_data, not has_data
-        step.number = progress.steps
-        return step
+        self._guard.wait(self.barrier.sum(0, 1), doing)
 
     def end_step(self) -> None:
         """End a step: first run a backward that this rank has skipped, since the others wait in it."""
         self._channel.prepare()
-        self.progress.end_step()
+        progress = self.progress
+        progress.ended, progress.begun_by_then = progress.steps, progress.begun
 
     def end(self) -> None:
         """All ranks leave the loop together."""
@@ -182,10 +169,8 @@ class Lockstep(Mode):
         member, step = self._channel.roster.announcing[index], self._channel.step
         if not member.interjects:
             self.progress.begun, self.progress.last = self.progress.begun + 1, member
-        if self._barrier is not None:
-            self._wait_for_all(
-                self._barrier, f"announced {member.joinable.join_name} in step {step.number} of join.iterate"
-            )
+        if self.barrier is not None:
+            self.wait_for_all(f"announced {member.joinable.join_name} in step {step.number} of join.iterate")
         self._last_burst = step.first_with_data, step.has_data
         leads = self._headers.leader == step.first_with_data  # lower ranks come back in a second loop
         self._headers.set_announced_by_all(index, leader_alive=leads)

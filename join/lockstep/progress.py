@@ -44,7 +44,8 @@ class LoopProgress:
         """Whether it has left the loop before its end."""
         self._collective, self._loop, self._rank = collective, loop, collective.rank
         self._issued_before = collective.issued()
-        self._ended = self._begun_by_then = 0  # how many steps have ended, and how many bursts had begun by then
+        self.ended = self.begun_by_then = 0
+        """How many steps have ended, and how many bursts had begun by then."""
         self._others: dict[int, Progress] = {}  # how far the other ranks were when last asked
         self._still_since = 0.0  # when they last moved
 
@@ -58,10 +59,6 @@ class LoopProgress:
             issued=self._collective.issued() - self._issued_before,
             left=self.has_left,
         )
-
-    def end_step(self) -> None:
-        """Count the step that was begun last, if any, as ended."""
-        self._ended, self._begun_by_then = self.steps, self.begun
 
     def all_have_left_here(self, others: dict[int, Progress]) -> bool:
         """Return whether all ``others`` have left the loop where this rank has."""
@@ -83,14 +80,14 @@ class LoopProgress:
         """
         here = {rank: other for rank, other in others.items() if other.loop == self._loop}
         for rank, other in here.items():
-            is_elsewhere = other.bursts > self._begun_by_then
+            is_elsewhere = other.bursts > self.begun_by_then
             if self.has_left and (is_elsewhere or other.step > self.steps):
                 raise ProtocolError(
                     f"rank {self._rank} left the loop over join.iterate in step {self.steps}, and rank {rank} went on."
                     " End it on all ranks at the same place of the same step, by something that all ranks know [J092]"
                 )
-            if is_elsewhere and other.step <= self._ended:
-                what = other.burst if other.bursts == self._begun_by_then + 1 else "something"
+            if is_elsewhere and other.step <= self.ended:
+                what = other.burst if other.bursts == self.begun_by_then + 1 else "something"
                 self._raise_left_out(what, other.step, rank)
         now, issued = time.monotonic(), self.place().issued
         places = {rank: other._replace(beat=0, heard=0) for rank, other in others.items()}
@@ -98,7 +95,7 @@ class LoopProgress:
             self._others, self._still_since = places, now
         is_still = now - self._still_since > timeouts().still
         for rank, other in here.items():
-            if is_still and other.step <= self._ended and 0 < issued < other.issued:
+            if is_still and other.step <= self.ended and 0 < issued < other.issued:
                 self._raise_left_out("a collective of the body's own", other.step, rank)
 
     def _raise_left_out(self, what: str, step: int, rank: int) -> NoReturn:

@@ -18,8 +18,6 @@ from join.lockstep.mode import Lockstep
 from join.protocol.channel import Channel
 
 _WEIGHT_BITS = 64
-Answer = tuple[int, Sequence[float]]
-"""How many batches a rank has for a round, and what they weigh."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class StepCounts:
         self._rank, self._count_bits = channel.collective.rank, size.bit_length()
         self.size = size
         """The most batches that a rank may have for a round: so many are read ahead for it."""
-        self._answers: list[Answer] = []  # of all ranks, for this round
+        self._answers: list[int] = []  # of all ranks, for this round: how many batches, and, above that, their weights
         self.batches: list[int] = []
         """How many batches each rank has in this round."""
         self.own_batches = 0
@@ -74,10 +72,10 @@ class StepCounts:
 
     def begin_next(self, doing: str) -> None:
         """Begin the next round: an empty one, if no roll call was started. For ``doing`` see :meth:`read`."""
-        answers: list[Answer] = [(0, ())] * len(self._answers) if self.under_way is None else [*self.read(doing)]
+        answers = [0] * len(self._answers) if self.under_way is None else self.read(doing)
         self.at = 0
         if answers != self._answers:
-            self._answers, self.batches = answers, [count for count, _ in answers]
+            self._answers = answers
             self._divide()
 
     def _steps_of(self, batches: list[int]) -> tuple[int, int]:
@@ -88,14 +86,17 @@ class StepCounts:
 
     def _divide(self) -> None:
         """Find out who has data in each step of the round that begins, and what each of its windows weighs."""
+        self.batches = self._batches_of(self._answers)
         with_data, self.steps = self._steps_of(self.batches)
         self.own_batches = min(self.batches[self._rank], with_data)
-        windows, world_size = self._windows, len(self.batches)
+        windows, world_size, size = self._windows, len(self.batches), self.size
         ranks = [[rank for rank, count in enumerate(self.batches) if count > step] for step in range(with_data)]
         self._shares = [(len(having), having[0]) for having in ranks]
         self._shares += [(0, first) for _, first in self._shares[-1:]] * (self.steps - with_data)
         if windows.weighs:
-            weights = [sum(self._answers[rank][1][step] for rank in having) for step, having in enumerate(ranks)]
+            numbers = [(answer >> self._count_bits).to_bytes(8 * size, "little") for answer in self._answers]
+            by_rank = [struct.unpack(f"<{size}d", number) for number in numbers]
+            weights = [sum(by_rank[rank][step] for rank in having) for step, having in enumerate(ranks)]
         elif windows.over_all_ranks:
             weights = [float(world_size)] * self.steps
         else:
@@ -104,12 +105,20 @@ class StepCounts:
 
     def begin_step(self, weight: float) -> None:
         """Begin a step, in which this rank's batch, if it has one, has this ``weight``."""
-        at, size = self.at, self._windows.size
+        at, size, step, lockstep = self.at, self._windows.size, self._channel.step, self._lockstep
+        lockstep.progress.steps += 1
+        if lockstep.barrier is not None:
+            lockstep.wait_for_all(f"came to step {lockstep.progress.steps} of join.iterate")
+        if self._guard.closed:
+            self._guard.raise_closed()
+        if step.ends_window:
+            self._channel.scaling.window += 1
         self.at = at + 1
-        contributors, first = self._shares[at]
-        has_data = at < self.own_batches
-        step = self._lockstep.begin_step(contributors, first, has_data=has_data)
-        step.weight, step.total = weight if has_data else 0.0, self._totals[at // size]
+        step.number = lockstep.progress.steps
+        step.contributors, step.first_with_data = self._shares[at]
+        step.has_data = at < self.own_batches
+        step.shadowing = not step.has_data
+        step.weight, step.total = weight if step.has_data else 0.0, self._totals[at // size]
         step.ends_window = self.at % size == 0 or self.at == self.steps
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
@@ -125,8 +134,8 @@ class StepCounts:
         self._tally.headers += 1
         self._tally.nbytes += self._roll_call.nbytes
 
-    def read(self, doing: str) -> list[Answer]:
-        """Wait for the roll call under way, and return its answers.
+    def read(self, doing: str) -> list[int]:
+        """Wait for the roll call under way, and return its answers, one for each rank.
 
         Args:
             doing: what this rank does meanwhile, for the others to read.
@@ -136,26 +145,18 @@ class StepCounts:
         """
         assert self.under_way is not None
         started = time.monotonic()
-        with profiled("roll call"):
-            self._guard.wait(self.under_way, doing)
+        self._guard.wait(self.under_way, doing)
         if self._channel.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self.under_way = None
-        return self._replies()
+        return self._roll_call.answers()
 
     def is_last(self, doing: str) -> bool:
         """Whether the round is the last one; waits for the roll call under way, which is still to be read."""
         assert self.under_way is not None
-        with profiled("roll call"):
-            self._guard.wait(self.under_way, doing)
-        return not self._steps_of([count for count, _ in self._replies()])[0]
+        self._guard.wait(self.under_way, doing)
+        return not self._steps_of(self._batches_of(self._roll_call.answers()))[0]
 
-    def _replies(self) -> list[Answer]:
-        """What the ranks answered, after the roll call is done."""
-        mask, size = (1 << self._count_bits) - 1, self.size
-        if not self._windows.weighs:
-            return [(number, ()) for number in self._roll_call.answers()]
-        return [
-            (number & mask, struct.unpack(f"<{size}d", (number >> self._count_bits).to_bytes(8 * size, "little")))
-            for number in self._roll_call.answers()
-        ]
+    def _batches_of(self, answers: list[int]) -> list[int]:
+        """How many batches each rank has, as they have answered."""
+        return [answer & (1 << self._count_bits) - 1 for answer in answers]

@@ -308,8 +308,7 @@ class Headers:
         """Wait for the last header, without passing judgement on it."""
         if self._last is None:
             assert self._work is not None
-            with profiled("header"):
-                self._guard.wait(self._work)
+            self._guard.wait(self._work)
             self._last = self.roster.code.unpack(self._work.total())
             for index in self._last.announcements:
                 self.roster.announcing[index].header = self._last

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,9 +74,13 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
         ddp._sync_module_buffers(source)
 
 
-def copied_buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Copies of the module's buffers, by name."""
-    return {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
+def copied_buffers(ddp: DistributedDataParallel, but: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Copies of the module's buffers, by name, but for those of the layers called so."""
+    buffers: dict[str, torch.Tensor] = {}
+    for name, buffer in ddp.module.named_buffers():
+        if name.rpartition(".")[0] not in but:
+            buffers[name] = buffer.clone()
+    return buffers
 
 
 def restore_buffers(ddp: DistributedDataParallel, copies: Mapping[str, torch.Tensor]) -> None:
@@ -250,13 +254,11 @@ def forget_use(ddp: DistributedDataParallel) -> None:
         ddp.reducer._reset_state()
 
 
-def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int] | None:
-    """For each reduced parameter, whether the last reduction touched its ``grad``; ``None`` if it touched all.
+def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int]:
+    """For each reduced parameter, whether the last reduction touched its ``grad``, with ``find_unused_parameters``.
 
     Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards.
     """
-    if not (ddp.find_unused_parameters or ddp.static_graph):
-        return None
     return cast("list[int]", ddp.reducer._get_local_used_map().tolist())
 
 

@@ -114,17 +114,13 @@ class Forwards:
             self._begins()
         if self._expects_backward_inside:
             self._written = autograd.gradient_writes(self._parameters)
-        if channel.step.shadowing:
-            before = reducer.copied_buffers(self._ddp)
-            # SyncBatchNorm's statistics are of all ranks, also on a dummy.
-            self._buffers_before = {
-                name: buffer for name, buffer in before.items() if name.rpartition(".")[0] not in self.norms
-            }
+        if channel.step.shadowing:  # SyncBatchNorm's statistics are of all ranks, also on a dummy
+            self._buffers_before = reducer.copied_buffers(self._ddp, but=self.norms)
         if watches:
             self._inner.put()
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
-        if self._channel.step.shadowing:
+        if self._buffers_before:
             reducer.restore_buffers(self._ddp, self._buffers_before)
             self._buffers_before = {}
         if not torch.is_grad_enabled():

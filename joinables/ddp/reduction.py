@@ -36,7 +36,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -166,7 +166,8 @@ class GradientSync(DDPBurst):
 
     @override
     def synchronise_own(self, source: int) -> None:
-        self._check_finished()
+        if not reducer.has_finished(self._ddp):
+            self._raise_unfinished()
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
@@ -297,21 +298,17 @@ class GradientSync(DDPBurst):
         self._forwards.armed, self._contributions.last_result.kept = False, True
         self._contributions.window = Window()
 
-    def _check_finished(self) -> None:
-        """Check that the backward has reached all parameters: ranks without data reduce them all.
-
-        Raises:
-            JoinError: if ``backward(inputs=...)`` has left some out, or none of the module's outputs depends on them.
-        """
-        if not reducer.has_finished(self._ddp):
-            raise JoinError(
-                f"{self.join_name} did not reach all parameters that the module waits for; name them all in"
-                " backward(inputs=...), leave it out, or build the module with find_unused_parameters=True where a loss"
-                " does not depend on all of them [J473]"
-            )
+    def _raise_unfinished(self) -> NoReturn:
+        """``backward(inputs=...)`` has left parameters out, or no output of the module depends on them."""
+        raise JoinError(
+            f"{self.join_name} did not reach all parameters that the module waits for; name them all in"
+            " backward(inputs=...), leave it out, or build the module with find_unused_parameters=True where a loss"
+            " does not depend on all of them [J473]"
+        )
 
     def _finish_reduction(self) -> None:
-        self._check_finished()
+        if not reducer.has_finished(self._ddp):
+            self._raise_unfinished()
         try:
             self._contributions.end()
         finally:
@@ -437,6 +434,7 @@ class Contributions:
         """Prepare for a block that is entered, in which the reduction is announced as ``burst``."""
         self._channel, self._burst, self._world_size = join.channel, burst, join.collective.world_size
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
+        self._leaves_unused = self._ddp.find_unused_parameters or bool(self._ddp.static_graph)
         self._channel.scaling.attach_module()
         self.used.attach(join)
         self.last_result.kept = _kept.get(self._ddp, True)
@@ -541,7 +539,7 @@ class Contributions:
         elif self.weighted:
             times = (window.weight or 0.0) / self._channel.scaling.unit
         elif self.over_all_ranks:
-            times = self._world_size / self._contributors()
+            times = self._world_size / self._channel.headers.flags(self._burst)[CONTRIBUTES]
         else:
             times = 1.0
         if times != 1 and not result.aside and (step.shadowing or not window.unreduced):
@@ -583,11 +581,6 @@ class Contributions:
         in_use, contributors = self._channel.scaling.in_use, self._channel.step.contributors
         return not (self.over_all_ranks or in_use) and 0 < (contributors or 0) < self._world_size
 
-    def _contributors(self) -> float:
-        """How many ranks contribute, where all know it."""
-        in_loop = self._channel.step.contributors
-        return float(self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop)
-
     def begin(self, weight: float) -> bool:
         """Begin a reduction: start to sum the contributors, or their weights, if they are wanted and not known.
 
@@ -623,17 +616,22 @@ class Contributions:
         """What makes the mean of what DDP makes; 1 if no rank has given anything."""
         if self._awaits is not None:
             self.wait()
-        total = self._contributors() if self._total is None else self._total
+        if self._total is None:
+            in_loop = self._channel.step.contributors
+            total = self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop
+        else:
+            total = self._total
         return self._world_size / total * (self._unit if self.weighted else 1.0) if total else 1.0
 
     def end(self) -> None:
         """Turn the result of a reduction, the sum divided by the world size, into the mean that was asked for."""
+        used = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
         if self.last_result.aside:
-            self.last_result.end_reduction(reducer.used_anywhere(self._ddp))
+            self.last_result.end_reduction(used)
         if self._are_parts:
             self.factors.multiply_by(1.0)
         elif self._scales and (factor := self._factor()) != 1:
-            reducer.multiply_gradients(self._parameters, factor, reducer.used_anywhere(self._ddp))
+            reducer.multiply_gradients(self._parameters, factor, used)
         if self.used.counts:
             self.end_without_result()
 

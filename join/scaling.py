@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from join.batch import Step
-from join.collectives._torch_private import after_backward
+from join.collectives._torch_private import after_backward, on_gradient
 from join.errors import JoinError
 from join.joinable import Joinable
 
@@ -62,14 +62,14 @@ class Scaling:
         """Scale a loss in a loop, and notice when a backward begins at it."""
         result = scaled(loss, factor)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(self._begins)
+            on_gradient(result, self._begins)
         return result
 
     def scale_in_plain_block(self, loss: L, weight: float) -> L:
         """Likewise in a plain block, where the sum of the weights is not known yet."""
         result = scaled(loss, weight / self.unit)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.register_hook(partial(self._begins, unit=self.unit))
+            on_gradient(result, partial(self._begins, unit=self.unit))
         return result
 
     def _begins(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from join import Join, JoinError
 from join.batch import StepBatch
+from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
@@ -128,7 +129,7 @@ class ShardedModule(Announcing):
         if self._is_replaced:
             self._is_replaced, output = False, emptied_output(output)
         for tensor in tensors_with_grad(output):
-            autograd.on_gradient(tensor, self._gradient_enters)
+            on_gradient(tensor, self._gradient_enters)
         return output
 
     def _gradient_enters(self, gradient: torch.Tensor) -> None:

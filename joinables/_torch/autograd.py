@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,22 +18,6 @@ from join.collectives._torch_private import after_backward
 def after_reduction(callback: Callable[[], None]) -> None:
     """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
     after_backward(partial(after_backward, callback))
-
-
-_NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
-
-
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Have ``hook`` called with the gradient of a tensor that requires one; the handle, or ``None``.
-
-    Stands in for ``Tensor.register_hook``, whose handle costs 15 us where a step has emptied the caches. Where a module
-    has computed the tensor nobody needs one, since the hook goes with the graph.
-    """
-    if tensor.is_leaf or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
-        return tensor.register_hook(hook)
-    tensor._backward_hooks = OrderedDict({_NO_HANDLE: hook})
-    tensor.grad_fn._register_hook_dict(tensor)  # pyright: ignore[reportOptionalMemberAccess]
-    return None
 
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id

@@ -179,7 +179,9 @@ def first_static_backward(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.static_graph) and not ddp._static_graph_delay_allreduce_enqueued
 
 
-def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None) -> None:
+def shadow_backward(
+    ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], arrivals: Sequence[int] | None
+) -> None:
     """Let the reducer go through a backward pass in which no gradient arrives; awaits its collectives.
 
     Stands in for a backward of a model without data. The reducer's own hook is called for every parameter from inside
@@ -188,9 +190,10 @@ def shadow_backward(ddp: DistributedDataParallel, arrivals: Sequence[int] | None
 
     Args:
         ddp: the module.
+        parameters: of :func:`reduced_parameters`.
         arrivals: for a static graph, how often each parameter's gradient arrives in one backward; ``None`` is once.
     """
-    reducer, parameters = ddp.reducer, reduced_parameters(ddp)
+    reducer = ddp.reducer
     first = first_static_backward(ddp)
     counts = arrivals if arrivals is not None else [1] * len(parameters)
 

@@ -71,7 +71,7 @@ class BufferSync(DDPBurst):
         super().attach(join)
         self._after_forward = reducer.syncs_buffers_after_forward(self._ddp)
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
-        self.lead_by(join.channel.headers.leader)
+        self._source, self._world_size = join.channel.headers.leader, join.collective.world_size
         self._places = reducer.buffer_places(self._ddp)
         self._changed, self._shapes = [], _shapes.setdefault(self._ddp, self._shapes_now())
 
@@ -91,11 +91,14 @@ class BufferSync(DDPBurst):
             pairs = zip(self._places, now, self._shapes, strict=True)
             self._changed = [f"{name} {list(shape)}" for name, shape, before in pairs if shape != before]
             self._all_changed = self._all_had_data
-        self._all_had_data = self._channel.step.contributors in (None, self._collective.world_size)
+        self._all_had_data = self._channel.step.contributors in (None, self._world_size)
 
     def _shapes_now(self) -> list[tuple[int, ...]]:
-        held = [places.get(name) for places, name in self._places.values()]
-        return [() if buffer is None else buffer.shape for buffer in held]
+        shapes: list[tuple[int, ...]] = []
+        for places, name in self._places.values():
+            buffer = places.get(name)
+            shapes.append(() if buffer is None else buffer.shape)
+        return shapes
 
     @override
     def main_hook(self) -> None:
@@ -105,16 +108,16 @@ class BufferSync(DDPBurst):
     def _run(self, *, shadows: bool = False) -> None:
         self.is_pending = False
         if (shadows or self._changed) and not self._after_forward and self._takes_over_shapes():
-            self._take_over(self._leader)
+            self._take_over(self._source)
         else:
             # What this step's forward changed comes from a rank that took part in it; before the forward, the leader of
             # the step before still has what all have to start from.
-            reducer.sync_buffers(self._ddp, self._channel.find_leader() if self._are_new else self._leader)
-        self._channel.headers.when_leader_is_known(self.lead_by)
+            reducer.sync_buffers(self._ddp, self._channel.find_leader() if self._are_new else self._source)
+        self._channel.headers.when_leader_is_known(self.set_source)
 
-    def lead_by(self, leader: int) -> None:
-        """Let this rank's buffers be taken next."""
-        self._leader = leader
+    def set_source(self, rank: int) -> None:
+        """Let the buffers of this rank be broadcast next."""
+        self._source = rank
 
     def _takes_over_shapes(self) -> bool:
         """Whether all active ranks have changed the shapes of buffers, so that all ranks have to take them over."""

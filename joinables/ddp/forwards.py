@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import JoinError
 from join.batch import StepBatch
+from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from joinables._torch import autograd, reducer, torch_join
 from joinables.ddp.buffers import BufferSync
@@ -138,7 +139,7 @@ class Forwards:
         enters = self._enters_on_dummy if self._channel.step.shadowing else self._enters
         hook = partial(enters, synchronises)
         for tensor in outputs:
-            handle = autograd.on_gradient(tensor, hook)
+            handle = on_gradient(tensor, hook)
             if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
                 self._handles.append(handle)
         if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell

@@ -190,7 +190,7 @@ class GradientSync(DDPBurst):
                 contributions.used.watch()
         synchronises = self._ddp.require_backward_grad_sync
         if buffers is not None and channel.is_in_loop_body and not synchronises:
-            buffers.lead_by(channel.step.first_with_data)  # nothing is announced, and the forward changes them
+            buffers.set_source(channel.step.first_with_data)  # nothing is announced, and the forward changes them
         if not synchronises or self.is_pending:
             return
         if channel.mode.leave_broken_loop is not None:
@@ -360,7 +360,7 @@ class GradientSync(DDPBurst):
         try:
             contributions.drop()
             contributions.begin(0.0)
-            reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+            reducer.shadow_backward(self._ddp, self._parameters, self._static_graph.learn(self._collective))
             has_result = contributions.has_result()
             if takes_part and has_result:
                 contributions.end()
@@ -393,7 +393,7 @@ class GradientSync(DDPBurst):
             contributions.add_last_result()
         window = contributions.window
         contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))
-        reducer.shadow_backward(self._ddp, self._static_graph.learn(self._collective))
+        reducer.shadow_backward(self._ddp, self._parameters, self._static_graph.learn(self._collective))
         contributions.window = Window()
         contributions.end()
         self._rebuild.expect()

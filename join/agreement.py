@@ -1,15 +1,23 @@
-"""Comparison of what all ranks hold alike when they have made the same steps: learning rates, step counts, and so on.
+"""Comparison between ranks: what they enter alike, and what they hold alike when they have made the same steps.
 
-Every joinable says what that is by ``Joinable.equal_values``. A digest of all of it takes one small all-reduce, or
-rides along with another exchange; only where the digests differ are the values themselves gathered.
+Ranks that enter a block or a loop with different arguments would meet with collectives of different bursts; instead all
+of them raise. At its end, every joinable says by ``Joinable.equal_values`` what is the same on all ranks: learning
+rates, step counts, and so on. Every rank, active or not, does the same::
+
+    all-reduce (min) of [digest, -digest, ...]
+    if the digests differ: all-gather of what each rank has; all raise
+
+A digest may ride along with another exchange, too (``join.block``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +28,48 @@ from join.joinable import Joinable
 Values = Sequence[tuple[str, Mapping[str, Any]]]
 """Of each joinable, its name and its values by name."""
 
-_MOST = 5  # differences that an error tells of
+_MOST = 5  # differences in an error's text
+
+
+def check_same(
+    collective: Collective,
+    name: str,
+    parts: Sequence[str],
+    wait: Callable[[Work, str], None],
+    length: int | None = None,
+) -> tuple[int, int] | None:
+    """Make sure that all ranks enter something alike: one all-reduce of five words.
+
+    Args:
+        collective: the group.
+        name: what they enter.
+        parts: what this rank enters it with.
+        wait: waits for the all-reduce; gets a text that says what this rank is doing.
+        length: how long it is on this rank, if it is known.
+
+    Returns:
+        The shortest and the longest length, if all ranks know it.
+
+    Raises:
+        ProtocolError: on every rank, if they do not agree.
+    """
+    number, has_length = digest("\n".join(parts)), length is not None
+    extremes = torch.tensor([number, -number, int(has_length), length or 0, -(length or 0)])
+    wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(parts)}")
+    smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
+    if smallest == -largest:
+        return (shortest, -longest) if all_have_length else None
+    by_rank: list[list[str]] = collective.all_gather_object(list(parts))
+    common = reduce(Counter[str].__and__, map(Counter, by_rank))
+    own = [list((Counter(entered) - common).elements()) for entered in by_rank]
+    ranks_of: dict[str, list[int]] = {}
+    for rank, entered in enumerate(own if any(own) else by_rank):  # else it is their order
+        ranks_of.setdefault(", ".join(entered) or "nothing more", []).append(rank)
+    texts = "; ".join(f"ranks {ranks}: {entered}" for entered, ranks in ranks_of.items())
+    #: List the same objects in the same order on all ranks, and give the same arguments. The text says who gave what.
+    raise ProtocolError(
+        f"all ranks must enter {name} with the same, in the same order. They differ in this: {texts} [J020]"
+    )
 
 
 def values_of(joinables: Sequence[Joinable]) -> Values:
@@ -30,7 +79,7 @@ def values_of(joinables: Sequence[Joinable]) -> Values:
 
 def digest_of(values: Values) -> int:
     """Return a number of 56 bits that differs, in practice, where ``values`` do."""
-    return digest(repr([(name, sorted(each.items())) for name, each in values]))
+    return digest(repr([(name, sorted(items.items())) for name, items in values]))
 
 
 def digest(text: str) -> int:
@@ -49,8 +98,8 @@ def check_equal(collective: Collective, values: Values, wait: Callable[[Work], N
     Raises:
         ProtocolError: on every rank, if they do not.
     """
-    mine = digest_of(values)
-    extremes = torch.tensor([mine, -mine])
+    number = digest_of(values)
+    extremes = torch.tensor([number, -number])
     wait(collective.all_reduce(extremes, "min"))
     if int(extremes[0]) != -int(extremes[1]):
         raise_difference(collective, values)
@@ -65,10 +114,10 @@ def raise_difference(collective: Collective, values: Values) -> None:
     Raises:
         ProtocolError: on every rank, if they differ.
     """
-    told = differences(collective.all_gather_object(values))
-    if told:
+    text = differences(collective.all_gather_object(values))
+    if text:
         raise ProtocolError(
-            f"all ranks must hold the same when they have made the same steps, and they differ in this: {told}. Step"
+            f"all ranks must hold the same when they have made the same steps, and they differ in this: {text}. Step"
             " optimizers, schedulers and scalers alike on all ranks, also where join.shadowing; give a scheduler a loss"
             " that is reduced over all ranks; set learning rates by a counter that is the same on all ranks, such as"
             " one to which join.report.steps is added [J441]"
@@ -77,19 +126,18 @@ def raise_difference(collective: Collective, values: Values) -> None:
 
 def differences(ranks: Sequence[Values]) -> str:
     """Return the values that differ between ranks, in words; empty if there are none."""
-    found: list[str] = []
-    for position, (name, mine) in enumerate(ranks[0]):
-        for what in mine:
-            held = [values[position][1].get(what, ...) for values in ranks]
-            if ... in held or all(_is_same(held[0], each) for each in held):
-                continue
-            by_rank = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(held))
-            found.append(f"the {what} of {name} is {by_rank}")
-    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
-    return "; ".join(found[:_MOST]) + more
+    texts: list[str] = []
+    for position, (name, values) in enumerate(ranks[0]):
+        for key in values:
+            by_rank = [others[position][1].get(key, ...) for others in ranks]
+            if ... not in by_rank and not all(_is_same(by_rank[0], value) for value in by_rank):
+                words = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(by_rank))
+                texts.append(f"the {key} of {name} is {words}")
+    more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
+    return "; ".join(texts[:_MOST]) + more
 
 
-def _is_same(left: Any, right: Any) -> bool:
-    if isinstance(left, float) and isinstance(right, float):
-        return math.isclose(left, right, rel_tol=1e-6) or (math.isnan(left) and math.isnan(right))
-    return left == right
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-6) or (math.isnan(first) and math.isnan(second))
+    return first == second

@@ -1,29 +1,17 @@
-"""What is checked of ``Join``'s arguments: on building it, without communication, and on entering, between the ranks.
-
-On entering stands one all-reduce of the smallest and the largest digest of what each rank lists. Ranks that
-list different things would meet with collectives of different bursts; instead all of them raise::
-
-    active rank                              (nobody is joined yet)
-    all-reduce (min) of [digest, -digest, ...]
-    if they differ: all-gather of each rank's list
-"""
+"""Checks of ``Join``'s arguments that need no communication; ``join.agreement`` compares them between ranks."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, cast
 
 import torch
 
-from join.agreement import digest
-from join.collectives import Collective, Work, collective_of
-from join.errors import ProtocolError
+from join.collectives import Collective, collective_of
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
@@ -102,13 +90,13 @@ def listed(objects: Any, group: Any) -> list[Any]:
     # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
         raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...]) [J010]")
-    found = list(cast("Iterable[Any]", objects))
-    if not found and group is ...:
+    objects = list(cast("Iterable[Any]", objects))
+    if not objects and group is ...:
         raise ValueError(
             "joinables=[] is empty: Join requires at least one joinable; for loops over join.iterate that train nothing"
             " write Join([], process_group=None), or give their group [J011]"
         )
-    return found
+    return objects
 
 
 def expand(objects: Sequence[Any]) -> list[Joinable]:
@@ -121,17 +109,17 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
     expanded: list[Joinable] = []
     seen: dict[int, int] = {}
     for position, obj in enumerate(objects):
-        found = joinables_of(obj)
-        for joinable in found:
+        joinables = joinables_of(obj)
+        for joinable in joinables:
             check_initialised(joinable)
-        for target in {id(joinable.join_target): joinable.join_target for joinable in found}.values():
+        for target in {id(joinable.join_target): joinable.join_target for joinable in joinables}.values():
             if id(target) in seen:
                 raise ValueError(
                     f"joinables[{seen[id(target)]}] and joinables[{position}] are the same {type(target).__name__};"
                     " list it once [J012]"
                 )
             seen[id(target)] = position
-        expanded += found
+        expanded += joinables
     if not any(joinable.communicates for joinable in expanded):
         names = ", ".join(joinable.join_name for joinable in expanded)
         raise ValueError(
@@ -153,12 +141,12 @@ def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
     raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook [J014]")
 
 
-def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
+def common_collective(joinables: Sequence[Joinable], group: Any) -> Collective:
     """Return the collective of the joinables' group.
 
     Args:
         joinables: those listed.
-        given: the group that ``Join`` was given; ``...`` if none was.
+        group: the group that ``Join`` was given; ``...`` if none was.
 
     Raises:
         ValueError: if they have several.
@@ -172,8 +160,8 @@ def common_collective(joinables: Sequence[Joinable], given: Any) -> Collective:
                 f"using Join with multiple process groups: that of {first.join_name} is not that of"
                 f" {other.join_name}; use a block for each group [J015]"
             )
-    if given is not ... and collective_of(given) is not collective:
-        raise ValueError(f"process_group={given!r} is not that of {first.join_name}; leave it out [J016]")
+    if group is not ... and collective_of(group) is not collective:
+        raise ValueError(f"process_group={group!r} is not that of {first.join_name}; leave it out [J016]")
     return collective
 
 
@@ -227,53 +215,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {meant[0]}?" if meant else ""
 
 
-def entered_with(joinables: Sequence[Joinable], told: Mapping[str, Any], divisor: int) -> list[str]:
-    """What ranks compare on entering a block: the names of what is listed, in order, and the arguments of ``Join``.
+def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any], divisor: int) -> list[str]:
+    """Return what ranks compare on entering a block: the names of joinables, in order, and the arguments of ``Join``.
 
     Args:
         joinables: those listed.
-        told: arguments that must be the same; only plain values are compared.
+        arguments: those that must be the same; only plain values are compared.
         divisor: ``loss_divided_by``.
     """
-    settings = {**told}
-    if divisor != 1:
-        settings["loss_divided_by"] = divisor
+    settings = {**arguments} if divisor == 1 else {**arguments, "loss_divided_by": divisor}
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]
     return [*(joinable.join_name for joinable in joinables), *plain]
-
-
-def check_same(
-    collective: Collective, name: str, mine: Sequence[str], wait: Callable[[Work, str], None], length: int | None = None
-) -> tuple[int, int] | None:
-    """Make sure that all ranks enter something alike: one all-reduce of five words.
-
-    Args:
-        collective: the group.
-        name: what they enter.
-        mine: what this rank enters it with, part by part.
-        wait: waits for the all-reduce; gets a text that says what this rank is doing.
-        length: how long it is on this rank, if it is known.
-
-    Returns:
-        The shortest and the longest, if all ranks know it.
-
-    Raises:
-        ProtocolError: on every rank, if they do not agree.
-    """
-    of_mine, has_length = digest("\n".join(mine)), length is not None
-    extremes = torch.tensor([of_mine, -of_mine, int(has_length), length or 0, -(length or 0)])
-    wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(mine)}")
-    smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
-    if smallest == -largest:
-        return (shortest, -longest) if all_have_length else None
-    said: list[list[str]] = collective.all_gather_object(list(mine))
-    common = reduce(Counter[str].__and__, map(Counter, said))
-    own = [list((Counter(parts) - common).elements()) for parts in said]
-    ranks_of: dict[str, list[int]] = {}
-    for rank, parts in enumerate(own if any(own) else said):  # else it is their order
-        ranks_of.setdefault(", ".join(parts) or "nothing more", []).append(rank)
-    told = "; ".join(f"ranks {ranks}: {parts}" for parts, ranks in ranks_of.items())
-    #: List the same objects in the same order on all ranks, and give the same arguments. The text says who gave what.
-    raise ProtocolError(
-        f"all ranks must enter {name} with the same, in the same order. They differ in this: {told} [J020]"
-    )

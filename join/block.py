@@ -2,7 +2,7 @@
 
 What all ranks do on entering and on leaving, in this order::
 
-    enter    one all-reduce: do all ranks list the same? (``join.arguments``)
+    enter    one all-reduce: do all ranks list the same? (``join.agreement``)
              the first block of a group: what carries headers (shared memory: an object broadcast and an all-reduce)
              joinables attach (a pending bucket rebuild of DDP is done now)
     exit     drain: headers and shadowed bursts until nobody is active, and an election of the last joiner, if uneven
@@ -26,8 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from join.agreement import digest_of, raise_difference, values_of
-from join.arguments import check_same
+from join.agreement import check_same, digest_of, raise_difference, values_of
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress

@@ -399,8 +399,8 @@ class Join:
             raise
         block.undo.callback(self._unconfigure)
         try:
-            told = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
-            block.begin(entered_with(self._joinables, told, self._divisor))
+            arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
+            block.begin(entered_with(self._joinables, arguments, self._divisor))
             put_inside(self, self._joinables, enable=True, throw=self._throw)
             block.attach(self)
         except BaseException:

@@ -72,11 +72,11 @@ def joinables_of(obj: Any) -> list[Joinable]:
             f" registered for it. Derive it from join.Joinable, or call join.register_joinable({type(obj).__name__},"
             " adapter) [J096]"
         )
-    found = adapter(obj)
-    listed = [found] if isinstance(found, Joinable) else found
+    adapted = adapter(obj)
+    listed = [adapted] if isinstance(adapted, Joinable) else adapted
     if not (isinstance(listed, Sequence) and listed and all(isinstance(item, Joinable) for item in listed)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"the adapter registered for {type(obj).__qualname__} returned {found!r}; it must return a Joinable, or a"
+            f"the adapter registered for {type(obj).__qualname__} returned {adapted!r}; it must return a Joinable, or a"
             " list of them [J097]"
         )
     return list(listed)

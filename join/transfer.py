@@ -132,16 +132,16 @@ class Inbox:
         self.keeps = keeps
         self._tensors: dict[int, torch.Tensor] = {}  # by the numbers of their slots
 
-    def fill(self, skeleton: Any, mine: Any = None, like: torch.Tensor | None = None) -> Any:
+    def fill(self, skeleton: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
         """Return ``skeleton`` with tensors in its slots.
 
         Args:
             skeleton: of the sender's tree, or of a part of it.
-            mine: the same part of this rank's tree: tensors of it that fit their slots are taken.
+            own: the same part of this rank's tree: tensors of it that fit their slots are taken.
             like: the parameter that the tensors belong to. They are on its device, but for those that are on the CPU at
                 the sender; and where they have its shape, they are laid out in memory as it is.
         """
-        own: dict[Any, Any] = dict(pytree.tree_flatten_with_path(mine)[0])
+        own_at: dict[Any, Any] = dict(pytree.tree_flatten_with_path(own)[0])
         taken = {id(tensor) for tensor in self._tensors.values()}  # one that is in several places takes one tensor
 
         def place(path: Any, slot: Any) -> Any:
@@ -149,7 +149,7 @@ class Inbox:
                 return slot
             if slot.number not in self._tensors:
                 device = torch.device(slot.device) if slot.device == "cpu" or like is None else like.device
-                held, wanted = own.get(path), (slot.shape, slot.dtype, device)
+                held, wanted = own_at.get(path), (slot.shape, slot.dtype, device)
                 shell = torch.empty((), dtype=slot.dtype, device=device).expand(slot.shape)
                 if self.keeps:
                     tensor = shell
@@ -189,16 +189,16 @@ def _skeleton_of(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 def _filled(skeleton: Any, data: torch.Tensor) -> Any:
     start = 0
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}  # by the numbers of their slots
 
     def take(slot: Slot) -> torch.Tensor:
         nonlocal start
-        if slot.number not in found:
+        if slot.number not in tensors:
             size = slot.shape.numel() * slot.dtype.itemsize
             start += size
             # cloned, so that it is aligned
-            found[slot.number] = data[start - size : start].clone().view(slot.dtype).view(slot.shape)
-        return found[slot.number]
+            tensors[slot.number] = data[start - size : start].clone().view(slot.dtype).view(slot.shape)
+        return tensors[slot.number]
 
     return pytree.tree_map_only(Slot, take, skeleton)
 

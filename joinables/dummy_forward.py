@@ -47,7 +47,7 @@ class DummyForward:
     def instead_of(self, arguments: Arguments) -> Arguments:
         """What to run the module on in the call under way, which has these arguments; they get gradients of 0."""
         calls = self._calls
-        found = calls[min(self._number, len(calls)) - 1] if calls else map_tensors(_with_rows, arguments)
+        instead = calls[min(self._number, len(calls)) - 1] if calls else map_tensors(_with_rows, arguments)
         sources = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
 
         def linked(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class DummyForward:
                 return tensor.clone()
             return cast("torch.Tensor", _Linked.apply(tensor, *sources))
 
-        return map_tensors(linked, found)
+        return map_tensors(linked, instead)
 
 
 def check_backward_on_dummy(channel: Channel, module: object) -> None:

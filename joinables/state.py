@@ -160,8 +160,8 @@ class OptimizerState(Silent):
     def _raise_if_any_cannot(self, why_not: str) -> None:
         if self._collective.reduce_boolean_decision(bool(why_not), all=False):
             reasons: list[str] = self._collective.all_gather_object(why_not)
-            told = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
-            raise_not_copied(self.join_name, told)
+            why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
+            raise_not_copied(self.join_name, why)
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 

@@ -154,9 +154,9 @@ class ZeroStep(Announcing):
         """Send the leader's numbers to joined ranks, if there are any, in the burst of the last header."""
         if self._channel.headers.all_announced():
             return
-        leads = self._channel.find_leader() == self._collective.rank
+        is_leader = self._channel.find_leader() == self._collective.rank
         values, structure = pytree.tree_flatten(self._hyperparameters())
-        numbers = [float(value) if leads else 0.0 for value in values if _is_number(value)]
+        numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
         self._sums = torch.tensor(numbers, dtype=torch.float64)  # kept while it is under way
         work = self._collective.all_reduce(self._sums)
         if not active:

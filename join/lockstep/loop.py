@@ -38,7 +38,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 
-from join.arguments import check_same
+from join.agreement import check_same
 from join.batch import Step, StepBatch, map_tensors
 from join.collectives._torch_private import profiled
 from join.collectives.broken import is_broken

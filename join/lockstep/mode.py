@@ -172,8 +172,9 @@ class Lockstep(Mode):
         if self.barrier is not None:
             self.wait_for_all(f"announced {member.joinable.join_name} in step {step.number} of join.iterate")
         self._last_burst = step.first_with_data, step.has_data
-        leads = self._headers.leader == step.first_with_data  # lower ranks come back in a second loop
-        self._headers.set_announced_by_all(index, leader_alive=leads)
+        # Not always: lower ranks come back in a second loop.
+        leader_alive = self._headers.leader == step.first_with_data
+        self._headers.set_announced_by_all(index, leader_alive=leader_alive)
         return DONE
 
     @override

@@ -28,12 +28,12 @@ class JoinReport:
     even: bool = True
 
     @classmethod
-    def gather(cls, collective: Collective, mine: RankReport, even: bool) -> JoinReport:
+    def gather(cls, collective: Collective, own: RankReport, even: bool) -> JoinReport:
         """Collect all rows: one all-reduce of a matrix in which each rank fills its own row."""
-        *values, step_times = astuple(mine)
+        *values, step_times = astuple(own)
         row = torch.tensor([*values, *step_times], dtype=torch.float64)
         rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64)
-        rows[mine.rank] = row
+        rows[own.rank] = row
         collective.all_reduce(rows).wait()
         return cls(tuple(_row(values) for values in cast("list[list[float]]", rows.tolist())), even)
 

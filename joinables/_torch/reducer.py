@@ -144,12 +144,12 @@ def buffer_places(ddp: DistributedDataParallel) -> dict[str, tuple[dict[str, tor
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """The parameters in the reducer's order: without those that were frozen when the module was wrapped."""
-    found = parameters(ddp)
-    if all(parameter.requires_grad for parameter in found):
-        return found
+    kept = parameters(ddp)
+    if all(parameter.requires_grad for parameter in kept):
+        return kept
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-    return [parameter for parameter in found if id(parameter) in reduced]
+    return [parameter for parameter in kept if id(parameter) in reduced]
 
 
 def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor]) -> None:

@@ -38,19 +38,19 @@ def require(needed: Mapping[str, Sequence[str]]) -> None:
     missing: list[str] = []
     for owner, names in needed.items():
         try:
-            found = pkgutil.resolve_name(owner)
+            resolved = pkgutil.resolve_name(owner)
         except (ImportError, AttributeError):
             missing.append(owner.replace(":", "."))
         else:
-            missing += [f"{owner.replace(':', '.')}.{name}" for name in names if not hasattr(found, name)]
+            missing += [f"{owner.replace(':', '.')}.{name}" for name in names if not hasattr(resolved, name)]
     _raise_if_any(missing)
 
 
 def require_of(obj: object, names: Sequence[str]) -> None:
     """Raise the same error for attributes that an object lacks; ``"a|b"`` stands for one of two."""
-    either = [name.split("|") for name in names]
+    choices = [name.split("|") for name in names]
     _raise_if_any(
-        [f"{type(obj).__name__}.{each[0]}" for each in either if not any(hasattr(obj, name) for name in each)]
+        [f"{type(obj).__name__}.{choice[0]}" for choice in choices if not any(hasattr(obj, name) for name in choice)]
     )
 
 

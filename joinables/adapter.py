@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from join import Burst, Join, Joinable, JoinHook
 from join.arguments import check_initialised
-from joinables._torch.torch_join import routed_notifications
+from joinables._torch.objects import routed_notifications
 
 
 class Adapter(Joinable, JoinHook):

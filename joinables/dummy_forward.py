@@ -17,7 +17,7 @@ from join import JoinError, ProtocolError
 from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
-from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
+from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
 from joinables.modules import Replacement, hides_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

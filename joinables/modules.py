@@ -17,7 +17,7 @@ from join.batch import tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
 from join.transfer import broadcast_tree
-from joinables._torch.compiler import call_uncompiled, compiler_under_way, not_compiled
+from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
 
 
 @contextmanager

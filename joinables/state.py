@@ -33,7 +33,7 @@ from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
 from join.transfer import Inbox, broadcast_skeleton, broadcast_tensors, broadcast_tree
-from joinables._torch.optimizers import has_stepped, mark_stepped
+from joinables._torch.objects import has_stepped, mark_stepped
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
 

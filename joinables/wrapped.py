@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from joinables._torch.compiler import compiled_from
+from joinables._torch.objects import compiled_from
 
 
 def unwrapped(obj: Any) -> Any:

@@ -35,7 +35,7 @@ from typing_extensions import override
 from join import Join
 from join.collectives._torch_private import pytree
 from join.transfer import broadcast_tree
-from joinables._torch.optimizers import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
+from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from join import JoinError
 from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
-from joinables._torch import autograd, reducer, torch_join
+from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BufferSync
 from joinables.dummy_forward import InnerForward, check_backward_on_dummy
 from joinables.modules import ModuleHook, tensors_with_grad
@@ -99,7 +99,7 @@ class Forwards:
         if self._unseen is not None:
             self._unseen.remove()  # the module itself was called, and so it will be
             self._unseen = None
-        if torch_join.is_in_torch_join(self._ddp):
+        if objects.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
         if self.norms:

@@ -45,7 +45,7 @@ from typing_extensions import override
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives import Collective
 from join.transfer import broadcast_tensors
-from joinables._torch import autograd, reducer, torch_join
+from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
 from joinables.modules import adopt_gradients
@@ -114,7 +114,7 @@ class GradientSync(DDPBurst):
         Raises:
             ValueError: if torch's own ``Join`` is around the module, or a layer has sparse gradients.
         """
-        if torch_join.is_in_torch_join(self._ddp):
+        if objects.is_in_torch_join(self._ddp):
             raise ValueError(IN_TORCH_JOIN)
         for name, layer in cast("Iterator[tuple[str, torch.nn.Module]]", self._ddp.named_modules()):
             sparse = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse

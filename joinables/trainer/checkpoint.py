@@ -39,7 +39,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from typing_extensions import override
 
-from joinables._torch.optimizers import mark_stepped
+from joinables._torch.objects import mark_stepped
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.run import Run
 

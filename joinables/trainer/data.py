@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from join.collectives import Collective
 from join.lockstep.read_ahead import length_of
-from joinables._torch.data_loader import with_parts
+from joinables._torch.objects import with_parts
 
 
 class UnevenDistributedSampler(Sampler[int]):

@@ -6,9 +6,7 @@ order. Left out are calls within a file, what repeats what was drawn before, and
 
 from __future__ import annotations
 
-import pickle
 import sys
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +14,14 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from docs.order import drawn, on_ranks
 from join import Join
-from joinables.trainer import Callback, Trainer, TrainModule
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 DETAIL = 2  # lines
-TRAINER = "joinables/trainer", "join/context"  # what is shown of a rank that fits
 
 
 @dataclass(frozen=True)
@@ -148,46 +143,7 @@ def in_lockstep(rank: int) -> list[Call]:
     return calls.made
 
 
-class Tell(Callback):
-    """Writes what the process of rank 0 has called when its training ends."""
-
-    def __init__(self, calls: Calls, path: Path) -> None:
-        self.calls, self.path = calls, path
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        if dist.get_rank() == 0:
-            self.path.write_bytes(pickle.dumps(self.calls.made))
-
-
-class Module(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit() -> tuple[list[Call], list[Call]]:
-    """What ``Trainer.fit`` calls in the process that calls it, and in that of rank 0, which is forked from it."""
-    with tempfile.TemporaryDirectory() as folder:
-        calls, path = Calls(), Path(folder, "worker")
-        trainer = Trainer(strategy="ddp_fork", devices=2, max_epochs=1, callbacks=Tell(calls, path))
-        data = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2)
-        with calls:
-            trainer.fit(Module(), data)
-        in_worker: list[Call] = pickle.loads(path.read_bytes())
-        shown = [call for call in in_worker if call not in calls.made and call[1].file.startswith(TRAINER)]
-        return calls.made, shown
-
-
 def main() -> None:
-    parent, worker = fit()
-    draw(parent, "Trainer.fit, in the process that calls it", "fit")
-    draw(worker, "Trainer.fit, in the process of a rank", "fit_rank")
     active, shadowed = on_ranks(plain)
     _, dummy = on_ranks(in_lockstep)
     draw(active, "A step of a rank that has data, in a plain block", "active_step")

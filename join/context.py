@@ -208,9 +208,9 @@ class Join:
             JoinError: outside a block.
             ValueError: for a ``divided_over`` that is not positive, or in a plain block.
         """
-        if not self._is_open:
-            raise JoinError("join.scale is for the inside of a block: with Join([...]) as join: ... [J469]")
         step, block = self._step, self._block
+        if block is None and not self._is_open:
+            raise JoinError("join.scale is for the inside of a block: with Join([...]) as join: ... [J469]")
         if step is not None:
             engine = self._collective.world_size if divided_over is None else checked_engine(divided_over)
             factor = factor_in_loop(step, engine * self._divisor)
@@ -222,7 +222,8 @@ class Join:
             )
         if block is None or self._weight is None:
             return loss
-        return block.channel.scaling.scale_in_plain_block(loss, self._weight * self._divisor)
+        scaling = block.channel.scaling
+        return scaling.scale(loss, self._weight * self._divisor, scaling.unit)
 
     @property
     def _step(self) -> Step | None:

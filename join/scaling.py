@@ -58,18 +58,17 @@ class Scaling:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    def scale(self, loss: L, factor: float) -> L:
-        """Scale a loss in a loop, and notice when a backward begins at it."""
-        result = scaled(loss, factor)
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            on_gradient(result, self._begins)
-        return result
+    def scale(self, loss: L, factor: float, unit: float | None = None) -> L:
+        """Scale a loss, and notice when a backward begins at it.
 
-    def scale_in_plain_block(self, loss: L, weight: float) -> L:
-        """Likewise in a plain block, where the sum of the weights is not known yet."""
-        result = scaled(loss, weight / self.unit)
+        Args:
+            loss: of this rank's batch.
+            factor: the number that it is multiplied by.
+            unit: in a plain block, what it is divided by, since the sum of the weights is not known yet: that of now.
+        """
+        result = scaled(loss, factor if unit is None else factor / unit)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            on_gradient(result, partial(self._begins, unit=self.unit))
+            on_gradient(result, self._begins if unit is None else partial(self._begins, unit=unit))
         return result
 
     def _begins(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ each reads its header first.
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,7 +38,7 @@ from join.collectives._torch_private import profiled
 from join.errors import ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable, JoinHook
-from join.report.rank_report import StepTimes
+from join.report.rank_report import BINS, EDGES
 
 ACTIVE, LEADER, STOPPING, FRESH = range(4)
 _FIXED = 4
@@ -84,29 +85,47 @@ class HeaderCode:
         for flag_count in flag_counts:
             self.offsets.append(fields)
             fields += 1 + flag_count
-        self._fields, self._size, self._world_size = fields, world_size.bit_length(), world_size
+        self._size, self._world_size = world_size.bit_length(), world_size
+        self.ones = [1 << self._size * place for place in range(fields)]
+        """For each field, this rank's contribution that sets it to 1."""
         self.bits = fields * self._size
         """Size of a header in bits."""
         # Headers repeat step by step: what they say is kept, since unpacking is half of the cost of reading one.
         self.unpack = cache(self._unpack)
         self.of_all = cache(self._of_all)
 
-    def pack(self, fields: Sequence[int]) -> int:
-        """Return this rank's contribution: the fields that it sets to 1."""
-        number = 0
-        for place in fields:
-            number |= 1 << self._size * place
-        return number
-
     def _unpack(self, total: int) -> Header:
         """Read the sum of all contributions."""
         mask = (1 << self._size) - 1
-        return Header([total >> self._size * place & mask for place in range(self._fields)], self.offsets)
+        return Header([total >> self._size * place & mask for place in range(len(self.ones))], self.offsets)
 
     def _of_all(self, index: int, leader_alive: bool) -> Header:
         """Return the header in which all ranks announce burst ``index``."""
-        total = self._world_size * self.pack([ACTIVE, self.offsets[index]])
-        return self.unpack(total | self.pack([LEADER] if leader_alive else []))
+        total = self._world_size * (self.ones[ACTIVE] + self.ones[self.offsets[index]])
+        return self.unpack(total + self.ones[LEADER] if leader_alive else total)
+
+
+class StepTimes:
+    """Counts the times between the bursts that one rank announces, in the bins of a report."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * BINS
+        """How many bursts took how long, by bin."""
+        self._last = 0.0
+
+    @property
+    def total(self) -> int:
+        """How many bursts were announced."""
+        return sum(self.counts)
+
+    def start(self, now: float) -> None:
+        """Let the first burst begin at ``now``, in seconds of a monotonic clock."""
+        self._last = now
+
+    def step(self, now: float) -> None:
+        """Count a burst that is announced at ``now``."""
+        took, self._last = now - self._last, now
+        self.counts[bisect(EDGES, took, 1, BINS) - 1] += 1
 
 
 @dataclass(eq=False)
@@ -182,6 +201,7 @@ class Roster:
         bursts: those that announce by nature, with their index.
         may_be_pending: those that may be announced before they run.
         code: packs the headers.
+        flagged: those of ``bursts`` that have flags.
         ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
         early: that one, if it may be announced in the forward, before its backward runs: not under ``timeout``, where a
             header means that the burst starts now.
@@ -271,21 +291,23 @@ class Headers:
 
     def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
         """Start a header, in which this rank announces member ``index``, if any."""
-        roster, fields = self.roster, list(fields)
+        roster, code, number = self.roster, self.roster.code, 0
+        for place in fields:
+            number += code.ones[place]
         if active:
-            fields += [ACTIVE, LEADER] if self.leader == self._rank else [ACTIVE]
+            number += code.ones[ACTIVE] + (code.ones[LEADER] if self.leader == self._rank else 0)
         if index is not None:
-            fields.append(roster.code.offsets[index])
-        for number, burst in roster.flagged:
-            for place, flag in enumerate(burst.flags(number == index), roster.code.offsets[number] + 1):
+            number += code.ones[code.offsets[index]]
+        for other, burst in roster.flagged:
+            for place, flag in enumerate(burst.flags(other == index), code.offsets[other] + 1):
                 if flag:
-                    fields.append(place)
+                    number += code.ones[place]
         self.announced_by_me = None if index is None else roster.announcing[index]
         self._last, self.is_applied, self._knows_leader = None, False, False
         if self._guard.timeout is not None:
             self._guard.arrive()
         with profiled("header"):
-            work = self._work = self._line.sum(roster.code.pack(fields), roster.code.bits)
+            work = self._work = self._line.sum(number, code.bits)
         self.tally.headers += 1
         self.tally.nbytes += work.nbytes
         return work

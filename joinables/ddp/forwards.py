@@ -128,7 +128,8 @@ class Forwards:
             return
         if self._buffers is not None:
             self._buffers.forward_ended()
-        outputs = tensors_with_grad(output)
+        is_one = isinstance(output, torch.Tensor) and output.requires_grad  # by far the most often
+        outputs = [output] if is_one else tensors_with_grad(output)
         if self._expects_backward_inside:
             self._refuse_backward_inside()
             self._expects_backward_inside = not outputs

@@ -13,8 +13,9 @@ import pytest
 
 from join import Join, JoinReport
 from join.collectives import SingleCollective, ThreadCollective, run_threads
+from join.protocol.headers import StepTimes
 from join.report import RankReport
-from join.report.rank_report import BINS, EDGES, StepTimes
+from join.report.rank_report import BINS, EDGES
 from tests.join.counter import Counter, Leading
 
 STEPS = [2, 5, 0]

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.autograd import Variable, profiler
@@ -24,17 +23,12 @@ from torch.utils import _pytree
 pytree = _pytree
 """Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
 
-_engine: Any = Variable._execution_engine
+after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Runs what it is given when the backward pass that is under way has computed all gradients.
 
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that is under way has computed all gradients.
-
-    Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
-    queue another, which runs after all that were queued before.
-    """
-    _engine.queue_callback(callback)
-
+Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may queue
+another, which runs after all that were queued before.
+"""
 
 _NOTHING = nullcontext()
 
@@ -110,10 +104,10 @@ def _pause() -> None:
 
 def never_destroy_at_exit(group: dist.ProcessGroup) -> None:
     """Call :func:`never_destroy` when the interpreter exits, if the group is still there."""
-    found = weakref.ref(group)
+    reference = weakref.ref(group)
 
     def hold() -> None:
-        if (left := found()) is not None:
-            never_destroy(left)
+        if (group := reference()) is not None:
+            never_destroy(group)
 
     atexit.register(hold)

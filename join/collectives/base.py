@@ -225,16 +225,16 @@ class Collective(ABC):
         Args:
             number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Lines may be used at the same time: what is started on
                 several of them is, on all ranks, in the same order. Where a backend has a companion, none of them mixes
-                with this one's operations.
+                with this one's operations. ``SUMS`` is for :meth:`sums`.
         """
-        return GroupLine(self.companion())
+        return GroupLine(self if number == SUMS else self.companion())
 
     def sums(self) -> Line:
         """The line for sums made amid the group's own operations: all ranks start them in the same order as those.
 
         After all ranks have called :meth:`line`.
         """
-        return GroupLine(self)
+        return self.line(SUMS)
 
     @abstractmethod
     def board(self) -> Board:
@@ -288,17 +288,13 @@ class Collective(ABC):
         Raises:
             ValueError: if ``outputs`` are of another number, shape, dtype or device, before anything is sent.
         """
-        if outputs is not None:
-            self._check_outputs(tensor, outputs, contiguous=False)
-            if all(output.is_contiguous() for output in outputs):
-                self.all_gather_into(tensor, outputs).wait()
-                return list(outputs)
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        self.all_gather_into(tensor, received).wait()
         if outputs is None:
-            return received
+            outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        received = [output.contiguous() for output in outputs]  # most of them are, and these are themselves
+        self.all_gather_into(tensor, received).wait()
         for output, gathered in zip(outputs, received, strict=True):
-            output.copy_(gathered)
+            if output is not gathered:
+                output.copy_(gathered)
         return list(outputs)
 
     @final
@@ -359,18 +355,16 @@ class Collective(ABC):
                 that is wanted.
         """
         check_op(op, get_args(ResultOp))
-        if op == "mean":
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise TypeError(
-                    f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum' [J027]"
-                )
-            result = tensor.clone(memory_format=torch.contiguous_format)
-            self.all_reduce(result, "sum").wait()
-            return result.div_(self.world_size)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(
+                f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum' [J027]"
+            )
         # Not every backend reduces booleans, and where they are summed they are not counted.
         counted = tensor.dtype == torch.bool
         result = tensor.to(torch.int64) if counted else tensor.clone(memory_format=torch.contiguous_format)
-        self.all_reduce(result, op).wait()
+        self.all_reduce(result, "sum" if op == "mean" else op).wait()
+        if op == "mean":
+            return result.div_(self.world_size)
         return result.bool() if counted and op != "sum" else result
 
     @final
@@ -415,7 +409,7 @@ class Collective(ABC):
             raise ValueError(f"source={source} is not a rank of this group: they are 0 to {self.world_size - 1} [J031]")
 
     @final
-    def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], *, contiguous: bool = True) -> None:
+    def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         if len(outputs) != self.world_size:
             raise ValueError(f"{len(outputs)} outputs given: give one for each of {self.world_size} ranks [J032]")
         wanted = (tensor.dtype, tensor.shape, tensor.device)
@@ -425,7 +419,7 @@ class Collective(ABC):
                     f"the output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, but the"
                     f" tensor {describe(tensor.dtype, tensor.shape)} on {tensor.device}; make it like that [J033]"
                 )
-            if contiguous and not output.is_contiguous():
+            if not output.is_contiguous():
                 raise ValueError(
                     f"the output for rank {rank} is not contiguous; make it so, or use all_gather() [J034]"
                 )
@@ -452,7 +446,7 @@ class GroupLine(Line):
 
     @override
     def roll_call(self, largest: int) -> RollCall:
-        return SummedRollCall(self, self._collective.rank, self._collective.world_size, largest)
+        return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest)
 
 
 class _GroupSum:
@@ -474,9 +468,8 @@ class _GroupFloatSum:
         self.total = number.item
 
 
-@final
-class SummedRollCall:
-    """A roll call over any line: a call is one sum, in which each rank fills bits of its own.
+class _GroupRollCall:
+    """A roll call in which a call is one sum: each rank fills bits of its own.
 
     For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.
     """
@@ -487,12 +480,10 @@ class SummedRollCall:
         self.nbytes = 0
 
     def call(self, number: int, /) -> None:
-        """Start a call, in which this rank answers ``number``."""
         self._sum = self._line.sum(number << self._shift, self._bits)
         self.wait, self.is_completed, self.nbytes = self._sum.wait, self._sum.is_completed, self._sum.nbytes
 
     def answers(self) -> list[int]:
-        """What each rank answered, by rank."""
         total, mask = self._sum.total(), (1 << self._size) - 1
         return [total >> self._size * rank & mask for rank in range(self._world_size)]
 

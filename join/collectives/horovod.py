@@ -84,7 +84,6 @@ class HorovodCollective(StoreCollective):
                 " horovod [J037]"
             ) from missing
         self._given_store, self._made = store, False
-        self._name, self._count = "", 0
 
     @override
     def setup(self, rank: int, world_size: int) -> None:
@@ -93,7 +92,7 @@ class HorovodCollective(StoreCollective):
             self._hvd.init()
             self._made = True
         self._take_place(rank, world_size, self._hvd.rank(), self._hvd.size())
-        self._name, self._count = f"join.{next(_numbers)}", 0
+        self._names = map(f"join.{next(_numbers)}.{{}}".format, count(1))
         self._open_store(self._given_store)
 
     @override
@@ -108,10 +107,6 @@ class HorovodCollective(StoreCollective):
         if not self.is_set_up:
             raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first [J038]")
 
-    def _next_name(self) -> str:
-        self._count += 1
-        return f"{self._name}.{self._count}"
-
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_op(op)
@@ -121,7 +116,7 @@ class HorovodCollective(StoreCollective):
         hvd = self._hvd
         carried = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
         handle = hvd.allreduce_async_(
-            carried, name=self._next_name(), op={"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[op]
+            carried, name=next(self._names), op={"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[op]
         )
         return _Handle(hvd, handle, lambda received: _put_back(received, tensor))
 
@@ -131,7 +126,7 @@ class HorovodCollective(StoreCollective):
         if tensor.numel() == 0:
             return DONE
         carried = tensor.detach().contiguous()
-        handle = self._hvd.broadcast_async_(as_bytes(carried), source, name=self._next_name())
+        handle = self._hvd.broadcast_async_(as_bytes(carried), source, name=next(self._names))
         return _Handle(self._hvd, handle, lambda _: _put_back(carried, tensor))
 
     @override
@@ -144,7 +139,7 @@ class HorovodCollective(StoreCollective):
             for output, chunk in zip(outputs, received.chunk(len(outputs)), strict=True):
                 as_bytes(output).copy_(chunk)
 
-        handle = self._hvd.allgather_async(as_bytes(tensor.contiguous()), name=self._next_name())
+        handle = self._hvd.allgather_async(as_bytes(tensor.contiguous()), name=next(self._names))
         return _Handle(self._hvd, handle, finish)
 
 

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS, Collective, FloatSum, Line, RollCall, Sum, SummedRollCall
+from join.collectives.base import SUMS, Collective, FloatSum, Line, RollCall, Sum
 from join.collectives.board import Board, Kind
 from join.collectives.broken import BrokenCollective
 from join.collectives.timeouts import timeouts
@@ -220,9 +220,7 @@ class SharedMemoryLine(Line):
     @override
     def roll_call(self, largest: int) -> RollCall:
         width = -(-largest.bit_length() // BITS)
-        if width <= CELLS:
-            return _Numbers(self._lane, width)
-        return SummedRollCall(self, self._lane.rank, self._lane.world_size, largest)
+        return self._otherwise().roll_call(largest) if width > CELLS else _Numbers(self._lane, width)
 
     @override
     def restart(self) -> None:

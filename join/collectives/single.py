@@ -21,11 +21,6 @@ class SingleCollective(StoreCollective):
         self._opened = dist.HashStore()
 
     @override
-    def setup(self, rank: int, world_size: int) -> None:
-        self._check_setup(rank, world_size)
-        self._take_place(rank, world_size, 0, 1)
-
-    @override
     def teardown(self) -> None:
         self.is_set_up, self._opened = False, dist.HashStore()
 

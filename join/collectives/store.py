@@ -30,7 +30,10 @@ _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 class StoreCollective(Collective):
-    """A collective with a store of torch's: one that it has opened, unless a backend knows better."""
+    """A collective with a store of torch's.
+
+    Unless a backend knows better, it has opened that store, and its ranks are there from the start.
+    """
 
     _opened: dist.Store | None = None
 
@@ -39,6 +42,11 @@ class StoreCollective(Collective):
         self._check_is_set_up()
         assert self._opened is not None
         return self._opened
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        self._check_setup(rank, world_size)
+        self._take_place(rank, world_size, self._rank, self._world_size)
 
     @final
     @override
@@ -105,17 +113,15 @@ def _lead(store: dist.Store, world_size: int) -> dist.Store:
     limit = cast("timedelta", store.timeout)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     deadline, pause = time.monotonic() + limit.total_seconds(), 0.001
     words: dict[int, str] = {}  # under which ranks were told the name
-    while missing:
+    while missing := [rank for rank in missing if not fresh.check([f"met/{rank}"])]:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {missing} of {world_size} have not come to the launch")
         for rank in missing:
             if store.check([f"hello/{rank}"]):
                 word = store.get(f"hello/{rank}").decode()
                 if words.get(rank) != word:
                     store.set(f"name/{word}", name)
                     words[rank] = word
-        missing = [rank for rank in missing if not fresh.check([f"met/{rank}"])]
-        if missing and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {missing} of {world_size} have not come to the launch")
-        if missing:  # not in a wait for their keys, of which torch prints that it was in vain
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        time.sleep(pause)  # not in a wait for their keys, of which torch prints that it was in vain
+        pause = min(2 * pause, _LONGEST_PAUSE)
     return fresh

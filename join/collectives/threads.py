@@ -103,11 +103,6 @@ class ThreadCollective(StoreCollective):
         self._companion: ThreadCollective | None = None
 
     @override
-    def setup(self, rank: int, world_size: int) -> None:
-        self._check_setup(rank, world_size)
-        self._take_place(rank, world_size, self._rank, self._world.size)
-
-    @override
     def teardown(self) -> None:
         self.is_set_up = False
 

@@ -6,7 +6,7 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -29,7 +29,7 @@ from join.collectives._torch_private import (
     store_of,
     timeout_of,
 )
-from join.collectives.base import HEADERS, SUMS, Line, ReduceOp, Work, as_bytes, check_op
+from join.collectives.base import HEADERS, Line, ReduceOp, Work, as_bytes, check_op
 from join.collectives.board import Board
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, connect
 from join.collectives.store import StoreCollective, fresh_store
@@ -183,14 +183,7 @@ class TorchCollective(StoreCollective):
         shared = self._shared
         if not shared.has_tried:
             shared.has_tried, shared.segment = True, connect(self)
-        return self._on_lane(number, partial(super().line, number))
-
-    @override
-    def sums(self) -> Line:
-        return self._on_lane(SUMS, super().sums)
-
-    def _on_lane(self, number: int, over_group: Callable[[], Line]) -> Line:
-        shared = self._shared
+        over_group = partial(super().line, number)
         if shared.segment is None:
             return over_group()
         if number not in shared.lanes:

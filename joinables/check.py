@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import joinables
 from join import Join
-from join.collectives.shared_memory.segment import obstacle_found
+from join.collectives.shared_memory import obstacle_found
 from joinables._torch.versions import SUPPORTED
 
 INTERFACE = "GLOO_SOCKET_IFNAME"

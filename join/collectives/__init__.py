@@ -6,13 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from join.collectives.base import Collective, ReduceOp
-from join.collectives.control_line import Line, RollCall, Sum
+from join.collectives.base import Collective, Line, ReduceOp, RollCall, Sum, Work
 from join.collectives.single import SingleCollective
 from join.collectives.threads import ThreadCollective, run_threads
 from join.collectives.torch import TorchCollective
 from join.collectives.torch import of_group as _of_group
-from join.collectives.work import Work
 
 __all__ = [
     "Collective",
@@ -55,7 +53,7 @@ def collective_of(group: Any) -> Collective:
         raise TypeError(
             f"{group!r} is neither a ProcessGroup nor a join.collectives.Collective; give one of these [J023]"
         )
-    found = _of_group.get(group)
-    if found is None:
-        found = _of_group[group] = TorchCollective(group)
-    return found
+    collective = _of_group.get(group)
+    if collective is None:
+        collective = _of_group[group] = TorchCollective(group)
+    return collective

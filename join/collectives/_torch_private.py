@@ -26,17 +26,12 @@ from torch.utils import _pytree
 pytree = _pytree
 """Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
 
-_engine: Any = Variable._execution_engine
+after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Runs what it is given when the backward pass that is under way has computed all gradients.
 
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass that is under way has computed all gradients.
-
-    Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may
-    queue another, which runs after all that were queued before.
-    """
-    _engine.queue_callback(callback)
-
+Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may queue
+another, which runs after all that were queued before.
+"""
 
 _NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
 
@@ -128,10 +123,10 @@ def _pause() -> None:
 
 def never_destroy_at_exit(group: dist.ProcessGroup) -> None:
     """Call :func:`never_destroy` when the interpreter exits, if the group is still there."""
-    found = weakref.ref(group)
+    reference = weakref.ref(group)
 
     def hold() -> None:
-        if (left := found()) is not None:
-            never_destroy(left)
+        if (group := reference()) is not None:
+            never_destroy(group)
 
     atexit.register(hold)

@@ -1,10 +1,11 @@
-"""The seam between the protocol and whatever carries it: :class:`Collective`.
+"""The seam between the protocol and whatever carries it: :class:`Collective`, and its :class:`Line` for small numbers.
 
 A collective connects the ranks of one group. Operations are matched by their order: the n-th operation of one rank
 meets the n-th of every other. What returns a :class:`Work` has only been started, what returns a value is done. Next to
 them is a small key-value store, for texts that need no operation of all.
 
-A backend implements the abstract methods, and may override what is not final.
+A backend implements the abstract methods, and may override what is not final. One that calls :meth:`_take_place` when
+it is set up has its rank and world size from here.
 """
 
 from __future__ import annotations
@@ -13,17 +14,108 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import torch
-from typing_extensions import final
+from typing_extensions import final, override
 
 from join.collectives.board import Board
-from join.collectives.control_line import HEADERS, GroupLine, Line
-from join.collectives.work import Work
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 ResultOp: TypeAlias = Literal["mean", "sum", "min", "max"]
+
+HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
+"""The lines of a group: of headers, of the roll calls of loops in lockstep, of barriers in them, and of sums."""
+_WORD_BITS = 63  # the sign stays free
+
+
+class Work(Protocol):
+    """A collective under way; ``torch.distributed.Work`` is one."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool:
+        """Block until done.
+
+        Raises:
+            RuntimeError: when ``timeout`` passes first, after which waiting again is allowed.
+        """
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether the operation is done."""
+        ...
+
+
+class _Done:
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE: Work = _Done()
+"""An operation that is over; all share it."""
+
+
+class Sum(Work, Protocol):
+    """A sum under way."""
+
+    nbytes: int
+    """Bytes that each rank sends."""
+
+    def total(self) -> int:
+        """The sum, once it is there."""
+        ...
+
+
+class FloatSum(Work, Protocol):
+    """A sum of floating-point numbers under way."""
+
+    def total(self) -> float:
+        """The sum, once it is there; the same on all ranks, to the bit."""
+        ...
+
+
+class RollCall(Work, Protocol):
+    """Gathers a small number of each rank, again and again; ``wait`` and ``is_completed`` are of the last call."""
+
+    nbytes: int
+    """Bytes that each rank sends in a call."""
+
+    def call(self, number: int, /) -> None:
+        """Start a call, in which this rank answers ``number``; the one before must be done."""
+        ...
+
+    def answers(self) -> list[int]:
+        """What each rank answered, by rank, after the call is done."""
+        ...
+
+
+class Line(ABC):
+    """Sums numbers over the ranks of a group, one at a time: each sum is done before the next is started."""
+
+    @abstractmethod
+    def sum(self, number: int, bits: int) -> Sum:
+        """Start summing a number over all ranks.
+
+        Args:
+            number: this rank's; neither it nor the sum is negative.
+            bits: how many the number has at most, and the sum, too; the same on all ranks.
+        """
+
+    @abstractmethod
+    def sum_float(self, number: float) -> FloatSum:
+        """Start summing a floating-point number of 64 bits over all ranks."""
+
+    @abstractmethod
+    def roll_call(self, largest: int) -> RollCall:
+        """A roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
+
+    def restart(self) -> None:
+        """Take back what this rank gave to sums that others may not have come to.
+
+        All ranks call it where nothing is under way, and meet afterwards, before they use the line.
+        """
 
 
 class Collective(ABC):
@@ -33,10 +125,9 @@ class Collective(ABC):
     single process.
     """
 
-    @property
-    @abstractmethod
-    def is_set_up(self) -> bool:
-        """Whether the ranks are connected."""
+    is_set_up = False
+    """Whether the ranks are connected."""
+    _rank = _world_size = 0
 
     @abstractmethod
     def setup(self, rank: int, world_size: int) -> None:
@@ -56,14 +147,18 @@ class Collective(ABC):
         """Disconnect, after the last operation; all ranks call it. Nothing happens if it is not set up."""
 
     @property
-    @abstractmethod
     def rank(self) -> int:
         """This rank, from 0."""
+        if not self.is_set_up:
+            self._check_is_set_up()
+        return self._rank
 
     @property
-    @abstractmethod
     def world_size(self) -> int:
         """The number of ranks."""
+        if not self.is_set_up:
+            self._check_is_set_up()
+        return self._world_size
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -130,16 +225,16 @@ class Collective(ABC):
         Args:
             number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Lines may be used at the same time: what is started on
                 several of them is, on all ranks, in the same order. Where a backend has a companion, none of them mixes
-                with this one's operations.
+                with this one's operations. ``SUMS`` is for :meth:`sums`.
         """
-        return GroupLine(self.companion())
+        return GroupLine(self if number == SUMS else self.companion())
 
     def sums(self) -> Line:
         """The line for sums made amid the group's own operations: all ranks start them in the same order as those.
 
         After all ranks have called :meth:`line`.
         """
-        return GroupLine(self)
+        return self.line(SUMS)
 
     @abstractmethod
     def board(self) -> Board:
@@ -193,17 +288,13 @@ class Collective(ABC):
         Raises:
             ValueError: if ``outputs`` are of another number, shape, dtype or device, before anything is sent.
         """
-        if outputs is not None:
-            self._check_outputs(tensor, outputs, contiguous=False)
-            if all(output.is_contiguous() for output in outputs):
-                self.all_gather_into(tensor, outputs).wait()
-                return list(outputs)
-        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        self.all_gather_into(tensor, received).wait()
         if outputs is None:
-            return received
-        for output, each in zip(outputs, received, strict=True):
-            output.copy_(each)
+            outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        received = [output.contiguous() for output in outputs]  # most of them are, and these are themselves
+        self.all_gather_into(tensor, received).wait()
+        for output, gathered in zip(outputs, received, strict=True):
+            if output is not gathered:
+                output.copy_(gathered)
         return list(outputs)
 
     @final
@@ -218,7 +309,7 @@ class Collective(ABC):
         """
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = self.all_gather_object((tensor.dtype, tuple(tensor.shape)))
         if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
-            given = ", ".join(f"rank {rank} {describe(*each)}" for rank, each in enumerate(shapes))
+            given = ", ".join(f"rank {rank} {describe(dtype, shape)}" for rank, (dtype, shape) in enumerate(shapes))
             raise ValueError(f"ranks must gather tensors of one dtype and number of dimensions, not {given} [J025]")
         sizes = [torch.Size(shape).numel() for _, shape in shapes]
         padded = tensor.new_zeros(max(sizes))
@@ -239,9 +330,9 @@ class Collective(ABC):
         sizes = [int(head[0]) for head in heads]
         data.extend(bytes(max(sizes) - len(data)))
         received = [bytearray(max(sizes)) for _ in sizes]
-        outputs = [torch.frombuffer(each, dtype=torch.uint8) for each in received]
+        outputs = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
         self.all_gather(torch.frombuffer(data, dtype=torch.uint8), outputs)
-        texts = [each[:size] for each, size in zip(received, sizes, strict=True)]
+        texts = [buffer[:size] for buffer, size in zip(received, sizes, strict=True)]
         failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
         if failed:
             raise RuntimeError(
@@ -264,18 +355,16 @@ class Collective(ABC):
                 that is wanted.
         """
         check_op(op, get_args(ResultOp))
-        if op == "mean":
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise TypeError(
-                    f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum' [J027]"
-                )
-            result = tensor.clone(memory_format=torch.contiguous_format)
-            self.all_reduce(result, "sum").wait()
-            return result.div_(self.world_size)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(
+                f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum' [J027]"
+            )
         # Not every backend reduces booleans, and where they are summed they are not counted.
         counted = tensor.dtype == torch.bool
         result = tensor.to(torch.int64) if counted else tensor.clone(memory_format=torch.contiguous_format)
-        self.all_reduce(result, op).wait()
+        self.all_reduce(result, "sum" if op == "mean" else op).wait()
+        if op == "mean":
+            return result.div_(self.world_size)
         return result.bool() if counted and op != "sum" else result
 
     @final
@@ -302,12 +391,17 @@ class Collective(ABC):
             raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks; they are counted from 0 [J029]")
 
     @final
-    def _check_agrees(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
+    def _take_place(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
+        """Be this rank of so many, and set up, unless the backend knows another rank or world size."""
         if (rank, world_size) != (own_rank, own_world_size):
             raise RuntimeError(
                 f"setup(rank={rank}, world_size={world_size}) contradicts the backend of {type(self).__name__}, which"
                 f" says rank {own_rank} of {own_world_size}; call setup() with that [J030]"
             )
+        self._rank, self._world_size, self.is_set_up = rank, world_size, True
+
+    def _check_is_set_up(self) -> None:
+        """Raise a ``RuntimeError`` if the ranks are not connected, and need to be."""
 
     @final
     def _check_source(self, source: int) -> None:
@@ -315,20 +409,83 @@ class Collective(ABC):
             raise ValueError(f"source={source} is not a rank of this group: they are 0 to {self.world_size - 1} [J031]")
 
     @final
-    def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], *, contiguous: bool = True) -> None:
+    def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         if len(outputs) != self.world_size:
             raise ValueError(f"{len(outputs)} outputs given: give one for each of {self.world_size} ranks [J032]")
         wanted = (tensor.dtype, tensor.shape, tensor.device)
-        for rank, each in enumerate(outputs):
-            if (each.dtype, each.shape, each.device) != wanted:
+        for rank, output in enumerate(outputs):
+            if (output.dtype, output.shape, output.device) != wanted:
                 raise ValueError(
-                    f"the output for rank {rank} is {describe(each.dtype, each.shape)} on {each.device}, but the"
+                    f"the output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, but the"
                     f" tensor {describe(tensor.dtype, tensor.shape)} on {tensor.device}; make it like that [J033]"
                 )
-            if contiguous and not each.is_contiguous():
+            if not output.is_contiguous():
                 raise ValueError(
                     f"the output for rank {rank} is not contiguous; make it so, or use all_gather() [J034]"
                 )
+
+
+class GroupLine(Line):
+    """A line over a collective: each sum is an all-reduce, in one order with all others on it."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    @override
+    def sum(self, number: int, bits: int) -> Sum:
+        # Of several words, all but the last need room for what is to be carried.
+        size = _WORD_BITS if bits <= _WORD_BITS else _WORD_BITS - self._collective.world_size.bit_length()
+        mask = (1 << size) - 1
+        words = torch.tensor([number >> shift & mask for shift in range(0, bits, size)])
+        return _GroupSum(self._collective.all_reduce(words), words, size)
+
+    @override
+    def sum_float(self, number: float) -> FloatSum:
+        total = torch.tensor(number, dtype=torch.float64)
+        return _GroupFloatSum(self._collective.all_reduce(total), total)
+
+    @override
+    def roll_call(self, largest: int) -> RollCall:
+        return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest)
+
+
+class _GroupSum:
+    """An all-reduce of words of some bits each."""
+
+    def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
+        self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, words.nbytes
+        self._words, self._size = words, size
+
+    def total(self) -> int:
+        return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._words.tolist())))
+
+
+class _GroupFloatSum:
+    """An all-reduce of one number."""
+
+    def __init__(self, work: Work, number: torch.Tensor) -> None:
+        self.wait, self.is_completed = work.wait, work.is_completed
+        self.total = number.item
+
+
+class _GroupRollCall:
+    """A roll call in which a call is one sum: each rank fills bits of its own.
+
+    For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.
+    """
+
+    def __init__(self, line: Line, rank: int, world_size: int, largest: int) -> None:
+        self._line, self._size, self._world_size = line, largest.bit_length(), world_size
+        self._shift, self._bits = rank * self._size, world_size * self._size
+        self.nbytes = 0
+
+    def call(self, number: int, /) -> None:
+        self._sum = self._line.sum(number << self._shift, self._bits)
+        self.wait, self.is_completed, self.nbytes = self._sum.wait, self._sum.is_completed, self._sum.nbytes
+
+    def answers(self) -> list[int]:
+        total, mask = self._sum.total(), (1 << self._size) - 1
+        return [total >> self._size * rank & mask for rank in range(self._world_size)]
 
 
 def check_op(op: str, known: tuple[str, ...] = get_args(ReduceOp)) -> None:

@@ -90,7 +90,7 @@ class Board(ABC):
     @final
     def notes(self) -> list[Note]:
         """The notes that ranks have left, by rank."""
-        return sorted(Note(*json.loads(text)) for text in self._found("note"))
+        return sorted(Note(*json.loads(text)) for text in self._messages("note"))
 
     @final
     def tell(self, progress: Progress) -> None:
@@ -101,7 +101,7 @@ class Board(ABC):
     @final
     def told(self) -> dict[int, Progress]:
         """What the ranks have told last, by rank."""
-        messages = map(json.loads, self._found("told"))
+        messages = map(json.loads, self._messages("told"))
         return {rank: Progress(*progress) for rank, progress in messages}
 
     @abstractmethod
@@ -121,18 +121,17 @@ class Board(ABC):
         """Put down this rank's message of a kind, in the place of its last one."""
 
     @abstractmethod
-    def _found(self, kind: Kind) -> list[str]:
+    def _messages(self, kind: Kind) -> list[str]:
         """The messages of a kind that are there, of all ranks."""
 
 
 def _fit(part: str, text: str) -> str:
     most = _MOST_CHARACTERS[part]
     # An exception's text may have anything in it.
-    text = "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+    text = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-@final
 class StoreBoard(Board):
     """In a store that all ranks can reach, which may end with the process of the rank that keeps it.
 
@@ -166,6 +165,6 @@ class StoreBoard(Board):
         self._store.set(self._key(f"{kind}/{self.rank}"), text)
 
     @override
-    def _found(self, kind: Kind) -> list[str]:
+    def _messages(self, kind: Kind) -> list[str]:
         keys = [self._key(f"{kind}/{rank}") for rank in range(self.world_size)]
         return [self._store.get(key).decode() for key in keys if self._store.check([key])]

@@ -37,16 +37,12 @@ def is_broken(error: BaseException, *, stores: bool = True) -> bool:
         error: what was raised.
         stores: whether it may be of a store, too.
     """
-    found: BaseException | None = error
+    cause: BaseException | None = error
     for _ in range(_DEPTH):
-        if found is None:
+        if cause is None:
             return False
-        if _breaks(found) or (stores and isinstance(found, dist.DistError)):
+        is_of_gloo = type(cause) is RuntimeError and _GLOO.search(str(cause)) is not None
+        if is_of_gloo or isinstance(cause, BrokenCollective) or (stores and isinstance(cause, dist.DistError)):
             return True
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
-
-
-def _breaks(error: BaseException) -> bool:
-    is_of_gloo = type(error) is RuntimeError and _GLOO.search(str(error)) is not None
-    return is_of_gloo or isinstance(error, BrokenCollective)

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import ReduceOp, as_bytes, check_op
+from join.collectives.base import DONE, ReduceOp, Work, as_bytes, check_op
 from join.collectives.store import StoreCollective
-from join.collectives.work import Done, Work
 
 _POLL_SECONDS = 0.0005
 
@@ -84,24 +83,7 @@ class HorovodCollective(StoreCollective):
                 "HorovodCollective needs Horovod for PyTorch: HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation"
                 " horovod [J037]"
             ) from missing
-        self._given_store, self._opened = store, None
-        self._is_set_up, self._made = False, False
-        self._name, self._count = "", 0
-
-    @property
-    @override
-    def rank(self) -> int:
-        return self._joint.rank()
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return self._joint.size()
-
-    @property
-    @override
-    def is_set_up(self) -> bool:
-        return self._is_set_up
+        self._given_store, self._made = store, False
 
     @override
     def setup(self, rank: int, world_size: int) -> None:
@@ -109,68 +91,56 @@ class HorovodCollective(StoreCollective):
         if not self._hvd.is_initialized():
             self._hvd.init()
             self._made = True
-        self._check_agrees(rank, world_size, self._hvd.rank(), self._hvd.size())
-        self._is_set_up = True
-        self._name, self._count = f"join.{next(_numbers)}", 0
-        self._opened = self._own_store(self._given_store)
+        self._take_place(rank, world_size, self._hvd.rank(), self._hvd.size())
+        self._names = map(f"join.{next(_numbers)}.{{}}".format, count(1))
+        self._open_store(self._given_store)
 
     @override
     def teardown(self) -> None:
-        self._is_set_up, self._opened = False, None
+        self.is_set_up, self._opened = False, None
         if self._made:
             self._made = False
             self._hvd.shutdown()
 
-    @property
-    def _joint(self) -> Any:
-        if not self._is_set_up:
-            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first [J038]")
-        return self._hvd
-
-    @property
     @override
-    def _store(self) -> dist.Store:
-        assert self._joint and self._opened is not None
-        return self._opened
-
-    def _next_name(self) -> str:
-        self._count += 1
-        return f"{self._name}.{self._count}"
+    def _check_is_set_up(self) -> None:
+        if not self.is_set_up:
+            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first [J038]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_op(op)
-        hvd = self._joint
+        self._check_is_set_up()
         if tensor.numel() == 0:
-            return Done()
+            return DONE
+        hvd = self._hvd
         carried = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype)).contiguous()
         handle = hvd.allreduce_async_(
-            carried, name=self._next_name(), op={"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[op]
+            carried, name=next(self._names), op={"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[op]
         )
         return _Handle(hvd, handle, lambda received: _put_back(received, tensor))
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._check_source(source)
-        hvd = self._joint
         if tensor.numel() == 0:
-            return Done()
+            return DONE
         carried = tensor.detach().contiguous()
-        handle = hvd.broadcast_async_(as_bytes(carried), source, name=self._next_name())
-        return _Handle(hvd, handle, lambda _: _put_back(carried, tensor))
+        handle = self._hvd.broadcast_async_(as_bytes(carried), source, name=next(self._names))
+        return _Handle(self._hvd, handle, lambda _: _put_back(carried, tensor))
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
-        hvd = self._joint
         if tensor.numel() == 0:
-            return Done()
+            return DONE
 
         def finish(received: torch.Tensor) -> None:
-            for output, each in zip(outputs, received.chunk(len(outputs)), strict=True):
-                as_bytes(output).copy_(each)
+            for output, chunk in zip(outputs, received.chunk(len(outputs)), strict=True):
+                as_bytes(output).copy_(chunk)
 
-        return _Handle(hvd, hvd.allgather_async(as_bytes(tensor.contiguous()), name=self._next_name()), finish)
+        handle = self._hvd.allgather_async(as_bytes(tensor.contiguous()), name=next(self._names))
+        return _Handle(self._hvd, handle, finish)
 
 
 def _put_back(carried: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -1,24 +1,52 @@
-"""What is common to collectives that keep their texts in a ``torch.distributed.Store``: :class:`StoreCollective`."""
+"""What is common to collectives that keep their texts in a ``torch.distributed.Store``: :class:`StoreCollective`.
+
+A store may hold keys of ranks that are gone: torchrun's lives on when all ranks are started anew, as others and as
+another number of them, and not all of those before need have come equally far. So ranks that need a part of it for
+themselves (:func:`fresh_store`) do not count; rank 0 chooses a name that was never used, and makes sure that it tells
+ranks that are there now::
+
+    rank 0                                          any other rank
+                                                    "hello": a word of its own, never used before
+    for each "hello": the name, under that word
+    (once more, if that was left by one before)     awaits the name under its word
+    awaits all "met"                                "met", under the name
+"""
 
 from __future__ import annotations
 
 import socket
-from abc import abstractmethod
+import time
+import uuid
+from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from typing_extensions import final, override
 
 from join.collectives.base import Collective
 from join.collectives.board import Board, StoreBoard
-from join.collectives.fresh_store import fresh_store
+
+_LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 class StoreCollective(Collective):
-    """A collective with a store of torch's."""
+    """A collective with a store of torch's.
+
+    Unless a backend knows better, it has opened that store, and its ranks are there from the start.
+    """
+
+    _opened: dist.Store | None = None
 
     @property
-    @abstractmethod
-    def _store(self) -> dist.Store: ...
+    def _store(self) -> dist.Store:
+        self._check_is_set_up()
+        assert self._opened is not None
+        return self._opened
+
+    @override
+    def setup(self, rank: int, world_size: int) -> None:
+        self._check_setup(rank, world_size)
+        self._take_place(rank, world_size, self._rank, self._world_size)
 
     @final
     @override
@@ -44,17 +72,56 @@ class StoreCollective(Collective):
         return StoreBoard(self.rank, self.world_size, self._store)
 
     @final
-    def _own_store(self, given: dist.Store | None) -> dist.Store:
-        """For backends without a store: a part of the one given, or one that rank 0 opens; all ranks call it.
+    def _open_store(self, given: dist.Store | None) -> None:
+        """For backends without a store: take a part of the one given, or one that rank 0 opens; all ranks call it.
 
         Rank 0 tells the others where it is by their own collectives.
         """
         if given is not None:
-            return fresh_store(given, self.rank, self.world_size)
+            self._opened = fresh_store(given, self.rank, self.world_size)
+            return
         names: list[str] = self.all_gather_object(socket.gethostname())
         host = "127.0.0.1" if len(set(names)) == 1 else names[0]
         if self.rank == 0:
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._opened = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self.broadcast_object(store.port, 0)
-            return store
-        return dist.TCPStore(host, self.broadcast_object(None, 0), is_master=False, wait_for_workers=False)
+        else:
+            port: int = self.broadcast_object(None, 0)
+            self._opened = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+
+def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Return a view of ``store`` in which no keys are; all ranks that meet there call it, equally often.
+
+    Raises:
+        torch.distributed.DistStoreError: if they do not all come within the time limit of ``store``.
+    """
+    if rank == 0:
+        return _lead(store, world_size)
+    word = uuid.uuid4().hex
+    store.set(f"hello/{rank}", word)
+    name = store.get(f"name/{word}").decode()
+    fresh = dist.PrefixStore(name, store)
+    fresh.set(f"met/{rank}", "")
+    return fresh
+
+
+def _lead(store: dist.Store, world_size: int) -> dist.Store:
+    name = f"launch/{uuid.uuid4().hex}"
+    fresh = dist.PrefixStore(name, store)
+    missing = list(range(1, world_size))
+    limit = cast("timedelta", store.timeout)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    deadline, pause = time.monotonic() + limit.total_seconds(), 0.001
+    words: dict[int, str] = {}  # under which ranks were told the name
+    while missing := [rank for rank in missing if not fresh.check([f"met/{rank}"])]:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {missing} of {world_size} have not come to the launch")
+        for rank in missing:
+            if store.check([f"hello/{rank}"]):
+                word = store.get(f"hello/{rank}").decode()
+                if words.get(rank) != word:
+                    store.set(f"name/{word}", name)
+                    words[rank] = word
+        time.sleep(pause)  # not in a wait for their keys, of which torch prints that it was in vain
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return fresh

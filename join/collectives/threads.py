@@ -16,18 +16,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import ReduceOp, check_op, describe
-from join.collectives.board import Board, Kind
+from join.collectives.base import ReduceOp, Work, check_op, describe
+from join.collectives.board import Board, StoreBoard
 from join.collectives.broken import BrokenCollective
 from join.collectives.store import StoreCollective
-from join.collectives.work import Work
 
 T = TypeVar("T")
-_REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda stacked: stacked.sum(0),
-    "min": lambda stacked: stacked.amin(0),
-    "max": lambda stacked: stacked.amax(0),
-}
+_REDUCTIONS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 class _Operation:
@@ -70,8 +65,6 @@ class _World:
         self.operations: dict[int, _Operation] = {}
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=timeout))
-        self.messages: dict[tuple[int, Kind, int], str] = {}
-        self.rung = 0
         self.ended: dict[int, BrokenCollective] = {}
         self.companion: _World | None = None
 
@@ -86,107 +79,69 @@ class _World:
             self.companion.end(rank, why)
 
 
-class _ThreadBoard(Board):
-    """Messages are in what the ranks share."""
+class _ThreadBoard(StoreBoard):
+    """In the store that the ranks share, which knows of those that have ended."""
+
+    outlives = True
 
     def __init__(self, world: _World, rank: int) -> None:
-        super().__init__(rank, world.size)
+        super().__init__(rank, world.size, world.store)
         self._world = world
-
-    @override
-    def ring(self) -> None:
-        self._world.rung = self.block
-
-    @override
-    def is_rung(self) -> bool:
-        return self._world.rung == self.block
 
     @override
     def ended(self) -> list[int]:
         return list(self._world.ended)
-
-    @override
-    def _put(self, kind: Kind, text: str) -> None:
-        self._world.messages[self.block, kind, self.rank] = text
-
-    @override
-    def _found(self, kind: Kind) -> list[str]:
-        found = (self._world.messages.get((self.block, kind, rank)) for rank in range(self.world_size))
-        return [text for text in found if text is not None]
 
 
 class ThreadCollective(StoreCollective):
     """One rank of a world of threads."""
 
     def __init__(self, world: _World, rank: int) -> None:
-        self._world, self._rank, self._count = world, rank, 0
-        self._is_set_up = True
+        self._world, self._count = world, 0
+        self._take_place(rank, world.size, rank, world.size)
+        self._opened = world.store
         self._companion: ThreadCollective | None = None
-
-    @property
-    @override
-    def rank(self) -> int:
-        self._check_is_set_up()
-        return self._rank
-
-    @property
-    @override
-    def world_size(self) -> int:
-        self._check_is_set_up()
-        return self._world.size
-
-    @property
-    @override
-    def is_set_up(self) -> bool:
-        return self._is_set_up
-
-    @override
-    def setup(self, rank: int, world_size: int) -> None:
-        self._check_setup(rank, world_size)
-        self._check_agrees(rank, world_size, self._rank, self._world.size)
-        self._is_set_up = True
 
     @override
     def teardown(self) -> None:
-        self._is_set_up = False
+        self.is_set_up = False
 
+    @override
     def _check_is_set_up(self) -> None:
-        if not self._is_set_up:
+        if not self.is_set_up:
             raise RuntimeError("ThreadCollective is not set up: call setup(rank, world_size) first [J042]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_op(op)
-
-        def combine(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [_REDUCTIONS[op](torch.stack(tensors))]
-
-        return self._join_operation(f"all_reduce({op}) of {_describe(tensor)}", tensor, [tensor], combine)
+        reduction = _REDUCTIONS[op]
+        return self._join_operation(
+            f"all_reduce({op})", tensor, [tensor], lambda tensors: [reduction(torch.stack(tensors), 0)]
+        )
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._check_source(source)
-        what = f"broadcast from rank {source} of {_describe(tensor)}"
-        return self._join_operation(what, tensor, [tensor], lambda tensors: [tensors[source].clone()])
+        return self._join_operation(
+            f"broadcast from rank {source}", tensor, [tensor], lambda tensors: [tensors[source].clone()]
+        )
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # Cloned, since a rank may gather into what it gives.
-        return self._join_operation(
-            f"all_gather of {_describe(tensor)}", tensor, outputs, lambda tensors: [each.clone() for each in tensors]
-        )
+        return self._join_operation("all_gather", tensor, outputs, lambda tensors: [given.clone() for given in tensors])
 
     def _join_operation(
         self,
-        what: str,
+        name: str,
         tensor: torch.Tensor,
         receivers: Sequence[torch.Tensor],
         combine: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> Work:
         """The n-th operation: whoever comes last writes what ``combine`` makes of all tensors into all receivers."""
         self._check_is_set_up()
-        world = self._world
+        world, what = self._world, f"{name} of {describe(tensor.dtype, tensor.shape)}"
         with world.lock:
             operation = world.operations.setdefault(self._count, _Operation(world, what))
             if operation.what != what:
@@ -203,19 +158,13 @@ class ThreadCollective(StoreCollective):
             if len(operation.tensors) == world.size:
                 with torch.no_grad():
                     results = combine([operation.tensors[rank] for rank in range(world.size)])
-                    for each in operation.receivers:
-                        for receiver, result in zip(each, results, strict=True):
+                    for tensors in operation.receivers:
+                        for receiver, result in zip(tensors, results, strict=True):
                             receiver.copy_(result)
                 del world.operations[self._count]
                 operation.done.set()
         self._count += 1
         return operation
-
-    @property
-    @override
-    def _store(self) -> dist.Store:
-        self._check_is_set_up()
-        return self._world.store
 
     @override
     def get(self, key: str) -> str:
@@ -243,10 +192,6 @@ class ThreadCollective(StoreCollective):
     @override
     def issued(self) -> int:
         return self._count
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return describe(tensor.dtype, tensor.shape)
 
 
 def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: float = 30.0) -> list[T]:

@@ -6,7 +6,7 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -29,14 +29,10 @@ from join.collectives._torch_private import (
     store_of,
     timeout_of,
 )
-from join.collectives.base import ReduceOp, as_bytes, check_op
+from join.collectives.base import HEADERS, Line, ReduceOp, Work, as_bytes, check_op
 from join.collectives.board import Board
-from join.collectives.control_line import HEADERS, SUMS, Line
-from join.collectives.fresh_store import fresh_store
-from join.collectives.shared_memory.line import SharedMemoryLine
-from join.collectives.shared_memory.segment import Lane, Segment, SharedBoard, connect
-from join.collectives.store import StoreCollective
-from join.collectives.work import Work
+from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, connect
+from join.collectives.store import StoreCollective, fresh_store
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -97,9 +93,10 @@ class TorchCollective(StoreCollective):
         self._last_group: dist.ProcessGroup | None = None
         self._borrowed, self._made = group is not None, False
         if group is not None:
-            self._connect(group)
+            self._connect(group, group.rank(), group.size())
 
-    def _connect(self, group: dist.ProcessGroup) -> None:
+    def _connect(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+        self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
         let_go_before_exit(group)
@@ -117,21 +114,24 @@ class TorchCollective(StoreCollective):
             )
         return self._group
 
-    @property
     @override
-    def is_set_up(self) -> bool:
-        return self._group is not None
+    def _check_is_set_up(self) -> None:
+        _ = self.group
 
     @override
     def setup(self, rank: int, world_size: int) -> None:
         self._check_setup(rank, world_size)
         if not dist.is_initialized():
-            store = self._store_of_setup(rank, world_size)
+            store = self._given_store
+            if store is None:
+                timeout = {} if self._timeout is None else {"timeout": self._timeout}
+                store, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
+            # What an earlier setup left there must not be taken for this one's. torchrun's store outlives them all.
+            store = fresh_store(store, rank, world_size)
             dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
             self._made = True
         default = dist.group.WORLD
         assert default is not None
-        self._check_agrees(rank, world_size, default.rank(), default.size())
         if self._backend is not None and not self._made:
             wanted = str(BackendConfig(cast("dist.Backend", dist.Backend(self._backend))))
             there = dist.get_backend_config(default)
@@ -140,15 +140,7 @@ class TorchCollective(StoreCollective):
                     f"backend={self._backend!r} contradicts the default group, whose backend is {there}; leave backend"
                     " out [J048]"
                 )
-        self._connect(default)
-
-    def _store_of_setup(self, rank: int, world_size: int) -> dist.Store:
-        found = self._given_store
-        if found is None:
-            timeout = {} if self._timeout is None else {"timeout": self._timeout}
-            found, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
-        # What an earlier setup left in the store must not be taken for this one's. torchrun's store outlives them all.
-        return fresh_store(found, rank, world_size)
+        self._connect(default, rank, world_size)
 
     @override
     def teardown(self) -> None:
@@ -158,21 +150,11 @@ class TorchCollective(StoreCollective):
             del of_group[self._group]
         # Kept until the next teardown: a thread of the group's own may still be clearing a comm hook's callback, and
         # must not be the one that frees the group.
-        self._last_group, self._group = self._group, None
+        self._last_group, self._group, self.is_set_up = self._group, None, False
         vars(self).pop("_cpu_group", None)  # the cached property
         if self._made:
             self._made = False
             dist.destroy_process_group()
-
-    @property
-    @override
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return self.group.size()
 
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup:
@@ -201,14 +183,7 @@ class TorchCollective(StoreCollective):
         shared = self._shared
         if not shared.has_tried:
             shared.has_tried, shared.segment = True, connect(self)
-        return self._on_lane(number, partial(super().line, number))
-
-    @override
-    def sums(self) -> Line:
-        return self._on_lane(SUMS, super().sums)
-
-    def _on_lane(self, number: int, over_group: Callable[[], Line]) -> Line:
-        shared = self._shared
+        over_group = partial(super().line, number)
         if shared.segment is None:
             return over_group()
         if number not in shared.lanes:
@@ -234,13 +209,10 @@ class TorchCollective(StoreCollective):
             never_destroy(self._shared.companion.group)
         never_destroy_at_exit(self.group)
 
-    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        return self._cpu_group if tensor.device.type == "cpu" else self.group
-
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         # The group's own method: dist.all_reduce adds 10 us of Python to a call that is made at every step.
-        group = self._group_of(tensor)
+        group = self._cpu_group if tensor.is_cpu else self.group
         if op == "sum":
             return group.allreduce([tensor])
         check_op(op)
@@ -254,15 +226,15 @@ class TorchCollective(StoreCollective):
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        return self._group_of(tensor).broadcast([tensor], options)
+        group = self._cpu_group if tensor.is_cpu else self.group
+        return group.broadcast([tensor], options)
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # As bytes, since gloo does not know every dtype and copying needs none.
-        return self._group_of(tensor).allgather(
-            [[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())]
-        )
+        group = self._cpu_group if tensor.is_cpu else self.group
+        return group.allgather([[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())])
 
     @override
     def next_block(self) -> int:

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import ReduceOp, check_op
+from join.collectives.base import DONE, ReduceOp, Work, check_op
 from join.collectives.store import StoreCollective
-from join.collectives.work import Done, Work
 
 _WIDER = {torch.bool: torch.int32, torch.bfloat16: torch.float32}
 
@@ -46,42 +45,22 @@ class XlaCollective(StoreCollective):
             self._runtime: Any = importlib.import_module("torch_xla.runtime")
         except ImportError as missing:
             raise ImportError("XlaCollective needs PyTorch/XLA: pip install torch_xla [J049]") from missing
-        self._given_store, self._opened, self._is_set_up = store, None, False
-
-    @property
-    @override
-    def rank(self) -> int:
-        self._check_is_set_up()
-        return self._runtime.global_ordinal()
-
-    @property
-    @override
-    def world_size(self) -> int:
-        self._check_is_set_up()
-        return self._runtime.world_size()
-
-    @property
-    @override
-    def is_set_up(self) -> bool:
-        return self._is_set_up
+        self._given_store = store
 
     @override
     def setup(self, rank: int, world_size: int) -> None:
         self._check_setup(rank, world_size)
-        self._check_agrees(rank, world_size, self._runtime.global_ordinal(), self._runtime.world_size())
-        self._is_set_up = True
-        self._opened = self._own_store(self._given_store)
+        self._take_place(rank, world_size, self._runtime.global_ordinal(), self._runtime.world_size())
+        self._open_store(self._given_store)
 
     @override
     def teardown(self) -> None:
-        self._is_set_up, self._opened = False, None
+        self.is_set_up, self._opened = False, None
 
-    @property
     @override
-    def _store(self) -> dist.Store:
-        self._check_is_set_up()
-        assert self._opened is not None
-        return self._opened
+    def _check_is_set_up(self) -> None:
+        if not self.is_set_up:
+            raise RuntimeError("XlaCollective is not set up: call setup(rank, world_size) first [J050]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -89,7 +68,7 @@ class XlaCollective(StoreCollective):
         self._check_is_set_up()
         with torch.no_grad():
             tensor.copy_(self._reduced(tensor, op))
-        return Done()
+        return DONE
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
@@ -99,20 +78,20 @@ class XlaCollective(StoreCollective):
             received = self._reduced(tensor if self.rank == source else torch.zeros_like(tensor), "sum")
             if self.rank != source:
                 tensor.copy_(received)
-        return Done()
+        return DONE
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         if tensor.numel() == 0:
-            return Done()
+            return DONE
         with torch.no_grad():
             # Its default, pin_layout=True, would all-reduce a tensor of the size of all of them.
             gathered = self._model.all_gather(self._on_device(tensor.reshape(1, -1)), pin_layout=False)
             self._xla.sync()
-            for output, each in zip(outputs, gathered.to(tensor.device), strict=True):
-                output.copy_(each.view(tensor.shape))
-        return Done()
+            for output, row in zip(outputs, gathered.to(tensor.device), strict=True):
+                output.copy_(row.view(tensor.shape))
+        return DONE
 
     def _reduced(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         if tensor.numel() == 0:
@@ -127,7 +106,3 @@ class XlaCollective(StoreCollective):
         carried = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True).to(self._xla.device())
         self._xla.sync()
         return carried
-
-    def _check_is_set_up(self) -> None:
-        if not self._is_set_up:
-            raise RuntimeError("XlaCollective is not set up: call setup(rank, world_size) first [J050]")

@@ -23,10 +23,9 @@ from typing_extensions import override
 
 from join.collectives import Work
 from join.collectives._torch_private import profiled
+from join.collectives.base import BARRIERS, DONE, ROLL_CALLS
 from join.collectives.board import Progress
-from join.collectives.control_line import BARRIERS, ROLL_CALLS
 from join.collectives.timeouts import timeouts
-from join.collectives.work import DONE
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.lockstep.progress import LoopProgress
 from join.protocol.channel import Channel, Mode, Outcome

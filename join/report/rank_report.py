@@ -1,7 +1,7 @@
 """One rank's row of a report, :class:`RankReport`; the times of its steps are counted in bins.
 
-So any run takes as little room. Bins are as wide as a third of what they hold (eight to a decade), from 0.1 ms to 100 s;
-the first and the last one take what is beyond.
+So any run takes as little room. Bins are as wide as a third of what they hold (eight to a decade), from 0.1 ms to
+100 s; the first and the last one take what is beyond.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ from typing_extensions import override
 from join import JoinTimeoutError, PeerError
 from join.collectives import TorchCollective
 from join.collectives.broken import is_broken
-from join.collectives.fresh_store import fresh_store
+from join.collectives.store import fresh_store
 from join.collectives.timeouts import timeouts
 from join.errors import add_note, described
 

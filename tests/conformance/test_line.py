@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from join import Join
 from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
+from join.collectives import shared_memory as memory
+from join.collectives.base import GroupLine
 from join.collectives.broken import BrokenCollective
-from join.collectives.control_line import GroupLine
-from join.collectives.shared_memory import segment as memory
-from join.collectives.shared_memory.line import SharedMemoryLine
+from join.collectives.shared_memory import SharedMemoryLine
 from tests.ending import Ending
 from tests.join.counter import Counter
 from tests.pool import Pool
@@ -295,7 +295,7 @@ def counts_begin_anew(rank: int) -> None:
     line: Any = collective.line()
     line._lane.count = memory.LOW - 3 - memory.PLACES
     for _ in range(memory.PLACES):
-        line._lane.give(0)
+        line.sum(0, 1)
     collective.barrier()
     roll_call = line.roll_call(9)
     for call in range(8):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import joinables
-from join.collectives.shared_memory import segment
+from join.collectives import shared_memory
 from joinables import check
 from joinables._torch.versions import SUPPORTED
 
@@ -88,15 +88,15 @@ def no_memory(*_: object) -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (lambda patch: patch.setattr(segment.platform, "machine", lambda: "aarch64"), "aarch64 does not keep"),
+        (lambda patch: patch.setattr(shared_memory.platform, "machine", lambda: "aarch64"), "aarch64 does not keep"),
         (lambda patch: patch.setattr(os, "posix_fallocate", no_memory), "no memory for it: no space"),
-        (lambda patch: patch.setattr(segment, "_opened", lambda made: None), "cannot open each other's files"),
+        (lambda patch: patch.setattr(shared_memory, "_opened", lambda made: None), "cannot open each other's files"),
     ],
 )
 def test_no_shared_memory(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], why: str
 ) -> None:
-    monkeypatch.delenv(segment.SWITCH, raising=False)
+    monkeypatch.delenv(shared_memory.SWITCH, raising=False)
     before = len(os.listdir("/proc/self/fd"))
     fault(monkeypatch)
     (found,) = check.look_at_headers()

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from join.collectives.fresh_store import fresh_store
+from join.collectives.store import fresh_store
 
 
 def client(server: dist.TCPStore) -> dist.TCPStore:

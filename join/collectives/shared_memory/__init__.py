@@ -1,1 +1,0 @@
-"""Control lines between the ranks of one machine, through memory that they share: the lines, and the memory itself."""

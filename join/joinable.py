@@ -174,6 +174,9 @@ class Burst(Joinable):
     is_pending = False
     """Whether it is announced, and none of its collectives is issued."""
 
+    holds_followers = False
+    """On a joined rank, of a burst that interjects: whether it is to come before the followers may act."""
+
     @property
     def mixes_ranks(self) -> str:
         """What in this burst computes with the samples of all ranks together, so that dummies must have none; or ""."""
@@ -186,11 +189,6 @@ class Burst(Joinable):
             active: whether this rank announces this very burst; else it announces another, or has joined.
         """
         return (False,) * self.flag_count
-
-    @property
-    def holds_followers(self) -> bool:
-        """On a joined rank: whether an interjecting burst is to come before the followers may act."""
-        return False
 
     def fulfil(self) -> None:
         """Run the pending burst with nothing to say, leaving the object as it is; it is not pending then."""

@@ -159,8 +159,9 @@ class InnerForward(Replacement):
 
     def put(self) -> None:
         """Stand in for the next forward: at the beginning of a loop over ``Join.iterate``, or where data ends."""
-        self.remove()  # the forward that it was for has raised
         attributes = vars(self._module)
+        if attributes.get("forward") is self:
+            return  # the forward that it was for has raised
         self._attribute = attributes.get("forward")  # the user's own, if there is one
         self.original = self._module.forward
         attributes["forward"] = self

@@ -206,18 +206,23 @@ def shadow_backward(
 
     with torch.enable_grad():
         reducer.prepare_for_forward()
-        # For find_unused_parameters the graph of the outputs must reach every parameter, also one that is frozen now.
-        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        expect_backward(ddp, [_Reach.apply(*parameters)])
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        expect_backward(ddp, [_reaching(parameters)] if ddp.find_unused_parameters else [])
         start = torch.zeros((), requires_grad=True, device=parameters[0].device)
         start.register_hook(arrive)
         start.clone().backward()
     if first:
         ddp._static_graph_delay_allreduce_enqueued = True
+
+
+def _reaching(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """An output whose graph reaches every parameter, also one that is frozen now, for ``find_unused_parameters``."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    output = _Reach.apply(*parameters)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return output
 
 
 class _Reach(torch.autograd.Function):

@@ -180,8 +180,6 @@ class BucketRebuild(DDPBurst):
 
     what = "the bucket rebuild"
     interjects = True
-    due = False
-    """On a joined rank: whether a backward has been shadowed after which the active ranks announce a rebuild."""
     pending = False
     """Whether DDP has still to rebuild this module's buckets, which it does once."""
 
@@ -192,13 +190,9 @@ class BucketRebuild(DDPBurst):
 
     @override
     def main_hook(self) -> None:
-        self.due = False
+        self.holds_followers = False
         reducer.rebuild_buckets(self._ddp)
         self.pending = reducer.will_rebuild_buckets(self._ddp)
-
-    def expect(self) -> None:
-        """Expect a rebuild, if there is to be one; called when a backward was shadowed."""
-        self.due = self.pending
 
     def run(self) -> None:
         """Announce and do the rebuild; called after a backward on an active rank."""

@@ -281,7 +281,7 @@ class GradientSync(DDPBurst):
                     "join.weight was set or unset between forward and backward; set it before the forward [J106]"
                 )
             if contributions.weighted != contributions.weighted_last:
-                contributions.agree_on_weights()
+                contributions.agree_on_weights(channel.headers.flags(self)[WEIGHTED])
         if contributions.last_result.kept:
             contributions.add_last_result()
         self.is_pending = False
@@ -332,7 +332,7 @@ class GradientSync(DDPBurst):
             contributions.last_result.look()
             contributions.note_step()
         elif contributions.weighted != contributions.weighted_last:
-            contributions.agree_on_weights()
+            contributions.agree_on_weights(channel.headers.flags(self)[WEIGHTED])
         has_data = contributions.window.unreduced or not (self._join.shadowing or channel.has_run_out)
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._forwards.armed = False
@@ -360,7 +360,7 @@ class GradientSync(DDPBurst):
         try:
             contributions.drop()
             contributions.begin(0.0)
-            reducer.shadow_backward(self._ddp, self._parameters, self._static_graph.learn(self._collective))
+            self._shadow_backward()
             has_result = contributions.has_result()
             if takes_part and has_result:
                 contributions.end()
@@ -375,14 +375,18 @@ class GradientSync(DDPBurst):
         contributions.window = Window() if has_result else window
         return has_result
 
+    def _shadow_backward(self) -> None:
+        arrivals = self._static_graph.learn(self._collective) if self._ddp.static_graph else None
+        reducer.shadow_backward(self._ddp, self._parameters, arrivals)
+
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     @override
     def main_hook(self) -> None:
         """Run a backward with nothing but what was accumulated here."""
-        contributions = self._contributions
-        contributions.with_buffers = self._channel.headers.flags(self)[WITH_BUFFERS] > 0
-        contributions.agree_on_weights()
+        contributions, flags = self._contributions, self._channel.headers.flags(self)
+        contributions.with_buffers = flags[WITH_BUFFERS] > 0
+        contributions.agree_on_weights(flags[WEIGHTED])
         if contributions.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if contributions.window.unreduced:
@@ -393,15 +397,10 @@ class GradientSync(DDPBurst):
             contributions.add_last_result()
         window = contributions.window
         contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))
-        reducer.shadow_backward(self._ddp, self._parameters, self._static_graph.learn(self._collective))
+        self._shadow_backward()
         contributions.window = Window()
         contributions.end()
-        self._rebuild.expect()
-
-    @property
-    @override
-    def holds_followers(self) -> bool:
-        return self._rebuild.due
+        self._rebuild.holds_followers = self._rebuild.pending  # which the active ranks announce next
 
 
 class Contributions:
@@ -529,7 +528,8 @@ class Contributions:
         _left_over.pop(self._ddp, None)
         for parameter in self._parameters:
             parameter.grad = None
-        reducer.forget_use(self._ddp)
+        if self._leaves_unused:
+            reducer.forget_use(self._ddp)
 
     def add_last_result(self) -> None:
         """See to it that the mean has the last reduction's result once, where gradients still hold it."""
@@ -556,17 +556,18 @@ class Contributions:
             return False
         return not self.last_result.gradients_are_zero
 
-    def agree_on_weights(self) -> None:
-        """In a plain block, as a reduction begins: find out whether active ranks sum weights in it.
+    def agree_on_weights(self, using: int) -> None:
+        """In a plain block, as a reduction begins: sum weights in it if active ranks do.
 
-        Only if this rank does not do as all did last time, it waits for the header to tell.
+        Called by a joined rank, and by one that does not do as all did last time; others need not wait for the header.
+
+        Args:
+            using: how many ranks do, as the header says.
 
         Raises:
-            ValueError: if some do and others do not, on those that wait.
+            ValueError: if some do and others do not.
         """
-        headers = self._channel.headers
-        using, announced = headers.flags(self._burst)[WEIGHTED], headers.announced(self._burst)
-        if using not in (0, announced):
+        if using and using != (announced := self._channel.headers.announced(self._burst)):
             raise ValueError(
                 f"join.weight is set on {using} ranks and not on {announced - using}; set it on all ranks or on none"
                 " [J277]"

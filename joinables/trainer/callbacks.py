@@ -106,7 +106,7 @@ class ModelCheckpoint(Callback):
             # A fit that failed came further, and this one does not resume from there: the files are another fit's.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
         if self._kept:  # a fit in between may have discarded some; one rank looks, since they are on its disk
-            there = trainer.run.collective.broadcast_object([each for each in self._kept if Path(each).exists()], 0)
+            there = trainer.run.collective.broadcast_object([path for path in self._kept if Path(path).exists()], 0)
             self._kept = {path: self._kept[path] for path in there}
 
     @override
@@ -141,16 +141,12 @@ class ModelCheckpoint(Callback):
         # In the middle of an epoch, a metric that is not there is NaN.
         metrics = trainer.metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.metrics}
         paths: list[str] = []
-        keepers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
-        taken = {path for each in keepers for path in (*each._kept, each.last_model_path)}
-        discarded: list[str] = []
         if self._top_k and not only_last:
             score = 0.0 if self._monitor is None else monitored(metrics, self._monitor)
-            path = self._free(folder / f"{self._name(trainer)}.ckpt", taken)
+            path = self._free_path(trainer, folder)
             self._kept[path] = score
-            discarded = self._best_first()[self._top_k :] if self._top_k > 0 else []
-            for each in discarded:
-                del self._kept[each]
+            for worst in self._best_first()[self._top_k :] if self._top_k > 0 else ():
+                del self._kept[worst]
             paths += {path} & self._kept.keys()
         if self._last:
             self.last_model_path = str(folder / "last.ckpt")
@@ -162,24 +158,25 @@ class ModelCheckpoint(Callback):
             raise
         if writes:
             trainer.note(self)  # now, while both the new and the old files exist
-            for each in {*discarded} & {*before["kept"]}:  # now that the new file is written
-                Path(each).unlink(missing_ok=True)
+            for discarded in before["kept"].keys() - self._kept.keys():  # now that the new file is written
+                Path(discarded).unlink(missing_ok=True)
 
-    def _free(self, path: Path, taken: set[str]) -> str:
-        """``path``, or with ``-v1`` and so on where it is taken: a better file of that name must not be overwritten."""
-        taken = taken | ({str(path.with_name("last.ckpt"))} if self._last else set())
-        names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(taken) + 1)))
-        return next(str(name) for name in names if str(name) not in taken)
+    def _free_path(self, trainer: Trainer, folder: Path) -> str:
+        """``filename`` in ``folder``, its fields filled in; with ``-v1`` and so on where a file of this fit has it.
 
-    def _name(self, trainer: Trainer) -> str:
-        """``filename`` with its fields filled in; a metric that is not there is NaN."""
+        A metric that is not there is NaN.
+        """
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-
-        return re.sub(
+        name = re.sub(
             r"\{([^{}:]+)(?::([^{}]*))?\}",
             lambda field: f"{field[1]}={format(values.get(field[1], math.nan), field[2] or '')}".replace("/", "_"),
             self._filename,
         )
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        taken = {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
+        taken |= {str(folder / "last.ckpt")} if self._last else set()
+        endings = ("", *(f"-v{number}" for number in range(1, len(taken) + 1)))
+        return next(path for ending in endings if (path := str(folder / f"{name}{ending}.ckpt")) not in taken)
 
     @override
     def state_dict(self) -> dict[str, Any]:

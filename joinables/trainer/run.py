@@ -81,11 +81,8 @@ class TrainerState:
     gradient_clip_val: float | None
     uneven: Uneven
     counters: Counters
-    """The optimizer steps and completed epochs, over all fits of the module."""
     metrics: dict[str, float]
-    """The latest value of every metric."""
-    should_stop = False
-    """Set it, on any rank, to end the fit after the epoch under way."""
+    should_stop: bool
 
 
 class CollectiveCall(OnGroup, Burst, Generic[T]):

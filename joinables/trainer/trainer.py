@@ -130,7 +130,12 @@ class Trainer(TrainerState):
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
         self.uneven, self.callbacks = uneven, _in_order(callbacks)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.counters, self.metrics = Counters(), {}
+        self.counters = Counters()
+        """The optimizer steps and completed epochs, over all fits of the module."""
+        self.metrics = {}
+        """The latest value of every metric."""
+        self.should_stop = False
+        """Set it, on any rank, to end the fit after the epoch under way."""
         self._run: Run | None = None  # the one under way in this process
         self._last_module: weakref.ref[TrainModule] | None = None
         self._last_state: dict[str, Any] | None = None

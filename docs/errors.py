@@ -81,8 +81,8 @@ class Text:
 
     @property
     def room(self) -> str:
-        """The folder, or the one of ``TITLES`` that it is in."""
-        folder = self.path.relative_to(ROOT).parent.as_posix()
+        """The one of ``TITLES`` that the file is, or is in."""
+        folder = self.path.relative_to(ROOT).with_suffix("").as_posix()
         return max((room for room in TITLES if f"{folder}/".startswith(f"{room}/")), key=len)
 
 

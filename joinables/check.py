@@ -53,7 +53,7 @@ def check() -> int:
 def look_at_versions() -> Iterator[Finding]:
     """Which versions are installed, and which of torch are tested."""
     yield Finding("ok", f"joinables {joinables.__version__}, Python {platform.python_version()}")
-    oldest, newest = (_minor_of(each) for each in SUPPORTED.split(" to "))
+    oldest, newest = (_minor_of(version) for version in SUPPORTED.split(" to "))
     is_tested = oldest <= _minor_of(torch.__version__) <= newest
     yield Finding("ok" if is_tested else "note", f"torch {torch.__version__} (tested: {SUPPORTED})")
 

@@ -40,19 +40,10 @@ PATHS = {name_of(path): path for path in FILES}
 MODULES = set(PATHS)
 
 
-def running(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a module that run: not what is for type checkers only."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            child = ast.Module(child.orelse, [])
-        yield child
-        yield from running(child)
-
-
 def imported(tree: ast.AST, module: str, *, is_package: bool) -> set[str]:
-    """The modules of ours that a module imports."""
+    """The modules of ours that a module imports: for type checkers only, too, and inside functions."""
     found: set[str] = set()
-    for node in running(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -78,7 +69,7 @@ else:
     import join.report
 """
     found = imported(ast.parse(code), "join.block", is_package=False)
-    assert found == {"join.errors", "join.arguments", "join.batch", "join.report"}
+    assert found == {"join.errors", "join.arguments", "join.batch", "join.context", "join.report"}
     assert imported(ast.parse("from .errors import JoinError"), "join", is_package=True) == {"join.errors"}
 
 
@@ -250,7 +241,8 @@ OF_TORCH = {
 OF_PYTHON = {name for each in (os, atexit, NamedTuple("Tuple", [])) for name in dir(each)}
 OF_FRAMEWORKS = {
     "joinables/metrics": set(dir(torchmetrics.SumMetric())),
-    # Accelerate's and Transformers', which are not installed here.
+    # Lightning's, Accelerate's and Transformers', which are not installed here.
+    "joinables/integrations/lightning": {"_DataFetcher", "_ResultCollection", "_mode"},
     "joinables/integrations": {"_dataloaders", "_do_sync", "_get_num_items_in_batch"},
 }
 """The private names that a folder uses of what is neither torch's nor ours."""

@@ -1,4 +1,4 @@
-"""Join inside training frameworks: one package for each, which imports it; this one imports nothing.
+"""Join inside training frameworks: one module for each, which imports it; this one imports nothing.
 
 ``joinables.integrations.lightning``: a strategy for Lightning's ``Trainer``; ``pip install 'joinables[lightning]'``.
 """

@@ -1,11 +1,4 @@
-"""Objects that a trainer calls at certain points of a run: :class:`Callback`, and those that come with the trainer.
-
-Every hook runs on every rank. Those of an epoch or a run are called by all ranks together, so they may communicate, on
-``trainer.run.collective``. Those of a batch must not: they are not called on a rank that has run out of data.
-
-Hooks take the whole ``Trainer``: users annotate them so, and use all of it. Its type is imported for type checkers
-only, since the trainer imports this file.
-"""
+"""Callbacks that come with the trainer: :class:`ModelCheckpoint`, :class:`EarlyStopping`."""
 
 from __future__ import annotations
 
@@ -15,79 +8,15 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
 from joinables.trainer.metrics import monitored
-
-if TYPE_CHECKING:
-    from joinables.trainer.module import TrainModule
-    from joinables.trainer.trainer import Trainer
+from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.trainer import Trainer
 
 logger = logging.getLogger("joinables")
-
-
-class Callback:
-    """Base of callbacks. All hooks, the ``on_...`` methods, do nothing unless overridden."""
-
-    @property
-    def state_key(self) -> str:
-        """The name under which checkpoints keep this callback's state; each callback of a trainer needs its own."""
-        return type(self).__qualname__
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for checkpoints and for the process that started the run: plain data and tensors."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
-
-    def on_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Called before a run: ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-
-    def on_end(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Called after a run, also after one that raised."""
-
-    def on_exception(self, trainer: Trainer, module: TrainModule, error: BaseException) -> None:
-        """Called when a run raises; must not communicate."""
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called before the first epoch of a fit."""
-
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called before the first batch of an epoch."""
-
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Called before a training step."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Called after a training step, and after the optimizer's step if one followed."""
-
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called after an epoch and its validation; ``trainer.callback_metrics`` is up to date."""
-
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Called after the last epoch of a fit."""
-
-    def on_evaluation_start(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Called before the batches of a validation, test or prediction."""
-
-    def on_evaluation_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
-    ) -> None:
-        """Called after one of these batches."""
-
-    def on_evaluation_end(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Called after these batches; ``trainer.callback_metrics`` is up to date."""
-
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint; called on the rank that writes it."""
-
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: Mapping[str, Any]) -> None:
-        """Take from a checkpoint."""
 
 
 class ModelCheckpoint(Callback):
@@ -115,6 +44,8 @@ class ModelCheckpoint(Callback):
     Raises:
         ValueError: if an argument is out of range.
     """
+
+    is_last: ClassVar[bool] = True  # a checkpoint holds what the others did
 
     def __init__(
         self,
@@ -175,7 +106,7 @@ class ModelCheckpoint(Callback):
             # A fit that failed came further, and this one does not resume from there: the files are another fit's.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
         if self._kept:  # a fit in between may have discarded some; one rank looks, since they are on its disk
-            there = trainer.run.collective.broadcast_object([each for each in self._kept if Path(each).exists()], 0)
+            there = trainer.run.collective.broadcast_object([path for path in self._kept if Path(path).exists()], 0)
             self._kept = {path: self._kept[path] for path in there}
 
     @override
@@ -210,16 +141,12 @@ class ModelCheckpoint(Callback):
         # In the middle of an epoch, a metric that is not there is NaN.
         metrics = trainer.metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.metrics}
         paths: list[str] = []
-        keepers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
-        taken = {path for each in keepers for path in (*each._kept, each.last_model_path)}
-        discarded: list[str] = []
         if self._top_k and not only_last:
             score = 0.0 if self._monitor is None else monitored(metrics, self._monitor)
-            path = self._free(folder / f"{self._name(trainer)}.ckpt", taken)
+            path = self._free_path(trainer, folder)
             self._kept[path] = score
-            discarded = self._best_first()[self._top_k :] if self._top_k > 0 else []
-            for each in discarded:
-                del self._kept[each]
+            for worst in self._best_first()[self._top_k :] if self._top_k > 0 else ():
+                del self._kept[worst]
             paths += {path} & self._kept.keys()
         if self._last:
             self.last_model_path = str(folder / "last.ckpt")
@@ -231,24 +158,25 @@ class ModelCheckpoint(Callback):
             raise
         if writes:
             trainer.note(self)  # now, while both the new and the old files exist
-            for each in {*discarded} & {*before["kept"]}:  # now that the new file is written
-                Path(each).unlink(missing_ok=True)
+            for discarded in before["kept"].keys() - self._kept.keys():  # now that the new file is written
+                Path(discarded).unlink(missing_ok=True)
 
-    def _free(self, path: Path, taken: set[str]) -> str:
-        """``path``, or with ``-v1`` and so on where it is taken: a better file of that name must not be overwritten."""
-        taken = taken | ({str(path.with_name("last.ckpt"))} if self._last else set())
-        names = (path, *(path.with_stem(f"{path.stem}-v{number}") for number in range(1, len(taken) + 1)))
-        return next(str(name) for name in names if str(name) not in taken)
+    def _free_path(self, trainer: Trainer, folder: Path) -> str:
+        """``filename`` in ``folder``, its fields filled in; with ``-v1`` and so on where a file of this fit has it.
 
-    def _name(self, trainer: Trainer) -> str:
-        """``filename`` with its fields filled in; a metric that is not there is NaN."""
+        A metric that is not there is NaN.
+        """
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-
-        return re.sub(
+        name = re.sub(
             r"\{([^{}:]+)(?::([^{}]*))?\}",
             lambda field: f"{field[1]}={format(values.get(field[1], math.nan), field[2] or '')}".replace("/", "_"),
             self._filename,
         )
+        keepers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        taken = {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
+        taken |= {str(folder / "last.ckpt")} if self._last else set()
+        endings = ("", *(f"-v{number}" for number in range(1, len(taken) + 1)))
+        return next(path for ending in endings if (path := str(folder / f"{name}{ending}.ckpt")) not in taken)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -52,20 +52,20 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
         active: whether this rank still has data; outside a block, all ranks are active.
     """
     parts = run.collective.all_gather_object({**run.position.state_dict(), "active": active})
-    writer = next(rank for rank, each in enumerate(parts) if each["active"])
+    writer = next(rank for rank, part in enumerate(parts) if part["active"])
     for optimizer in run.optimizers:
         consolidate: Any = getattr(optimizer, "consolidate_state_dict", None)
         if consolidate is not None:
             consolidate(to=writer)
-    if run.rank != writer:
+    if run.collective.rank != writer:
         return None
     state: dict[str, Any] = {
-        **run.counters.state_dict(),
+        **run.trainer.counters.state_dict(),
         "module": run.module.state_dict(),
-        "optimizers": [each.state_dict() for each in run.optimizers],
-        "schedulers": [each.scheduler.state_dict() for each in run.schedulers],
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "schedulers": [stepped.scheduler.state_dict() for stepped in run.schedulers],
         "scaler": run.scaler.state_dict(),
-        "callbacks": {each.state_key: each.state_dict() for each in run.trainer.callbacks},
+        "callbacks": {callback.state_key: callback.state_dict() for callback in run.trainer.callbacks},
         "metrics": dict(run.trainer.metrics),
         "ranks": parts,
     }
@@ -81,9 +81,9 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
         ValueError: if it was taken from other optimizers, groups of parameters or schedulers; or in the middle of an
             epoch by another number of ranks, and the rest of it cannot be dealt out.
     """
-    for what, mine in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
-        if len(state[what]) != len(mine):
-            raise ValueError(f"the checkpoint has {len(state[what])} {what}; return as many as that [J202]")
+    for name, own in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
+        if len(state[name]) != len(own):
+            raise ValueError(f"the checkpoint has {len(state[name])} {name}; return as many as that [J202]")
     part = _part_of(run, state["ranks"])
     run.module.on_load_checkpoint(dict(state))
     if "module" in state:
@@ -98,12 +98,12 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
             ) from error
         if state["global_step"]:  # or a scheduler that steps before it does warns, where no batch is left of the epoch
             mark_stepped(optimizer)
-    for scheduler, saved in zip(run.schedulers, state["schedulers"], strict=True):
-        scheduler.scheduler.load_state_dict(saved)
+    for stepped, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        stepped.scheduler.load_state_dict(saved)
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    run.counters.load_state_dict(state)
-    run.position.epoch = run.counters.epochs
+    run.trainer.counters.load_state_dict(state)
+    run.position.epoch = run.trainer.counters.epochs
     run.trainer.metrics = dict(state["metrics"])
     for callback in run.trainer.callbacks:
         if callback.state_key in state["callbacks"]:
@@ -120,13 +120,13 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
     the others are dealt out anew. A rank takes over the random numbers of one rank of before, and the metrics of all
     whose number is its own, modulo the number of ranks.
     """
-    rank, ranks, before = run.rank, run.collective.world_size, len(parts)
+    rank, ranks, before = run.collective.rank, run.collective.world_size, len(parts)
     if before == ranks:
         return parts[rank]
     if not any(part["batches"] or part["start"] for part in parts):
         return None  # no batch of the epoch was used
     batches, used = [part["batches"] for part in parts], parts[0]["used"]
-    dealt_out = [len(range(each, sum(batches), before)) for each in range(before)]
+    dealt_out = [len(range(first, sum(batches), before)) for first in range(before)]
     if run.position.sampler is None or used is None or batches != dealt_out:
         raise ValueError(
             f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}: for them,"

@@ -134,10 +134,9 @@ def sampler_of(loader: Any) -> UnevenDistributedSampler | None:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the epoch to a loader's sampler, if that has ``set_epoch``."""
-    for each in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        tell = getattr(each, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if callable(method := getattr(sampler, "set_epoch", None)):
+            method(epoch)
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,10 @@ class WorkerDied(LaunchError):
     @override
     def __str__(self) -> str:
         if self.exit_code < 0:
-            known = {each.value: each.name for each in signal.Signals}  # real-time signals have no name of their own
+            names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
             #: SIGKILL comes when memory has run out (the kernel's log says so), or from who ended the job; SIGABRT and
             #: SIGSEGV come from native code, whose last words are in the output.
-            return f"rank {self.rank} was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')} [J214]"
+            return f"rank {self.rank} was killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')} [J214]"
         #: Something called sys.exit or os._exit on that rank, or its main script could not be imported; see the output.
         return (
             f"rank {self.rank} exited with code {self.exit_code} before it returned a result. If that was while it"
@@ -189,14 +189,14 @@ class Launcher:
             if failures:
                 (_, _, error, _), *others = sorted(failures, key=lambda failure: failure[:2])
                 if others:
-                    add_note(error, "; ".join(f"rank {each[1]} failed too: {each[3][:200]}" for each in others))
+                    add_note(error, "; ".join(f"rank {rank} failed too: {text[:200]}" for _, rank, _, text in others))
                 raise error
             return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker is told.
+    """What a worker has to know.
 
     Attributes:
         options: of the process group.
@@ -345,8 +345,8 @@ def detect_environment(environ: Mapping[str, str] | None = None) -> Environment 
 
 def _first_host(nodes: str) -> str:
     """The first name in a list of nodes as SLURM writes it: ``node003`` in ``node[003-005,9],login``; or ``""``."""
-    found = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", found.group()) if found else ""
+    first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group()) if first else ""
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
@@ -383,20 +383,20 @@ def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
     """Wait until all workers have ended, or a while after the first failure; return the failures."""
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     failures: list[_Failure] = []
-    told, deadline = set[int](), None
+    reported, deadline = set[int](), None
     while running and (deadline is None or time.monotonic() < deadline):
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
         # A worker puts its message before it ends: those of workers that have ended are there by now.
         while not job.messages.empty():
             rank, returned = job.messages.get()
-            told.add(rank)
+            reported.add(rank)
             if not returned:
                 failures.append(_failure(rank, job.folder))
         for rank in ended:
             workers[rank].join()
             code = workers[rank].exitcode or 0
-            if rank not in told:
+            if rank not in reported:
                 error = WorkerDied(rank, code)
                 failures.append((_ABORTED if code == -signal.SIGABRT else _OWN, rank, error, str(error)))
         if failures and deadline is None:
@@ -456,8 +456,8 @@ def _work(rank: int, job: _Job) -> None:
             pickle.loads(pickled)
         except Exception:
             pickled = b""
-        told = (text.strip(), trace, _OTHERS if is_of_others else _OWN, pickled)
-        (job.folder / f"failure-{rank}").write_bytes(pickle.dumps(told))
+        failure = (text.strip(), trace, _OTHERS if is_of_others else _OWN, pickled)
+        (job.folder / f"failure-{rank}").write_bytes(pickle.dumps(failure))
         job.messages.put((rank, False))
         sys.exit(1)
     job.messages.put((rank, True))

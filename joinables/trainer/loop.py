@@ -1,4 +1,4 @@
-"""The loops of one rank: :class:`FitLoop`, :func:`evaluate`, :func:`predict`.
+"""The loops of one rank: :class:`Fit`, :func:`evaluate`.
 
 The order of collectives, on every rank::
 
@@ -18,9 +18,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -28,78 +27,77 @@ from join.batch import map_tensors
 from join.transfer import broadcast_tree
 from joinables.modules import keeping_modes
 from joinables.trainer import checkpoint, rng
-from joinables.trainer.callbacks import Callback
 from joinables.trainer.data import Plan, distribute, sampler_of
 from joinables.trainer.metrics import monitored
-from joinables.trainer.run import CollectiveCall, Run
+from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.run import CollectiveCall, Run, Task, TrainerState
 
 
-class FitLoop:
-    """Trains a module on one rank, and validates on ``val_loader``, if there is one, after every epoch."""
+class Fit(Run):
+    """A fit on one rank: trains a module, and validates it after every epoch, if there are batches for that."""
 
-    def __init__(self, run: Run, train_loader: Any, val_loader: Any) -> None:
-        self._run = run
-        self._trainer, self._module, self._strategy = run.trainer, run.module, run.trainer.strategy
-        self._loader = distribute(train_loader, run.rank, run.collective.world_size, self._trainer.seed or 0)
-        run.position.sampler = sampler_of(self._loader)
-        self._val_loader = None if val_loader is None else local_loader(run, val_loader)
+    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
+        super().__init__(trainer, module, task, device)
+        self._loader = self._val_loader = None
         self._hooks: list[Any] = []
-        run.take_snapshot = CollectiveCall(run.collective, partial(checkpoint.take, run))
-        self._all_have_another = CollectiveCall(run.collective, self._vote)
+        self.take_snapshot = CollectiveCall(self.collective, partial(checkpoint.take, self))
+        self._all_have_another = CollectiveCall(self.collective, self._vote)
         self._max_epochs, self._max_steps = (
-            math.inf if limit is None else limit for limit in (run.trainer.max_epochs, run.trainer.max_steps)
+            math.inf if limit is None else limit for limit in (trainer.max_epochs, trainer.max_steps)
         )
 
-    def start(self) -> None:
+    def start(self, train_loader: Any, val_loader: Any) -> None:
         """Wrap the module, build its optimizers, and resume from the snapshot that rank 0 has been given, if any."""
-        run, trainer, module = self._run, self._trainer, self._module
+        trainer, module, ranks = self.trainer, self.module, self.collective.world_size
+        self._loader = distribute(train_loader, self.collective.rank, ranks, trainer.seed or 0)
+        self.position.sampler = sampler_of(self._loader)
+        self._val_loader = None if val_loader is None else local_loader(self, val_loader)
         self._wrap()
-        optimizers, run.schedulers = parse_optimizers(module.configure_optimizers())
+        optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
         if module.automatic_optimization and len(optimizers) > 1:
             raise ValueError(
                 f"there are {len(optimizers)} optimizers; step them yourself: set automatic_optimization = False [J236]"
             )
-        if run.collective.world_size > 1 and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        if ranks > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
                 "LBFGS evaluates its closure another number of times on each rank; use devices=1, or another one [J249]"
             )
-        run.optimizers = self._strategy.shard(optimizers)
-        for scheduler in run.schedulers:
-            for mine, given in zip(run.optimizers, optimizers, strict=True):
-                if mine is not given and scheduler.scheduler.optimizer is given:
+        self.optimizers = self.trainer.strategy.shard(optimizers)
+        for stepped in self.schedulers:
+            for used, given in zip(self.optimizers, optimizers, strict=True):
+                if used is not given and stepped.scheduler.optimizer is given:
                     # A scheduler marks the step of its optimizer, and warns if the mark is gone; one that changes
                     # nothing sets it.
-                    torch.optim.lr_scheduler.LambdaLR(mine, lambda _: 1.0)
-                    scheduler.scheduler.optimizer = mine
+                    torch.optim.lr_scheduler.LambdaLR(used, lambda _: 1.0)
+                    stepped.scheduler.optimizer = used
         if not module.automatic_optimization:
-            for optimizer in run.optimizers:
+            for optimizer in self.optimizers:
                 self._hooks.append(optimizer.register_step_pre_hook(self._prepare_step))
                 self._hooks.append(optimizer.register_step_post_hook(self._count_step))
         if trainer.seed is not None:
-            rng.seed_all(trainer.seed + run.rank)
-        state = broadcast_tree(run.collective, run.task.saved, 0)
+            rng.seed_all(trainer.seed + self.collective.rank)
+        state = broadcast_tree(self.collective, self.task.saved, 0)
         if state is not None:
-            checkpoint.resume(run, state)
+            checkpoint.resume(self, state)
 
     def run(self) -> None:
         """Train until there are enough epochs or steps, or a callback wants to stop."""
-        run, trainer = self._run, self._trainer
-        run.position.redo_from_here()
+        trainer, counters = self.trainer, self.trainer.counters
+        self.position.redo_from_here()
         self._set_modes()
-        self._module.on_train_start()
-        run.call("on_train_start")
-        trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
-        counters = run.counters
+        self.module.on_train_start()
+        self.call("on_train_start")
+        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
         while counters.epochs < self._max_epochs and counters.global_step < self._max_steps and not trainer.should_stop:
-            steps, is_resumed = run.counters.global_step, run.position.resume_from is not None
+            steps, is_resumed = counters.global_step, self.position.resume_from is not None
             self._epoch()
-            if run.counters.global_step == steps and not is_resumed:
-                if run.rank == 0:
+            if counters.global_step == steps and not is_resumed:
+                if self.collective.rank == 0:
                     why = "there was no batch, on any rank or one that stops all, or no optimizer was stepped"
                     warnings.warn(f"an epoch made no optimizer step: {why}", stacklevel=2)
                 if trainer.max_epochs is None:
                     break  # the steps would never be enough
-        with run.fresh_metrics():  # those of an epoch that max_steps has cut short are kept for the fit that ends it
+        with self.fresh_metrics():  # those of an epoch that max_steps has cut short are kept for the fit that ends it
             self._tell("on_train_end")
 
     def end(self) -> None:
@@ -107,165 +105,157 @@ class FitLoop:
         for hook in self._hooks:
             hook.remove()
         self._loader = self._val_loader = None
-        self._module.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
 
     def _wrap(self) -> None:
         """Wrap the module, unless it is: a hook may have frozen or unfrozen parameters, and then the wrapper is new."""
-        several = not self._module.automatic_optimization
-        self._strategy.wrap(self._module, self._run.device, several_backwards=several)
+        several = not self.module.automatic_optimization
+        self.trainer.strategy.wrap(self.module, self.device, several_backwards=several)
 
     def _set_modes(self) -> None:
         """Put the module into training mode; parts that alone are in eval mode stay in it."""
-        frozen = [part for part in self._module.modules() if self._module.training and not part.training]
-        self._module.train()  # which the user may have overridden, to freeze parts there
+        frozen = [part for part in self.module.modules() if self.module.training and not part.training]
+        self.module.train()  # which the user may have overridden, to freeze parts there
         for part in frozen:
             part.training = False
 
     # -- an epoch -----------------------------------------------------------------------------------------------------
 
     def _epoch(self) -> None:
-        run, trainer = self._run, self._trainer
-        run.position.begin_epoch(run.counters.epochs, self._loader)
-        plan = Plan.agree(run.collective, self._loader)
-        self._module.on_train_epoch_start()
-        run.call("on_train_epoch_start")
+        trainer = self.trainer
+        self.position.begin_epoch(trainer.counters.epochs, self._loader)
+        plan = Plan.agree(self.collective, self._loader)
+        self.module.on_train_epoch_start()
+        self.call("on_train_epoch_start")
         self._wrap()
         # A rank that ran out of data before the others reached max_steps did not complete the epoch either.
-        finished = run.collective.reduce_boolean_decision(self._train(plan))
-        run.reduce_metrics()
+        finished = self.collective.reduce_boolean_decision(self._train(plan))
+        self.reduce_metrics()
         if not finished:
             return  # a later fit resumes in the middle of this epoch
-        run.position.redo_from_here()
+        self.position.redo_from_here()
         if self._val_loader is not None:
-            evaluate(run, self._val_loader, "validate")
+            evaluate(self, self._val_loader, "validate")
         # Before the first optimizer step of all there is nothing to schedule, and torch warns.
-        if self._module.automatic_optimization and run.counters.global_step:
+        if self.module.automatic_optimization and trainer.counters.global_step:
             self._schedule("epoch")
-        run.counters.epochs += 1
-        run.position.end_epoch()
+        trainer.counters.epochs += 1
+        self.position.end_epoch()
         self._tell("on_train_epoch_end")
-        trainer.should_stop = run.collective.reduce_boolean_decision(trainer.should_stop, all=False)
+        trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def _tell(self, hook: str) -> None:
         """Call a hook of the module and of all callbacks; each finds the metrics that those before it have logged."""
-        run = self._run
-        run.samples = 1  # what hooks log weighs the same on all ranks
-        callbacks = (partial(getattr(each, hook), run.trainer, run.module) for each in run.trainer.callbacks)
-        for call in (getattr(run.module, hook), *callbacks):
+        self.samples = 1  # what hooks log weighs the same on all ranks
+        callbacks = (partial(getattr(called, hook), self.trainer, self.module) for called in self.trainer.callbacks)
+        for call in (getattr(self.module, hook), *callbacks):
             call()
-            run.reduce_metrics()
-            run.store.clear()
+            self.reduce_metrics()
+            self.store.clear()
 
     def _train(self, plan: Plan) -> bool:
         """Train on one epoch's batches; return whether this rank came to their end."""
-        run, uneven = self._run, self._trainer.uneven
+        uneven = self.trainer.uneven
         vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
-        is_weighted = self._trainer.accumulate_grad_batches > 1 or not plan.equal_batches
-        run.weight_unit = plan.batch_size if is_weighted else None
+        is_weighted = self.trainer.accumulate_grad_batches > 1 or not plan.equal_batches
+        self.weight_unit = plan.batch_size if is_weighted else None
         even = plan.even or (uneven == "stop" and plan.shortest is not None)
         listed = [
-            *run.optimizers,
-            *(each.scheduler for each in run.schedulers),
-            *([run.scaler] if run.scaler.is_enabled() else []),
-            run.counters,
-            *(each for each in self._trainer.callbacks if type(each).state_dict is not Callback.state_dict),
-            run.take_snapshot,
+            *self.optimizers,
+            *(stepped.scheduler for stepped in self.schedulers),
+            *([self.scaler] if self.scaler.is_enabled() else []),
+            self.trainer.counters,
+            *(called for called in self.trainer.callbacks if type(called).state_dict is not Callback.state_dict),
+            self.take_snapshot,
             *([self._all_have_another] if vote else []),
         ]
-        block = self._strategy.block(
+        with self.trainer.strategy.block(
             listed,
             enable=not even or is_weighted,
             throw=uneven == "error",
             transform_gradients=self._prepare_gradients,
-        )
-        with block:
+        ):
             finished = self._train_batches(plan.shortest if uneven == "stop" else None, vote=vote)
-            run.samples = 0  # what this rank logs while it shadows others weighs nothing
+            self.samples = 0  # what this rank logs while it shadows others weighs nothing
         return finished
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
-        run, module = self._run, self._module
-        for index, batch, is_last in run.position.batches(
-            self._loader, limit, self._while_all_have_one if vote else None
-        ):
-            batch = run.take(batch)
+        module, voting = self.module, self._while_all_have_one if vote else None
+        for index, batch, is_last in self.position.batches(self._loader, limit, voting):
+            batch = self.take(batch)
             module.on_train_batch_start(batch, index)
-            run.call("on_train_batch_start", batch, index)
+            self.call("on_train_batch_start", batch, index)
             if module.automatic_optimization:
                 outputs = self._automatic_step(batch, index, is_last)
             else:
-                with run.autocast():
+                with self.autocast():
                     outputs = module.training_step(batch, index)
-            run.position.advance()
+            self.position.advance()
             module.on_train_batch_end(outputs, batch, index)
-            run.call("on_train_batch_end", outputs, batch, index)
-            if run.counters.global_step >= self._max_steps:
+            self.call("on_train_batch_end", outputs, batch, index)
+            if self.trainer.counters.global_step >= self._max_steps:
                 return is_last
         return True
 
     def _vote(self, active: bool, has_another: bool = False) -> bool:
         """Whether all ranks have another batch."""
-        return self._run.collective.reduce_boolean_decision(has_another)
+        return self.collective.reduce_boolean_decision(has_another)
 
     def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches up to those of the first rank that has no more: before each, the ranks vote."""
-        found = next(batches, None)
-        while self._all_have_another(found is not None):
-            yield found
-            found = next(batches, None)
+        batch = next(batches, None)
+        while self._all_have_another(batch is not None):
+            yield batch
+            batch = next(batches, None)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _automatic_step(self, batch: Any, index: int, is_last: bool) -> Any:
-        run, k = self._run, self._trainer.accumulate_grad_batches
-        (optimizer,) = run.optimizers
+        k = self.trainer.accumulate_grad_batches
+        (optimizer,) = self.optimizers
         if index % k == 0:
             optimizer.zero_grad()
-        with run.autocast():
-            outputs: Any = self._module.training_step(batch, index)
+        with self.autocast():
+            outputs: Any = self.module.training_step(batch, index)
         loss = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(
-                f"training_step of {type(self._module).__name__} returned {outputs!r}; return the loss, a tensor with"
+                f"training_step of {type(self.module).__name__} returned {outputs!r}; return the loss, a tensor with"
                 " the mean over the samples, computed from the module's outputs, or a dict with it under 'loss' [J240]"
             )
         sync = is_last or (index + 1) % k == 0
-        run.backward(run.scaler.scale(loss), sync=sync)
+        self.backward(self.scaler.scale(loss), sync=sync)
         if sync:
-            self._step(optimizer)
+            self.scaler.unscale_(optimizer)
+            self._prepare_gradients()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            self.trainer.counters.global_step += 1
+            self._schedule("step")
         return cast("Any", outputs)
-
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        run = self._run
-        run.scaler.unscale_(optimizer)
-        self._prepare_gradients()
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        run.counters.global_step += 1
-        self._schedule("step")
 
     def _schedule(self, interval: str) -> None:
         """Step the schedulers of this interval."""
-        for each in self._run.schedulers:
-            if each.interval == interval:
-                plateau = isinstance(each.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                each.scheduler.step(*([monitored(self._trainer.metrics, each.monitor)] if plateau else []))
+        for stepped in self.schedulers:
+            if stepped.interval == interval:
+                plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                stepped.scheduler.step(*([monitored(self.trainer.metrics, stepped.monitor)] if plateau else []))
 
     def _prepare_gradients(self) -> None:
         """Change gradients before the optimizer's step; under manual optimization, the user's step does that."""
-        if not self._module.automatic_optimization:
+        if not self.module.automatic_optimization:
             return
-        self._module.on_before_optimizer_step(self._run.optimizers[0])
-        if self._trainer.gradient_clip_val is not None:
-            torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._trainer.gradient_clip_val)
+        self.module.on_before_optimizer_step(self.optimizers[0])
+        if self.trainer.gradient_clip_val is not None:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.trainer.gradient_clip_val)
 
     # Under manual optimization, torch calls these before and after each step of an optimizer.
 
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._module.on_before_optimizer_step(optimizer)
+        self.module.on_before_optimizer_step(optimizer)
 
     def _count_step(self, *_: Any) -> None:
-        self._run.counters.global_step += 1
+        self.trainer.counters.global_step += 1
 
 
 # -- validation, test and prediction ----------------------------------------------------------------------------------
@@ -316,7 +306,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
 
 def local_loader(run: Run, loader: Any) -> Any:
     """This rank's part of a loader, in order; a loader that was dealt out already stays as it is."""
-    return distribute(loader, run.rank, run.collective.world_size, 0, shuffle=False)
+    return distribute(loader, run.collective.rank, run.collective.world_size, 0, shuffle=False)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -330,8 +320,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 # -- what configure_optimizers returns --------------------------------------------------------------------------------
 
 
-@dataclass
-class Scheduler:
+class Scheduler(NamedTuple):
     """A scheduler and when it steps.
 
     Attributes:
@@ -348,11 +337,11 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
     """Return the optimizers and schedulers in what ``configure_optimizers`` has returned."""
     optimizers: list[torch.optim.Optimizer] = []
     schedulers: list[Scheduler] = []
-    found = list(cast("Sequence[Any]", configured)) if isinstance(configured, (list, tuple)) else [configured]
-    if isinstance(configured, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found):
-        found = [*found[0], *({"lr_scheduler": each} for each in found[1])]
-    for each in found:
-        options: Any = {"optimizer": each} if isinstance(each, torch.optim.Optimizer) else each
+    parts = list(cast("Sequence[Any]", configured)) if isinstance(configured, (list, tuple)) else [configured]
+    if isinstance(configured, tuple) and len(parts) == 2 and all(isinstance(part, list) for part in parts):
+        parts = [*parts[0], *({"lr_scheduler": scheduler} for scheduler in parts[1])]
+    for part in parts:
+        options: Any = {"optimizer": part} if isinstance(part, torch.optim.Optimizer) else part
         if not isinstance(options, dict) or not options.keys() <= {"optimizer", "lr_scheduler", "monitor"}:
             raise TypeError(
                 f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"

@@ -54,16 +54,6 @@ class Metric:
     parts: list[float] = field(default_factory=list[float])
     weight: float = 0.0
 
-    def add(self, values: Sequence[float], weight: float) -> None:
-        """Record values, with the sum of their weights."""
-        values = [*self.parts, *values]
-        self.weight += weight
-        if self.reduce_fx in ("mean", "sum"):
-            self.parts = exact_sum(values)
-        elif values:
-            pick = min if self.reduce_fx == "min" else max
-            self.parts = [math.nan if any(map(math.isnan, values)) else pick(values)]
-
     @property
     def value(self) -> float:
         """All recorded values reduced to one; NaN without any."""
@@ -76,31 +66,37 @@ class Metric:
 class MetricStore(dict[str, Metric]):
     """The metrics of one epoch on this rank, by name."""
 
-    def _metric(self, name: str, reduce_fx: Reduction) -> Metric:
+    def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float) -> None:
         metric = self.setdefault(name, Metric(reduce_fx))
         if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
             raise ValueError(
                 f"{reduce_fx=} of metric {name!r} must be {metric.reduce_fx!r}, as before: mean, sum, min or max [J244]"
             )
-        return metric
+        values = [*metric.parts, *parts]
+        metric.weight += weight
+        if reduce_fx in ("mean", "sum"):
+            metric.parts = exact_sum(values)
+        elif values:
+            pick = min if reduce_fx == "min" else max
+            metric.parts = [math.nan if any(map(math.isnan, values)) else pick(values)]
 
     def record(self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean") -> None:
         """Add a value; arguments as of ``TrainModule.log``, with the value's weight."""
         number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        self._metric(name, reduce_fx).add([number * weight if reduce_fx == "mean" else number], weight)
+        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
         merged = MetricStore()
-        for part in collective.all_gather_object(self.state_dict()):
-            merged.merge(part)
+        for state in collective.all_gather_object(self.state_dict()):
+            merged.merge(state)
         return {name: metric.value for name, metric in sorted(merged.items())}
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another store has recorded, as its ``state_dict`` says."""
-        for name, values in state.items():
-            self._metric(name, values["reduce_fx"]).add(values["parts"], values["weight"])
+        """Add the values of another store, as of its ``state_dict``."""
+        for name, fields in state.items():
+            self._add(name, **fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded, as plain data."""
+        """The metrics as plain data."""
         return {name: asdict(metric) for name, metric in self.items()}

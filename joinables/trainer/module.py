@@ -1,7 +1,7 @@
-"""The base class of modules to train: :class:`TrainModule`.
+"""The base classes of users' modules and callbacks: :class:`TrainModule`, :class:`Callback`.
 
-It is a ``torch.nn.Module`` with methods that say what a step is and which optimizers it needs; the trainer does the
-rest. The names are those of a LightningModule: one that uses only these runs unchanged with this base class instead.
+The first is a ``torch.nn.Module`` with methods that say what a step is and which optimizers it needs; the trainer does
+the rest. The names are those of a LightningModule: one that uses only these runs unchanged with this base class.
 
 The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
 
@@ -15,20 +15,18 @@ The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
     on_*_start, on_*_epoch_start
       a batch       on_*_batch_start, *_step, on_*_batch_end
     on_*_epoch_end, on_*_end
+
+The trainer that both are given is of type ``Any``: the file that defines it imports this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 
-from joinables.trainer.callbacks import Callback
 from joinables.trainer.metrics import Reduction
-
-if TYPE_CHECKING:
-    from joinables.trainer.trainer import Trainer
 
 
 class TrainModule(torch.nn.Module):
@@ -50,7 +48,7 @@ class TrainModule(torch.nn.Module):
     """
 
     automatic_optimization: bool = True
-    _trainer: Trainer | None = None
+    _trainer: Any = None
 
     # -- what a user overrides ----------------------------------------------------------------------------------------
 
@@ -168,8 +166,8 @@ class TrainModule(torch.nn.Module):
     # -- what a user calls --------------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Trainer:
-        """The trainer of the run that is under way.
+    def trainer(self) -> Any:
+        """The :class:`Trainer` of the run that is under way.
 
         Raises:
             RuntimeError: outside a run.
@@ -225,7 +223,7 @@ class TrainModule(torch.nn.Module):
 
     def lr_schedulers(self) -> Any:
         """The scheduler of the run, or the list of them if there are several; ``None`` without any."""
-        return _one_or_all([each.scheduler for each in self.trainer.run.schedulers]) or None
+        return _one_or_all([stepped.scheduler for stepped in self.trainer.run.schedulers]) or None
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``.
@@ -269,9 +267,80 @@ class TrainModule(torch.nn.Module):
         return state
 
 
-def _one_or_all(found: Sequence[Any]) -> Any:
-    return found[0] if len(found) == 1 else list(found)
+def _one_or_all(objects: Sequence[Any]) -> Any:
+    return objects[0] if len(objects) == 1 else list(objects)
 
+
+class Callback:
+    """Base of callbacks: objects that a trainer calls at certain points of a run.
+
+    All hooks, the ``on_...`` methods, do nothing unless overridden. They get the :class:`Trainer` and its
+    :class:`TrainModule`, and run on every rank. Hooks of an epoch or a run are called by all ranks together, so they
+    may communicate, on ``trainer.run.collective``. Hooks of a batch must not: they are not called on a rank that has
+    run out of data.
+    """
+
+    is_last: ClassVar[bool] = False
+    """Whether a trainer calls the other callbacks first."""
+
+    @property
+    def state_key(self) -> str:
+        """The name under which checkpoints keep this callback's state; each callback of a trainer needs its own."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for checkpoints and for the process that started the run: plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state."""
+
+    def on_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Called before a run: ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+
+    def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Called after a run, also after one that raised."""
+
+    def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
+        """Called when a run raises; must not communicate."""
+
+    def on_train_start(self, trainer: Any, module: TrainModule) -> None:
+        """Called before the first epoch of a fit."""
+
+    def on_train_epoch_start(self, trainer: Any, module: TrainModule) -> None:
+        """Called before the first batch of an epoch."""
+
+    def on_train_batch_start(self, trainer: Any, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        """Called before a training step."""
+
+    def on_train_batch_end(self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a training step, and after the optimizer's step if one followed."""
+
+    def on_train_epoch_end(self, trainer: Any, module: TrainModule) -> None:
+        """Called after an epoch and its validation; ``trainer.callback_metrics`` is up to date."""
+
+    def on_train_end(self, trainer: Any, module: TrainModule) -> None:
+        """Called after the last epoch of a fit."""
+
+    def on_evaluation_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Called before the batches of a validation, test or prediction."""
+
+    def on_evaluation_batch_end(
+        self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
+    ) -> None:
+        """Called after one of these batches."""
+
+    def on_evaluation_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
+        """Called after these batches; ``trainer.callback_metrics`` is up to date."""
+
+    def on_save_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint; called on the rank that writes it."""
+
+    def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: Mapping[str, Any]) -> None:
+        """Take from a checkpoint."""
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 _NAMES = """
 backward configure_callbacks configure_gradient_clipping configure_model configure_sharded_model lr_scheduler_step
@@ -313,9 +382,8 @@ def check_callback(callback: Any) -> None:
 def refuse_hooks(hooked: object, uncalled: Set[str]) -> None:
     """Refuse a module or a callback with methods that Lightning calls and the trainer does not."""
     kind = type(hooked)
-    found = sorted(name for name in uncalled if callable(getattr(kind, name, None)))
-    if found:
+    if names := sorted(name for name in uncalled if callable(getattr(kind, name, None))):
         raise TypeError(
-            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(found)}; move what they do, and"
+            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(names)}; move what they do, and"
             " rename those that are your own [J210]"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,30 +22,20 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def glance() -> dict[str, Any]:
-    """The state of all generators, in the generators' own form: cheap enough for every step."""
+def capture() -> dict[str, Any]:
+    """The state of all generators, as plain data and tensors: cheap enough for every step."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    return state
-
-
-def capture(seen: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The state of all generators, now or as :func:`glance` has ``seen`` it, as plain data and tensors."""
-    state = dict(glance() if seen is None else seen)
-    version, words, gauss = state["python"]
-    state["python"] = [version, list(words), gauss]
-    if "numpy" in state:
-        kind, keys, *rest = cast("tuple[Any, ...]", state["numpy"])
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [kind, torch.tensor(keys.astype("int64")), *rest]
     return state
 
 
 def restore(state: Mapping[str, Any]) -> None:
     """Put all generators into a captured state."""
-    version, words, gauss = state["python"]
+    version, words, gauss = state["python"]  # lists in older checkpoints
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""One run on one rank: :class:`Run`; :class:`Task` says what to do, :class:`Position` where in an epoch a fit is.
+"""One run on one rank: :class:`Run`, with its :class:`Task`, and its :class:`Position` in an epoch.
 
 A run lives from the start of a rank's work to its end, in the process of that rank; the trainer lives on.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from typing_extensions import override
@@ -21,17 +21,16 @@ from join.joinable import Burst, OnGroup
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
 from joinables.trainer.metrics import MetricStore, Reduction
-
-if TYPE_CHECKING:
-    from joinables.trainer.module import TrainModule
-    from joinables.trainer.trainer import Trainer
+from joinables.trainer.module import Callback, TrainModule
+from joinables.trainer.strategy import Strategy
 
 T = TypeVar("T")
+Uneven: TypeAlias = Literal["join", "stop", "error"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of a run are to do, and for which process.
+    """The task of all ranks of a run, and the process that has set it.
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
@@ -66,6 +65,23 @@ class Counters:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Take over both counts."""
         self.global_step, self.epochs = state["global_step"], state["epochs"]
+
+
+class TrainerState:
+    """The part of a trainer that its runs read and change."""
+
+    strategy: Strategy
+    callbacks: list[Callback]
+    dtype: torch.dtype
+    seed: int | None
+    max_epochs: int | None
+    max_steps: int | None
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    uneven: Uneven
+    counters: Counters
+    metrics: dict[str, float]
+    should_stop: bool
 
 
 class CollectiveCall(OnGroup, Burst, Generic[T]):
@@ -131,15 +147,14 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of a snapshot taken now."""
-        before_read = self._random_before_read
         return self.resume_from or {
             "batches": self.batches_read,
             "start": None if self.sampler is None else self.sampler.start,
             "used": None if self.sampler is None else self.sampler.used(self.batches_read),
             "metrics": self._metrics.state_dict(),
             "random_at_start": self._random_at_start,
-            "random_before_read": None if before_read is None else rng.capture(before_read),
-            "random": rng.capture(self._random_to_resume),
+            "random_before_read": self._random_before_read,
+            "random": self._random_to_resume or rng.capture(),
         }
 
     def load_state_dict(self, part: dict[str, Any]) -> None:
@@ -161,7 +176,7 @@ class Position:
 
         Snapshots have the random state of this moment until batches are read or the epoch ends.
         """
-        self._random_to_resume = rng.glance()
+        self._random_to_resume = rng.capture()
 
     def batches(
         self, loader: Any, limit: int | None, voting: Callable[[Iterator[Any]], Iterator[Any]] | None
@@ -192,13 +207,13 @@ class Position:
             rng.restore(resumed["random_before_read"])
         if voting is not None:
             coming = voting(coming)
-        self._random_before_read = rng.glance()
+        self._random_before_read = rng.capture()
         following = next(coming, None)
         if resumed is not None:
             rng.restore(resumed["random"])
         while following is not None:
             index, batch = following
-            self._random_to_resume = rng.glance()
+            self._random_to_resume = rng.capture()
             following = next(coming, None)
             yield index, batch, following is None
 
@@ -223,11 +238,9 @@ class Run:
     take_snapshot: CollectiveCall[dict[str, Any] | None]
     """Takes a snapshot of the fit, see ``joinables.trainer.checkpoint``; all ranks call it."""
 
-    def __init__(self, trainer: Trainer, module: TrainModule, task: Task) -> None:
-        self.trainer, self.module, self.task = trainer, module, task
+    def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
+        self.trainer, self.module, self.task, self.device = trainer, module, task, device
         self.collective: Collective = trainer.strategy.collective
-        self.rank = self.collective.rank
-        self.device = trainer.device_of(self.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         module.to(self.device, torch.float64 if trainer.dtype is torch.float64 else None)
@@ -236,7 +249,7 @@ class Run:
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the batch at hand."""
-        self.counters, self.position = trainer.counters, Position(self.store, trainer.counters.epochs)
+        self.position = Position(self.store, trainer.counters.epochs)
         self.weight_unit: int | None = None
         """How many samples weigh 1 in gradients, where batches may differ; ``None`` if all weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []

@@ -75,7 +75,7 @@ class Strategy:
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers to use in the run: ``optimizers`` themselves, or sharded ones in their place."""
-        return [sharded(each) for each in optimizers] if self.shards_optimizers else list(optimizers)
+        return [sharded(optimizer) for optimizer in optimizers] if self.shards_optimizers else list(optimizers)
 
     def block(
         self, listed: Sequence[Any], *, enable: bool, throw: bool, transform_gradients: Callable[[], object]
@@ -192,8 +192,8 @@ class DDPStrategy(Strategy):
             from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
 
             listed = [
-                ZeroStep(each, transform_gradients) if isinstance(each, ZeroRedundancyOptimizer) else each
-                for each in listed
+                ZeroStep(stepped, transform_gradients) if isinstance(stepped, ZeroRedundancyOptimizer) else stepped
+                for stepped in listed
             ]
         join = Join(
             [self.ddp, *listed],
@@ -245,7 +245,21 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
-_registry: dict[str, tuple[Callable[[], Strategy], str]] = {}
+_registry: dict[str, tuple[Callable[[], Strategy], str]] = {
+    "single": (Strategy, "one process, no wrapper"),
+    "ddp": (DDPStrategy, "DDP; processes are spawned, unless a launcher has started them"),
+    "ddp_spawn": (DDPStrategy, "the same as ddp"),
+    "ddp_fork": (lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"),
+    "ddp_forkserver": (lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks"),
+    "ddp_zero": (
+        lambda: DDPStrategy(shard_optimizers=True),
+        "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
+    ),
+    "ddp_find_unused_parameters_true": (
+        lambda: DDPStrategy(find_unused_parameters=True),
+        "DDP for steps that reach a part of the parameters only",
+    ),
+}
 
 
 def register_strategy(name: str, make: Callable[[], Strategy], description: str) -> None:
@@ -271,22 +285,3 @@ def strategy_of(strategy: str | Strategy) -> Strategy:
     if strategy not in _registry:
         raise ValueError(f"strategy={strategy!r} is unknown; the known ones are {', '.join(strategies())} [J266]")
     return _registry[strategy][0]()
-
-
-register_strategy("single", Strategy, "one process, no wrapper")
-register_strategy("ddp", DDPStrategy, "DDP; processes are spawned, unless a launcher has started them")
-register_strategy("ddp_spawn", DDPStrategy, "the same as ddp")
-register_strategy(
-    "ddp_fork", lambda: DDPStrategy("fork"), "DDP in forked processes: in notebooks, before anything was computed"
-)
-register_strategy("ddp_forkserver", lambda: DDPStrategy("forkserver"), "DDP in processes that a server forks")
-register_strategy(
-    "ddp_zero",
-    lambda: DDPStrategy(shard_optimizers=True),
-    "DDP with ZeroRedundancyOptimizer: each rank keeps a part of the optimizer's state",
-)
-register_strategy(
-    "ddp_find_unused_parameters_true",
-    lambda: DDPStrategy(find_unused_parameters=True),
-    "DDP for steps that reach a part of the parameters only",
-)

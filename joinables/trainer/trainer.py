@@ -25,17 +25,15 @@ from join import JoinReport
 from join.collectives._torch_private import pytree
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
-from joinables.trainer.callbacks import Callback, ModelCheckpoint
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.launch import detect_environment
-from joinables.trainer.loop import FitLoop, evaluate
-from joinables.trainer.module import TrainModule, check_callback, check_module
-from joinables.trainer.run import Counters, Run, Task
+from joinables.trainer.loop import Fit, evaluate
+from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
+from joinables.trainer.run import Counters, Run, Task, TrainerState, Uneven
 from joinables.trainer.strategy import Strategy, strategy_of
 
 logger = logging.getLogger("joinables")
 
-Uneven: TypeAlias = Literal["join", "stop", "error"]
 Checkpoint: TypeAlias = "str | os.PathLike[str] | None"
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -68,7 +66,7 @@ class Result:
     predictions: Sequence[Any] = ()
 
 
-class Trainer:
+class Trainer(TrainerState):
     """Trains modules, on one process or many, whatever their numbers of batches.
 
     Args:
@@ -130,10 +128,11 @@ class Trainer:
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
-        self.uneven: Uneven = uneven
+        self.uneven, self.callbacks = uneven, _in_order(callbacks)
         self.default_root_dir = Path(default_root_dir or ".").absolute()
-        self.callbacks = _in_order(callbacks)
-        self.metrics: dict[str, float] = {}
+        self.counters = Counters()
+        """The optimizer steps and completed epochs, over all fits of the module."""
+        self.metrics = {}
         """The latest value of every metric."""
         self.should_stop = False
         """Set it, on any rank, to end the fit after the epoch under way."""
@@ -145,8 +144,6 @@ class Trainer:
         On rank 0 only, and ``None`` before a fit has ended.
         """
         self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit, by state_key
-        self.counters = Counters()
-        """The optimizer steps and completed epochs, over all fits of the module."""
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -237,11 +234,11 @@ class Trainer:
         if self._last_module is None or self._last_module() is not module:
             self._last_module, self._last_state = weakref.ref(module), None
             self.counters, self.metrics = Counters(), {}
-            for each in self.callbacks:
-                if each.state_key in self._first_states:
-                    each.load_state_dict(copy.deepcopy(self._first_states[each.state_key]))
-        for each in self.callbacks:
-            self._first_states.setdefault(each.state_key, copy.deepcopy(each.state_dict()))
+            for callback in self.callbacks:
+                if callback.state_key in self._first_states:
+                    callback.load_state_dict(copy.deepcopy(self._first_states[callback.state_key]))
+        for callback in self.callbacks:
+            self._first_states.setdefault(callback.state_key, copy.deepcopy(callback.state_dict()))
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process gets the state with its task, and does not need the rest.
@@ -288,7 +285,7 @@ class Trainer:
     def global_rank(self) -> int:
         """The rank of this process; outside a run 0, or what torchrun, SLURM or MPI say."""
         if self._run is not None:
-            return self._run.rank
+            return self._run.collective.rank
         environment = detect_environment() if self.strategy.is_distributed else None
         return 0 if environment is None else environment.place.rank
 
@@ -379,10 +376,10 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
 def _in_order(callbacks: Any) -> list[Callback]:
     """The callbacks in the order in which they are called."""
     listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
-    for each in listed:
-        check_callback(each)
-    listed.sort(key=lambda each: isinstance(each, ModelCheckpoint))  # a checkpoint holds what the others did
-    keys = [each.state_key for each in listed]
+    for callback in listed:
+        check_callback(callback)
+    listed.sort(key=lambda callback: callback.is_last)
+    keys = [callback.state_key for callback in listed]
     if len(set(keys)) < len(keys):
         raise ValueError(f"callbacks has several of one state_key: {', '.join(keys)}; give each its own [J178]")
     return listed
@@ -402,36 +399,37 @@ def work(
     is_at_home = os.getpid() == task.home
     if not is_at_home:
         rng.start_from(task.random)
-    run, loop = Run(trainer, module, task), None
+    run = (Fit if task.stage == "fit" else Run)(
+        trainer, module, task, trainer.device_of(trainer.strategy.collective.rank)
+    )
     made: dict[str, Any] = {}
     state: dict[str, Any] | None = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
         with keeping_modes(module), _telling_callbacks(run):
-            if task.stage == "fit":
-                loop = FitLoop(run, loaders["train_loader"], loaders["val_loader"])
-                loop.start()
-                loop.run()
+            if isinstance(run, Fit):
+                run.start(**loaders)
+                run.run()
                 state = run.take_snapshot()
-            elif task.saved is not None:
-                module.load_state_dict(task.saved["module"])
-            if task.stage != "fit":
+            else:
+                if task.saved is not None:
+                    module.load_state_dict(task.saved["module"])
                 made["metrics"], made["predictions"] = evaluate(run, loaders["loader"], task.stage)
     finally:
-        if loop is not None:
-            loop.end()
+        if isinstance(run, Fit):
+            run.end()
         trainer._run = module._trainer = None  # pyright: ignore[reportPrivateUsage]
         trainer.strategy.teardown()
     result = Result(
         stage=task.stage,
         **trainer.counters.state_dict(),
         callback_metrics=dict(trainer.metrics),
-        callbacks={each.state_key: each.state_dict() for each in trainer.callbacks},
+        callbacks={callback.state_key: callback.state_dict() for callback in trainer.callbacks},
         join_report=trainer.join_report,
         stopped=trainer.should_stop,
         **made,
     )
-    if is_at_home or run.rank != 0:
+    if is_at_home or run.collective.rank != 0:
         return result, state, None
     weights = module.state_dict() if task.stage == "fit" or task.saved is not None else None
     return result, state, {"module": weights, "random": rng.capture()}

@@ -26,19 +26,6 @@ In Fabric, list what it has set up: ``Join([fabric_model, fabric_optimizer])``.
 
 from __future__ import annotations
 
-from joinables.integrations.lightning.names import StrategyRegistry, hand_over_fetching
 from joinables.integrations.lightning.strategy import JoinStrategy
 
 __all__ = ["JoinStrategy"]
-
-hand_over_fetching()
-StrategyRegistry.register(
-    "join", JoinStrategy, description="DDP for uneven and empty loaders, weighed by samples", override=True
-)
-StrategyRegistry.register(
-    "join_find_unused_parameters_true",
-    JoinStrategy,
-    description="the same, for losses that do not reach all parameters",
-    override=True,
-    find_unused_parameters=True,
-)

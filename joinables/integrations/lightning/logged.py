@@ -1,6 +1,6 @@
-"""Values that a ``LightningModule`` logs: :class:`LoggedValues`, in which those of dummies count nothing.
+"""Logged values and torchmetrics of a ``LightningModule``: :class:`LoggedValues`, :func:`metrics_of`.
 
-All ranks log the same keys, so their reductions match; what a dummy logs, often NaN, is left out of them::
+All ranks log the same keys, so their reductions match; the values of dummies, often NaN, are left out of them::
 
     reduction     rank with data          dummy
     ---------     --------------          -----
@@ -8,20 +8,27 @@ All ranks log the same keys, so their reductions match; what a dummy logs, often
     mean, epoch   sum, samples            0, 0
     sum           value                   0
     max, min      value                   -inf, inf
-    none          value                   what it was; nothing, if there was none
+    none          value                   the one of before; nothing, if there was none
 
 The mean over ranks of a step weighs their batches as their gradients, and so is the value of one process.
+
+Metrics are merged over all ranks when a block ends. So no metric communicates by itself, a rank without updates takes
+part, and states may be lists of any length.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from typing_extensions import override
 
+from join.collectives._torch_private import pytree
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.names import ResultCollection
+from joinables.metrics import MetricAtEnd, is_mergeable, metrics_in
 
 
 class LoggedValues(ResultCollection):
@@ -57,3 +64,34 @@ def _nothing(value: torch.Tensor, meta: Any) -> torch.Tensor:
         value = value if value.is_floating_point() else value.float()
         return torch.full_like(value, float("-inf" if meta.is_max_reduction else "inf"))
     return torch.zeros_like(value)
+
+
+class LoggedMetric(MetricAtEnd):
+    """A metric that is merged when the block ends; for a dummy, ``forward`` returns a value that may be logged."""
+
+    @override
+    def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._join.shadowing or method.__name__ == "update":
+            return super()._see(method, *args, **kwargs)
+        try:  # of the same keys as the other ranks', if it has any
+            return _twin_of(self._target)(*args, **kwargs)
+        except Exception:  # not all metrics can say something of no samples
+            return torch.tensor(float("nan"))
+
+
+def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:
+    """The joinables of the metrics in ``module``; metrics inside of others come with these."""
+    for child in module.children():
+        if is_mergeable(child):
+            yield LoggedMetric(child)
+        else:
+            yield from metrics_of(child)
+
+
+def _twin_of(metric: Any) -> Any:
+    """A copy of the metric after ``reset``; tensors that this does not replace, such as a network's, are shared."""
+    states = [part.metric_state for part in metrics_in(metric).values()]
+    tensors = [*metric.parameters(), *metric.buffers(), *pytree.tree_leaves(states)]
+    twin = copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})
+    twin.reset()
+    return twin

@@ -1,4 +1,8 @@
-"""Uneven loaders in Lightning's ``Trainer``: :class:`JoinStrategy`."""
+"""Uneven loaders in Lightning's ``Trainer``: :class:`JoinStrategy`.
+
+Lightning has no hook for the fetchers of its loops: ``_select_data_fetcher`` of the loops' modules is replaced, once,
+by :func:`select_fetcher`.
+"""
 
 # What Lightning's methods return is unknown where types are checked.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -19,12 +23,9 @@ from join import Join
 from join.joinable import NothingListed
 from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
-from joinables.integrations.lightning.fetchers import Fetcher
-from joinables.integrations.lightning.loaders import Loader, wrapped
-from joinables.integrations.lightning.logged import LoggedValues
-from joinables.integrations.lightning.metrics import metrics_of
-from joinables.integrations.lightning.names import Callback, DDPStrategy, replace_results
-from joinables.integrations.lightning.samplers import InjectedRank, trim
+from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, trim, wrapped
+from joinables.integrations.lightning.logged import LoggedValues, metrics_of
+from joinables.integrations.lightning.names import LOOPS, Callback, DDPStrategy, StrategyRegistry, select_data_fetcher
 from joinables.loss_gate import LossGate
 
 
@@ -56,9 +57,9 @@ class JoinStrategy(DDPStrategy):
         super().__init__(*args, **options)
         self._forward_redirection = _called_directly
         self._blocks = Blocks(weigh)
-        self._failure: BaseException | None = None  # what closing the block of a run that has failed has raised
+        self._failure: BaseException | None = None  # raised on closing the block of a run that has failed
         self._trainer: Any = None
-        self._first = FirstCallback(self._blocks.end, self._fail)
+        self._first = FirstCallback()
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -74,7 +75,9 @@ class JoinStrategy(DDPStrategy):
         super().setup(trainer)
         if self._first not in trainer.callbacks:
             trainer.callbacks.insert(0, self._first)
-        replace_results(trainer, lambda training: LoggedValues(training, self._blocks))
+        fit = trainer.fit_loop.epoch_loop
+        for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop._results = LoggedValues(loop is fit, self._blocks)
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -101,7 +104,7 @@ class JoinStrategy(DDPStrategy):
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def fetcher(self, stage: Any) -> Fetcher:
-        """What fetches the batches of a loop that begins.
+        """The fetcher of the batches of a loop that begins.
 
         Args:
             stage: Lightning's ``RunningStage``.
@@ -122,11 +125,10 @@ class JoinStrategy(DDPStrategy):
         return Fetcher(self._blocks, self._join_of_training, self._trainer, trains=True)
 
     def _join_of_training(self) -> Join:
-        module = self.lightning_module
         # Other optimizers, and schedulers, take the same steps on all ranks.
-        sharded = [each for each in self.optimizers if isinstance(each, TorchJoinable)]
+        sharded = [optimizer for optimizer in self.optimizers if isinstance(optimizer, TorchJoinable)]
         return Join(
-            [self.model, *sharded, *metrics_of(module)],
+            [self.model, *sharded, *metrics_of(self.lightning_module)],
             loss_divided_by=self._trainer.accumulate_grad_batches,
             divide_by_initial_world_size=False,
         )
@@ -144,8 +146,7 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        if not (self._blocks.is_dummy and module.automatic_optimization):
+        if not (self._blocks.is_dummy and self.lightning_module.automatic_optimization):
             return super().training_step(*args, **kwargs)
         before = reducer.copied_buffers(self.model)
         try:
@@ -179,13 +180,6 @@ class JoinStrategy(DDPStrategy):
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
-        """Close the block of a run that ends with ``error``, which tells the other ranks."""
-        try:
-            self._blocks.close(error)
-        except Exception as failure:  # another rank's, of which this one's comes
-            self._failure = failure
-
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._trainer is None or not self._trainer.interrupted:  # else others do not come
@@ -199,25 +193,40 @@ class JoinStrategy(DDPStrategy):
 
 
 class FirstCallback(Callback):
-    """The first callback of a trainer.
-
-    Args:
-        end_epoch: called when a training epoch is over, before its other hooks: these find state in step on all ranks.
-        fail: called with an exception that ends the run, before others may save a checkpoint.
-    """
-
-    def __init__(self, end_epoch: Callable[[], object], fail: Callable[[BaseException], object]) -> None:
-        self._end_epoch, self._fail = end_epoch, fail
+    """The first callback of a trainer: the others find state in step on all ranks, or know the error of all ranks."""
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end_epoch()
+        trainer.strategy._blocks.end()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._fail(exception)
+        try:
+            trainer.strategy._blocks.close(exception)  # which tells the other ranks
+        except Exception as failure:  # of another rank, and the cause of this one's
+            trainer.strategy._failure = failure
 
 
 def _called_directly(wrapper: Any, module: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a step of a ``LightningModule`` on itself and not through its wrapper, which the loss alone goes through."""
     return getattr(module, method)(*args, **kwargs)
+
+
+def select_fetcher(trainer: Any, stage: Any) -> Any:
+    """The fetcher of a trainer's loop: from a strategy with a method ``fetcher``, or else Lightning's own."""
+    fetcher = getattr(trainer.strategy, "fetcher", None)
+    return select_data_fetcher(trainer, stage) if fetcher is None else fetcher(stage)
+
+
+for loop in LOOPS:
+    loop._select_data_fetcher = select_fetcher
+StrategyRegistry.register(
+    "join", JoinStrategy, description="DDP for uneven and empty loaders, weighed by samples", override=True
+)
+StrategyRegistry.register(
+    "join_find_unused_parameters_true",
+    JoinStrategy,
+    description="the same, for losses that do not reach all parameters",
+    override=True,
+    find_unused_parameters=True,
+)

@@ -23,7 +23,7 @@ import joinables
 from join import Join
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.registry import joinables_of
-from joinables.metrics.at_end import MetricAtEnd
+from joinables.metrics import MetricAtEnd
 from tests.join.counter import Counter
 from tests.models import batch, build
 from tests.pool import Pool

@@ -1,4 +1,4 @@
-"""Generators go on from where they were seen."""
+"""Generators go on from where they were captured."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from joinables.trainer import rng
 np: Any = pytest.importorskip("numpy")
 
 
-def test_going_on_from_what_was_seen() -> None:
+def test_going_on_from_a_captured_state() -> None:
     def draw() -> list[Any]:
         return [random.random(), random.gauss(0.0, 1.0), torch.rand(()).item(), np.random.rand(), np.random.randn()]
 
     draw()
-    seen = rng.glance()
+    state = rng.capture()
     drawn = draw()
-    rng.restore(rng.capture(seen))
+    rng.restore(state)
     assert draw() == drawn

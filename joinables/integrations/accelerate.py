@@ -1,12 +1,25 @@
-"""A block of what an ``Accelerator`` has prepared: :func:`join_uneven_inputs`, and its :class:`AcceleratedJoin`.
+"""Uneven inputs with Accelerate: :func:`join_uneven_inputs`, in the place of ``accelerator.join_uneven_inputs``.
 
-In the block, ``accelerator.backward`` scales each loss by what its batch weighs. It also divides each by
+::
+
+    with join_uneven_inputs(accelerator, [model, optimizer, scheduler], even_batches=False) as join:
+        for x, y in join.iterate(loader):       # or, with DDP, loader
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_fn(model(x), y))
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()
+
+Theirs works with DDP on GPUs, and not with an optimizer that shards, with accumulation, or with FSDP. This one is a
+:class:`join.Join` of the prepared objects, as they are, on any backend.
+
+In the block, ``accelerator.backward`` scales each loss by the weight of its batch. It also divides each by
 ``gradient_accumulation_steps``, also in windows that are not full, so the block is told that by ``loss_divided_by``.
 
 A loop over ``join.iterate`` reads ahead, so Accelerate's own loader says too early that it has come to its end; and on
 each rank at another step. In such a loop ``accelerator.accumulate`` asks the block, whose windows of accumulation end
 at the same step on all ranks. In a plain loop each rank's window ends with its own loader, and the last reductions have
 fewer micro-batches.
+
+Tried on Accelerate 1.15.0.
 """
 
 from __future__ import annotations
@@ -18,18 +31,23 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, override
 
 from join import Join, JoinError
 from join.collectives import SingleCollective
+from join.collectives._torch_private import pytree
 from join.lockstep.loop import Batches
-from joinables.integrations.accelerate.gather import gathering_rows
+from join.transfer import gather_trees
 from joinables.modules import replaced
 from joinables.wrapped import unwrapped
+
+__all__ = ["AcceleratedJoin", "check_accelerator", "check_wrapping", "gather_rows", "join_uneven_inputs"]
 
 T = TypeVar("T")
 
@@ -73,11 +91,11 @@ def join_uneven_inputs(
     """
     check_accelerator(accelerator)
     objects = list(joinables)
-    for each in objects:
-        check_wrapping(unwrapped(each))
+    for listed in objects:
+        check_wrapping(unwrapped(listed))
     if accelerator.distributed_type.value == "NO":
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
-    if accelerator.scaler is not None and all(each is not accelerator.scaler for each in objects):
+    if accelerator.scaler is not None and all(listed is not accelerator.scaler for listed in objects):
         objects.append(accelerator.scaler)
     return AcceleratedJoin(accelerator, objects, even_batches, **{"divide_by_initial_world_size": False} | arguments)
 
@@ -163,8 +181,15 @@ class AcceleratedJoin(Join):
         return super().iterate(loader, until, **options)
 
 
+def _warn_of_repeats(text: str) -> None:
+    warnings.warn(f"join_uneven_inputs: {text}", stacklevel=5)
+
+
+# -- steps of a block -------------------------------------------------------------------------------------------------
+
+
 def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]:
-    """A context in which ``accelerator.backward`` scales each loss by what its batch weighs in the block ``join``."""
+    """A context in which ``accelerator.backward`` scales each loss by the weight of its batch in the block ``join``."""
     backward = accelerator.backward
 
     def scaled_backward(loss: Any, **named: Any) -> None:
@@ -173,8 +198,49 @@ def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]
     return replaced(accelerator, "backward", scaled_backward)
 
 
-def _warn_of_repeats(text: str) -> None:
-    warnings.warn(f"join_uneven_inputs: {text}", stacklevel=5)
+def gathering_rows(accelerator: Any, join: Join, has_none: Callable[[], bool]) -> AbstractContextManager[None]:
+    """A context in which ``accelerator.gather_for_metrics`` is :func:`gather_rows`, or the same of a list of objects.
+
+    Args:
+        accelerator: the object that is asked to gather.
+        join: the block whose loop over ``iterate`` is under way.
+        has_none: whether this rank has no rows.
+    """
+
+    def gather(input_data: Any, use_gather_object: bool = False) -> Any:
+        none = has_none()
+        if not use_gather_object:
+            return gather_rows(join, input_data, none=none)
+        return list(chain.from_iterable(join.collective.all_gather_object([] if none else list(input_data))))
+
+    return replaced(accelerator, "gather_for_metrics", gather)
+
+
+def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
+    """The rows of ``data`` of all ranks with data in this step, in rank order; ranks may have different numbers.
+
+    All ranks call it in the same step. Without it, what a dummy gives would count as a sample.
+
+    Args:
+        join: the block whose loop over ``iterate`` is under way.
+        data: tensors in lists, tuples and dicts, ``[rows, ...]`` each, all but the rows alike on all ranks; a tensor
+            without dimensions is a row.
+        none: whether this rank has no rows; by default, whether it has a dummy in this step.
+
+    Returns:
+        The same, with the rows of all ranks.
+    """
+    leaves, spec = pytree.tree_flatten(data)
+    rows: list[torch.Tensor] = [leaf if leaf.dim() else leaf[None] for leaf in leaves]
+    if join.shadowing if none is None else none:
+        rows = [tensor[:0] for tensor in rows]
+    ranks = gather_trees(join.collective, rows)
+    return pytree.tree_unflatten(
+        [torch.cat(parts).to(leaf.device) for leaf, *parts in zip(leaves, *ranks, strict=True)], spec
+    )
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check_accelerator(accelerator: Any) -> None:

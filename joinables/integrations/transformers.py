@@ -1,31 +1,61 @@
-"""The mixin that trains on uneven streams: :class:`JoinTrainer`."""
+"""Uneven inputs with Transformers: :class:`JoinTrainer`, a mixin for ``transformers.Trainer`` and its subclasses.
+
+::
+
+    class MyTrainer(JoinTrainer, Trainer): ...
+
+    MyTrainer(model, args, train_dataset=stream_of_this_rank, eval_dataset=another).train()
+
+Each rank reads its own stream, as long as it is: nothing is dispatched, cut off or repeated. What makes a training
+exact is Transformers' own arithmetic, which already counts tokens over a window of accumulation on all ranks, once the
+ranks run the same windows::
+
+    rank with batches                                rank that has run out
+    -----------------                                ---------------------
+    roll call of ``Join.iterate``                    the same
+    a window of up to k micro-batches, and as many   a window of k dummies, whose labels count no token
+      dummies as are missing
+    all-gather of the numbers of tokens; where none  the same, with 0
+      are counted, all-reduce of micro-batches
+    micro-batches, then dummies: forward, backward;  the same; it reduces nothing but zeros
+      the last one reduces gradients
+    clip, step, log, evaluate, save                  the same
+
+An evaluation in the midst of it is a loop of its own, over a process group of its own. What is gathered in each
+of its steps has the rows of ranks with data, and none of dummies, so the loss is the mean over the batches of all
+ranks, as it is in one process.
+
+Transformers has Accelerate prepare its loaders, which spreads one stream over all ranks. Here each rank has its own,
+and its loader is prepared as that of one process is: batches go to the device, and that is all.
+
+Tried on Transformers 5.23.0 with Accelerate 1.15.0.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from join import Join, JoinReport
+from join.batch import samples_in
+from join.collectives import collective_of
 from join.lockstep.loop import emptied
-from joinables.integrations.accelerate import check_accelerator, check_wrapping
-from joinables.integrations.accelerate.block import scaling_losses
-from joinables.integrations.accelerate.gather import gathering_rows
-from joinables.integrations.transformers.evaluation import evaluate_streams
-from joinables.integrations.transformers.loaders import (
-    LoaderOfLength,
-    is_stream,
-    length_on_all_ranks,
-    own_streams,
-    repeat_nothing,
-)
-from joinables.integrations.transformers.windows import Windows
+from join.lockstep.read_ahead import length_of
+from joinables.integrations.accelerate import check_accelerator, check_wrapping, gathering_rows, scaling_losses
+from joinables.modules import replaced
 from joinables.wrapped import unwrapped
+
+__all__ = ["JoinTrainer"]
 
 _Base: Any = Any if TYPE_CHECKING else object
 
@@ -39,7 +69,7 @@ HOOKS = (
     "set_initial_training_values",
     "training_step",
 )
-"""What is overridden or called, and must be there."""
+"""Methods of the Trainer that are overridden or called, and must be there."""
 PREPARED = "_is_accelerate_prepared"
 """Accelerate's mark on a model."""
 
@@ -105,7 +135,9 @@ class JoinTrainer(_Base):
         """The loader of this rank's own stream, or of its share of a map-style data set."""
         with own_streams(self.accelerator):
             loader = self._plain.get_train_dataloader()
-        repeat_nothing(loader)
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if hasattr(sampler, "even_batches"):
+            sampler.even_batches = False  # the shares may be uneven, instead of repeating samples until they are even
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -130,10 +162,10 @@ class JoinTrainer(_Base):
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
         """Where to go on: also in the n-th epoch of a stream, which a Trainer takes for the first one."""
-        found = self._plain._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        start = self._plain._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         file = Path(resume or "", "trainer_state.json")
         if resume is None or num_update_steps_per_epoch != max_steps or not self._is_distributed or not file.is_file():
-            return found
+            return start
         library: Any = importlib.import_module("transformers")
         saved = library.TrainerState.load_from_json(str(file))
         part, epoch = math.modf(saved.epoch or 0.0)
@@ -206,15 +238,34 @@ class JoinTrainer(_Base):
         try:
             if not (self._is_distributed and is_stream(dataloader)):
                 return self._plain.evaluation_loop(dataloader, *arguments, **named)
-            if self._windows is not None and self._evaluation_group is None:
-                self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
-            group = None if self._windows is None else self._evaluation_group
-            return evaluate_streams(
-                self, dataloader, group, lambda loader: self._plain.evaluation_loop(loader, *arguments, **named)
-            )
+            return self._evaluate_streams(dataloader, *arguments, **named)
         finally:
             if not is_marked:
                 vars(self.model).pop(PREPARED, None)
+
+    def _evaluate_streams(self, batches: Any, *arguments: Any, **named: Any) -> Any:
+        """The Trainer's own loop over this rank's batches and, after these, as many dummies as needed."""
+        group = None  # within an epoch, its block is open on the default one
+        if self._windows is not None:
+            if self._evaluation_group is None:
+                self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
+            group = self._evaluation_group
+        samples = torch.tensor(0)
+
+        def counted() -> Iterator[Any]:
+            for batch in join.iterate(batches, dummy="last"):
+                samples.add_(0 if join.shadowing else samples_in(batch))
+                yield batch
+
+        with (
+            Join([], process_group=group) as join,
+            gathering_rows(self.accelerator, join, lambda: join.shadowing),
+            replaced(self, "gather_function", self.accelerator.gather_for_metrics),
+            replaced(self.args, "average_tokens_across_devices", False),  # each batch has its own mean
+        ):
+            output = self._plain.evaluation_loop(counted(), *arguments, **named)
+            join.collective.all_reduce(samples).wait()
+        return output._replace(num_samples=int(samples))
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -242,3 +293,122 @@ class JoinTrainer(_Base):
         for name, size in parallel.items():
             if size > 1:
                 raise ValueError(f"JoinTrainer cannot train with {name} parallelism; use DDP or FSDP2 [J139]")
+
+
+# -- windows of accumulation ------------------------------------------------------------------------------------------
+
+
+class Windows:
+    """An epoch's windows on this rank, filled up with dummies, all of one size; iterated over, the one under way.
+
+    A micro-batch is a step of ``Join.iterate``, begun when it is asked for; those that follow in its window are known
+    by then.
+
+    Args:
+        join: the block of the epoch.
+        size: how many micro-batches make a window.
+        without_tokens: whether labels of dummies are taken away, since tokens are counted.
+    """
+
+    def __init__(self, join: Join, size: int, *, without_tokens: bool) -> None:
+        self.join, self._size, self._without_tokens = join, size, without_tokens
+        self._steps: Iterator[Any] | None = None  # before the first
+        self._first: list[Any] = []  # the first micro-batch of the window, if there is any
+
+    def begin(self, batches: Iterator[Any]) -> list[Any]:
+        """Begin the next window: what it has on this rank, or one dummy; empty if no rank has anything.
+
+        Args:
+            batches: this rank's, the same iterator in all windows.
+        """
+        if self._steps is None:
+            dummy = without_labels if self._without_tokens else "last"
+            self._steps = iter(self.join.iterate(batches, dummy=dummy, window=self._size, fill_window=True))
+        self._first = list(islice(self._steps, 1))
+        return self._first + ([] if self.join.shadowing else self.join.pending[: self._size - 1])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self._steps is not None
+        yield from self._first
+        yield from islice(self._steps, self._size - 1)
+
+    def end(self) -> None:
+        """Go through the rest of a window in which the trainer has stopped."""
+        while self._steps is not None and not self.join.ends_window:
+            next(self._steps)
+
+
+def without_labels(batch: Any) -> Any:
+    """The batch with labels that count nowhere; the one given is not changed."""
+    changed = copy.copy(batch)
+    for name in ("labels", "shift_labels"):
+        if name in batch and isinstance(batch[name], torch.Tensor):
+            changed[name] = torch.full_like(batch[name], -100)
+    return changed
+
+
+# -- loaders ----------------------------------------------------------------------------------------------------------
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether a loader, or what it is made of, is of an ``IterableDataset``."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def own_streams(accelerator: Any) -> AbstractContextManager[None]:
+    """A context in which ``accelerator`` prepares loaders of streams without spreading them over the ranks."""
+    module: Any = importlib.import_module("accelerate.data_loader")
+    spread = accelerator.prepare_data_loader
+
+    def prepare(loader: Any, **placement: Any) -> Any:
+        if accelerator.num_processes == 1 or not is_stream(loader):
+            return spread(loader, **placement)
+        loader = module.prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement,
+            dispatch_batches=False,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(loader)
+        return loader
+
+    return replaced(accelerator, "prepare_data_loader", prepare)
+
+
+def length_on_all_ranks(loader: Any) -> int | None:
+    """The number of batches of the rank with most; ``None`` if loaders have no length. All ranks ask.
+
+    Raises:
+        ValueError: on all ranks, if some loaders have a length and others do not.
+    """
+    lengths: list[int | None] = collective_of(None).all_gather_object(length_of(loader))
+    known = [length for length in lengths if length is not None]
+    if known and len(known) < len(lengths):
+        without = [rank for rank, length in enumerate(lengths) if length is None]
+        raise ValueError(
+            f"the train_dataset of ranks {without} has no length, and that of others has; give all of them a __len__,"
+            " or none [J132]"
+        )
+    return max(known) if known else None
+
+
+class LoaderOfLength:
+    """A loader as long as the longest one of all ranks, from which a Trainer computes how long an epoch is.
+
+    Args:
+        loader: this rank's.
+        length: how many batches that one has.
+    """
+
+    def __init__(self, loader: Any, length: int) -> None:
+        self.dataset, self._length = loader.dataset, length
+
+    def __len__(self) -> int:
+        return self._length

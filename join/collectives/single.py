@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ class SingleCollective(StoreCollective):
 
     def __init__(self) -> None:
         self._opened = dist.HashStore()
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a trainer that has one goes to other processes; its texts stay here
 
     @override
     def teardown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import threading
 import time
 from datetime import timedelta
@@ -32,6 +33,11 @@ def test_single() -> None:
     collective.barrier()  # there is nothing to connect
     with pytest.raises(RuntimeError, match="'key' is not in the store"):
         collective.get("key")
+
+
+@pytest.mark.parametrize("cls", [SingleCollective, TorchCollective])
+def test_a_trainers_collective_goes_to_other_processes(cls: type[Any]) -> None:
+    assert not pickle.loads(pickle.dumps(cls())).is_set_up
 
 
 @pytest.mark.parametrize("ranks", [1, RANKS, 16])

@@ -54,7 +54,7 @@ def check_same(
         ProtocolError: on every rank, if they do not agree.
     """
     number, has_length = digest("\n".join(parts)), length is not None
-    extremes = torch.tensor([number, -number, int(has_length), length or 0, -(length or 0)])
+    extremes = torch.tensor([number, -number, int(has_length), length or 0, -(length or 0)], device="cpu")
     wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(parts)}")
     smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
     if smallest == -largest:
@@ -99,7 +99,7 @@ def check_equal(collective: Collective, values: Values, wait: Callable[[Work], N
         ProtocolError: on every rank, if they do not.
     """
     number = digest_of(values)
-    extremes = torch.tensor([number, -number])
+    extremes = torch.tensor([number, -number], device="cpu")
     wait(collective.all_reduce(extremes, "min"))
     if int(extremes[0]) != -int(extremes[1]):
         raise_difference(collective, values)

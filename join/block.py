@@ -266,7 +266,7 @@ class OpenBlock:
         """
         joinables = [member.joinable for member in self._scope.members]
         values = values_of(joinables)
-        own = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)])
+        own = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)], device="cpu")
         ranks = [cast("list[int]", row.tolist()) for row in self._collective.all_gather(own)]
         made = [row[:-1] for row in ranks]
         if made.count(made[0]) == len(made):

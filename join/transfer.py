@@ -100,7 +100,7 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
     skeleton, tensors = _skeleton_of(tree)
     skeletons = collective.all_gather_object(skeleton)
     flat = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors]
-    received = collective.all_gather_uneven(torch.cat([torch.empty(0, dtype=torch.uint8), *flat]))
+    received = collective.all_gather_uneven(torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *flat]))
     return [_filled(skeleton, data) for skeleton, data in zip(skeletons, received, strict=True)]
 
 

@@ -180,7 +180,9 @@ def _network() -> torch.nn.Module:
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.randn(
+        8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * rank + step), device="cpu"
+    )
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:

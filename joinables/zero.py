@@ -157,7 +157,7 @@ class ZeroStep(Announcing):
         is_leader = self._channel.find_leader() == self._collective.rank
         values, structure = pytree.tree_flatten(self._hyperparameters())
         numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
-        self._sums = torch.tensor(numbers, dtype=torch.float64)  # kept while it is under way
+        self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # kept while it is under way
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()

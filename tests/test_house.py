@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.algorithms
 import torchmetrics
+from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage]
 
 import join
 
@@ -305,6 +306,26 @@ def test_private_names_of_torch_live_in_one_room(path: Path) -> None:
 )
 def test_private_names_of_torch_are_found(code: str) -> None:
     assert wrong_names(ast.parse(code), OF_PYTHON)
+
+
+def makes_tensors(tree: ast.AST) -> Iterator[ast.Call]:
+    """The calls that put a tensor on the default device, which ``torch.set_default_device`` may have changed."""
+    makers = {f"torch.{maker.__name__}" for maker in _device_constructors()}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in makers:
+            continue
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords):
+            yield node
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_tensors_name_their_device(path: Path) -> None:
+    assert [f"line {call.lineno}: {ast.unparse(call)}" for call in makes_tensors(TREES[path])] == []
+
+
+def test_tensors_without_a_device_are_found() -> None:
+    code = "torch.zeros(1)\ntorch.zeros(1, device=place)\ntorch.tensor(1)\ntorch.zeros_like(x)\nself.zeros(1)"
+    assert [call.lineno for call in makes_tensors(ast.parse(code))] == [1, 3]
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.stem)

@@ -265,7 +265,7 @@ class Collective(ABC):
         """
         self._check_source(source)
         data, ok = _pickled(value) if self.rank == source else (bytearray(), True)
-        head = torch.tensor([len(data), ok], dtype=torch.int64)
+        head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
         self.broadcast(head, source).wait()
         size, ok = int(head[0]), bool(head[1])
         data = data or bytearray(size)
@@ -326,7 +326,7 @@ class Collective(ABC):
             RuntimeError: on every rank, if one of them cannot pickle it.
         """
         data, ok = _pickled(value)
-        heads = self.all_gather(torch.tensor([len(data), ok], dtype=torch.int64))
+        heads = self.all_gather(torch.tensor([len(data), ok], dtype=torch.int64, device="cpu"))
         sizes = [int(head[0]) for head in heads]
         data.extend(bytes(max(sizes) - len(data)))
         received = [bytearray(max(sizes)) for _ in sizes]
@@ -370,12 +370,12 @@ class Collective(ABC):
     @final
     def barrier(self) -> None:
         """Wait until all ranks have come here."""
-        self.all_reduce(torch.zeros(1)).wait()
+        self.all_reduce(torch.zeros(1, device="cpu")).wait()
 
     @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks decided so, or with ``all=False`` any of them; the same on every rank."""
-        vote = torch.tensor([int(decision)])
+        vote = torch.tensor([int(decision)], device="cpu")
         self.all_reduce(vote, "min" if all else "max").wait()
         return bool(vote.item())
 
@@ -436,12 +436,12 @@ class GroupLine(Line):
         # Of several words, all but the last need room for what is to be carried.
         size = _WORD_BITS if bits <= _WORD_BITS else _WORD_BITS - self._collective.world_size.bit_length()
         mask = (1 << size) - 1
-        words = torch.tensor([number >> shift & mask for shift in range(0, bits, size)])
+        words = torch.tensor([number >> shift & mask for shift in range(0, bits, size)], device="cpu")
         return _GroupSum(self._collective.all_reduce(words), words, size)
 
     @override
     def sum_float(self, number: float) -> FloatSum:
-        total = torch.tensor(number, dtype=torch.float64)
+        total = torch.tensor(number, dtype=torch.float64, device="cpu")
         return _GroupFloatSum(self._collective.all_reduce(total), total)
 
     @override

@@ -279,7 +279,7 @@ class Iteration:
 
     def _read_all(self) -> int:
         """Read all batches: one window, of as many steps as the rank with most has."""
-        count = torch.tensor([self.ahead.read(sys.maxsize)])
+        count = torch.tensor([self.ahead.read(sys.maxsize)], device="cpu")
         self._guard.wait(self._channel.collective.all_reduce(count, "max"), "has read all its batches")
         return max(int(count), 1)
 

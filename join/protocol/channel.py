@@ -408,7 +408,7 @@ class Announced(Mode):
 
     @override
     def elect(self, candidate: bool) -> int:
-        vote = torch.tensor([self._rank if candidate else self._world_size])
+        vote = torch.tensor([self._rank if candidate else self._world_size], device="cpu")
         with profiled("elect a leader"):
             self._channel.collective.all_reduce(vote, "min").wait()
         return int(vote.item())

@@ -31,8 +31,8 @@ class JoinReport:
     def gather(cls, collective: Collective, own: RankReport, even: bool) -> JoinReport:
         """Collect all rows: one all-reduce of a matrix in which each rank fills its own row."""
         *values, step_times = astuple(own)
-        row = torch.tensor([*values, *step_times], dtype=torch.float64)
-        rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64)
+        row = torch.tensor([*values, *step_times], dtype=torch.float64, device="cpu")
+        rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64, device="cpu")
         rows[own.rank] = row
         collective.all_reduce(rows).wait()
         return cls(tuple(_row(values) for values in cast("list[list[float]]", rows.tolist())), even)

@@ -751,7 +751,7 @@ class UsedParameters:
         self._handles: dict[int, Any] = {}  # by the parameter's number
         self.counts = False
         """Whether there is anything to count: not without ``find_unused_parameters``."""
-        self._used = torch.zeros(len(parameters), dtype=torch.int64)
+        self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 
     def attach(self, join: Join) -> None:
@@ -776,7 +776,7 @@ class UsedParameters:
     def begin_window(self) -> None:
         """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``."""
         self._absent = [parameter.grad is None for parameter in self._parameters]
-        self._used = torch.zeros(len(self._absent), dtype=torch.int64)
+        self._used = torch.zeros(len(self._absent), dtype=torch.int64, device="cpu")
 
     def end_reduction(self) -> None:
         """Drop the gradients of parameters that only dummies used; called after a reduction."""
@@ -835,6 +835,6 @@ class StaticGraph:
         return _arrivals.get(self._ddp)
 
     def _share(self, collective: Collective, arrivals: Sequence[int]) -> None:
-        counts = torch.tensor(arrivals)
+        counts = torch.tensor(arrivals, device="cpu")
         collective.all_reduce(counts, "max").wait()
         _arrivals[self._ddp] = counts.tolist()

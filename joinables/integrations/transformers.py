@@ -202,7 +202,7 @@ class JoinTrainer(_Base):
             return [], None
         num_items = self._get_num_items_in_batch(batches, device)
         if num_items is None:
-            count = torch.tensor(0 if windows.join.shadowing else len(batches))
+            count = torch.tensor(0 if windows.join.shadowing else len(batches), device="cpu")
             windows.join.collective.all_reduce(count).wait()
             self._batches_per_rank = int(count) / self.args.world_size
         return windows, num_items
@@ -250,7 +250,7 @@ class JoinTrainer(_Base):
             if self._evaluation_group is None:
                 self._evaluation_group = cast("dist.ProcessGroup", dist.new_group())
             group = self._evaluation_group
-        samples = torch.tensor(0)
+        samples = torch.tensor(0, device="cpu")
 
         def counted() -> Iterator[Any]:
             for batch in join.iterate(batches, dummy="last"):

@@ -90,7 +90,7 @@ class UnevenDistributedSampler(Sampler[int]):
         order: Sequence[int] = range(self.total)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = cast("list[int]", torch.randperm(self.total, generator=generator).tolist())
+            order = cast("list[int]", torch.randperm(self.total, generator=generator, device="cpu").tolist())
         block = self.block_size
         for first in range(self.start + self.rank * block, self.total, self.num_replicas * block):
             yield from order[first : first + block]

@@ -29,7 +29,7 @@ def capture() -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, torch.tensor(keys.astype("int64")), *rest]
+        state["numpy"] = [kind, torch.tensor(keys.astype("int64"), device="cpu"), *rest]
     return state
 
 
@@ -61,7 +61,9 @@ def iterate(loader: Any) -> Iterator[Any]:
     """
     if not getattr(loader, "persistent_workers", False):
         return iter(loader)
-    torch.empty((), dtype=torch.int64).random_()  # workers that are started in the next epoch get another seed
+    torch.empty(
+        (), dtype=torch.int64, device="cpu"
+    ).random_()  # workers that are started in the next epoch get another seed
     state = torch.get_rng_state()
     try:
         return iter(loader)

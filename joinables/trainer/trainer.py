@@ -263,7 +263,7 @@ class Trainer(TrainerState):
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """The latest value of every metric, as tensors."""
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.metrics.items()}
+        return {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in self.metrics.items()}
 
     @property
     def join_report(self) -> JoinReport | None:

@@ -76,7 +76,7 @@ class LoggedMetric(MetricAtEnd):
         try:  # of the same keys as the other ranks', if it has any
             return _twin_of(self._target)(*args, **kwargs)
         except Exception:  # not all metrics can say something of no samples
-            return torch.tensor(float("nan"))
+            return torch.tensor(float("nan"), device="cpu")
 
 
 def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:

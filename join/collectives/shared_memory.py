@@ -297,12 +297,12 @@ class _Numbers:
             now = time.monotonic()
             waited = now - started
             if waited >= min(looked + timeouts().look, limit):
-                looked, has_ended = waited, lane.has_ended(rank)
-                if self.is_completed() or self._missing != rank:  # it may have given its number as its last act
+                looked, ended = waited, self._ended()
+                if self.is_completed() or self._missing != rank:
                     return
-                if has_ended:
+                if ended:
                     self._failure = BrokenCollective(
-                        f"the process of rank {rank} has ended, or has left the group", [rank]
+                        f"the process of rank {ended[0]} has ended, or has left the group", ended
                     )
                 elif now - self._waits_since > lane.timeout:
                     self._failure = BrokenCollective(f"timed out after {lane.timeout:g} s: rank {rank} did not come")
@@ -312,6 +312,14 @@ class _Numbers:
                         " time [J039]"
                     )
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
+
+    def _ended(self) -> list[int]:
+        """The ranks that have not given their number, and whose processes are gone."""
+        lane, tag = self._lane, self._count & LOW
+        last = [first + self._width - 1 for first in lane.places[self._count % PLACES]]
+        missing = [rank for rank in lane.others if lane.cells[last[rank]] & LOW != tag]
+        ended = [rank for rank in missing if lane.has_ended(rank)]
+        return [rank for rank in ended if lane.cells[last[rank]] & LOW != tag]  # else that was its last act
 
     def answers(self) -> list[int]:
         """The number of each rank."""

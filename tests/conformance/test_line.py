@@ -266,6 +266,26 @@ def test_a_killed_rank_is_missed(ending: Ending) -> None:
     assert second.code == -signal.SIGKILL
 
 
+def killed_behind_one_that_is_stuck(rank: int) -> tuple[int, ...]:
+    collective = collective_of(None)
+    line = collective.line()
+    sums_in_order(collective, line)
+    if rank == 1:
+        collective.get("found")  # it is in something else, for as long as it takes
+        return ()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(BrokenCollective) as caught:
+        line.sum(1, 5).wait(timedelta(seconds=20))
+    collective.set("found", "")
+    return caught.value.ranks
+
+
+def test_a_killed_rank_is_missed_behind_one_that_is_stuck(ending: Ending) -> None:
+    first, *_ = ending.ends(killed_behind_one_that_is_stuck, ranks=RANKS)
+    assert first.result == (2,), first.text
+
+
 def late_and_gone(rank: int) -> None:
     """Another process holds no lock; and a number that was given counts, whatever became of who gave it."""
     collective = collective_of(None)

@@ -13,7 +13,7 @@ from join import Burst, Join, Joinable, JoinHook
 from join.collectives import collective_of
 from join.registry import joinables_of
 from tests.join.counter import Counter, Leading
-from tests.joinables.test_state import Summer
+from tests.joinables.summer import Summer
 from tests.models import build
 from tests.pool import Pool
 from tests.training import shard

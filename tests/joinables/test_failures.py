@@ -26,8 +26,7 @@ from join import (
 from join.collectives import collective_of
 from joinables import State
 from tests.ending import Ending, assert_blamed
-from tests.join.counter import Counter
-from tests.joinables.ddp.test_comm_hooks import buffer_hook
+from tests.join.counter import Counter, group_works
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
 from tests.selection import all_or_some
@@ -54,12 +53,6 @@ class Fragile(torch.nn.Module):
         if self.broken:
             raise Trouble("in forward")
         return y
-
-
-def group_works() -> None:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
 
 
 def unhooked(ddp: Any, optimizer: Any) -> None:
@@ -129,11 +122,14 @@ def test_a_rank_that_raises(ending: Ending, case: Raising) -> None:
         assert times[rank] - times[1] < 10
 
 
+def buffer_hook(group: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+    return [dist.broadcast(buffer, 1, group=group, async_op=True).get_future() for buffer in buffers.values()]
+
+
 def raising_before_late_buffers(rank: int, initial: bool) -> str:
     """The buffers are announced for after a forward that does not come to its end."""
     ddp = DistributedDataParallel(Fragile("norm"))
-    state = {"group": ddp.process_group, "calls": 0}
-    ddp._register_buffer_comm_hook(state, buffer_hook, _BufferCommHookLocation.POST_FORWARD)
+    ddp._register_buffer_comm_hook(ddp.process_group, buffer_hook, _BufferCommHookLocation.POST_FORWARD)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     try:
         with Join([ddp, optimizer], divide_by_initial_world_size=initial):
@@ -244,7 +240,7 @@ def throwing(rank: int, parts: str, initial: bool) -> tuple[int, str]:
                 other(x).sum().backward()
             optimizer.step()
             done += 1
-    group_works()
+    group_works(collective_of(None))
     ddp(batch(rank, 0, 0)[0]).sum().backward()  # still usable, and in step
     unhooked(ddp, optimizer)
     return done, str(caught.value)

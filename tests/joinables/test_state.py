@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
-from torch.distributed.algorithms.join import Joinable as TorchJoinable
-from torch.distributed.algorithms.join import JoinHook as TorchJoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, PeerError
 from joinables import ZeroStep
 from tests.ending import Ending, assert_blamed
+from tests.joinables.summer import Summer
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
 from tests.versions import needs_muon
@@ -207,47 +206,6 @@ def decay_less(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     group = optimizer.param_groups[0]
     group["weight_decay"] = 0.1 if "step" not in group else group["weight_decay"] - 0.01
     group["step"] = True
-
-
-class Summer(TorchJoinable):
-    """Somebody's torch Joinable, as their documentation has it."""
-
-    def __init__(self, group: Any = None) -> None:
-        super().__init__()
-        self.group = group or dist.group.WORLD
-        self.total, self.keywords, self.last, self.works = 0, {}, None, []
-
-    def __call__(self) -> None:
-        self.works.append(TorchJoin.notify_join_context(self))
-        self.total += self.reduce(1)
-
-    def reduce(self, mine: int) -> int:
-        ones = torch.tensor([mine])
-        dist.all_reduce(ones, group=self.group)
-        return int(ones.item())
-
-    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
-        self.keywords = kwargs
-        return SummerHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.group
-
-
-class SummerHook(TorchJoinHook):
-    def __init__(self, summer: Summer) -> None:
-        self.summer = summer
-
-    def main_hook(self) -> None:
-        self.summer.total += self.summer.reduce(0)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.summer.last = is_last_joiner  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def with_torch_joinables(rank: int, first: bool) -> tuple[Any, ...]:

@@ -57,16 +57,18 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def training(target: str, module: Any, optimizer: Any, inner: nn.Module, **options: Any) -> Subject:
-    """A module, by which a loss is computed, and its optimizer; either is the target."""
+    """A module, by which a loss is computed, and its optimizer, whose rate decays; either is the target."""
 
     def step(data: Batch, scale: Scale) -> None:
         x, y = data
         optimizer.zero_grad()
         scale(((module(x) - y) ** 2).mean()).backward()
         optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
 
     def state() -> Any:
-        return whole([inner.state_dict(), full_state(optimizer)["state"]])
+        rate = optimizer.param_groups[0]["lr"]
+        return whole([inner.state_dict(), full_state(optimizer)["state"], rate])
 
     if target == "module":
         return Subject(module, step, state, [optimizer], **options)

@@ -16,7 +16,7 @@ import pytest
 
 from docs.outputs import output_of, scripts
 from tests.ending import Ending
-from tests.scripts import run_forked
+from tests.scripts import as_script, run_forked
 from tests.selection import ALL, at_night
 from tests.versions import own_lines
 
@@ -90,15 +90,16 @@ def test_demo(ending: Ending, tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").stat().st_size > 20_000
 
 
-def test_demo_without_its_extra_says_what_to_install() -> None:
-    forget = "import sys, runpy; sys.modules['sklearn'] = None; sys.argv = ['demo']"
-    probe = f"{forget}; runpy.run_module('demo', run_name='__main__')"
-    result = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
-    )
-    assert result.returncode != 0
-    assert "pip install 'joinables[demo]'" in result.stderr
-    assert "Traceback" not in result.stderr
+def demo_without_its_extra(rank: int) -> None:
+    sys.modules["sklearn"] = None  # type: ignore[assignment]
+    as_script(rank, str(ROOT), "demo")
+
+
+def test_demo_without_its_extra_says_what_to_install(ending: Ending) -> None:
+    (end,) = ending.ends(demo_without_its_extra, ranks=1, group=False)
+    assert end.code != 0
+    assert "pip install 'joinables[demo]'" in end.stderr
+    assert "Traceback" not in end.stderr
 
 
 @at_night

@@ -27,6 +27,7 @@ from join.collectives import collective_of
 from joinables import State
 from tests.ending import Ending, assert_blamed
 from tests.join.counter import Counter, group_works
+from tests.meeting import tell, wait_for
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
 from tests.selection import all_or_some
@@ -34,6 +35,7 @@ from tests.training import shard
 from tests.versions import needs_gloo_with_limits
 
 RANKS = 3
+OTHERS = 0, 2  # than rank 1
 LOST = "The process group cannot be used any more: restart from a checkpoint"
 
 
@@ -201,13 +203,15 @@ def sleeping(rank: int, where: str) -> str:
             for step in range(3):
                 x, y = batch(rank, 0, step)
                 if rank == 1 and step == 2 and where != "loss":
-                    time.sleep(5)
+                    wait_for(OTHERS)
                 output = ddp(x)
                 if rank == 1 and step == 2 and where == "loss":
-                    time.sleep(5)
+                    wait_for(OTHERS)
                 ((output - y) ** 2).mean().backward()
     except JoinTimeoutError as error:
-        time.sleep(4 if rank != 1 else 0)  # the pending header needs its peers alive until rank 1 has woken up
+        tell()
+        if rank != 1:
+            wait_for([1])  # the pending header needs its peers alive until rank 1 has woken up
         return str(error)
     return "fine"
 
@@ -353,7 +357,7 @@ def test_a_backward_inside_the_forward(ending: Ending, lockstep: bool) -> None:
 
 
 class Lingers(torch.autograd.Function):
-    """The identity, whose backward takes long."""
+    """The identity, whose backward takes longer than others wait for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -361,7 +365,7 @@ class Lingers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        time.sleep(8)
+        wait_for(OTHERS)
         return gradients[0]
 
 
@@ -380,12 +384,13 @@ def lingering(rank: int, way: str) -> tuple[str, float]:
     started = time.monotonic()
     try:
         with Join([ddp], timeout=1.0) as join:
-            mine = [batch(rank, 0, step)[0] for step in range((2, 2, 0)[rank])]
-            for x in join.iterate(mine) if way == "iterate" else mine:
+            inputs = [batch(rank, 0, step)[0] for step in range((2, 2, 0)[rank])]
+            for x in join.iterate(inputs) if way == "iterate" else inputs:
                 ddp(x).sum().backward()
     except (JoinTimeoutError, PeerError) as error:
         if rank == 1:
             os._exit(0)  # at last
+        tell()
         return f"{type(error).__name__}: {error}", time.monotonic() - started
     return "fine", 0.0
 
@@ -471,7 +476,9 @@ def failing_to_enter(rank: int) -> str:
         with Join([ddp, Unable(torch.optim.SGD(ddp.parameters(), lr=0.1))]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:
-        time.sleep(5 if rank == 1 else 0)  # its process is there for long
+        tell()
+        if rank == 1:
+            wait_for(OTHERS)  # its process is there for as long
         return f"{type(error).__name__}: {error}"
     return "fine"
 
@@ -525,7 +532,9 @@ def failing_between(rank: int) -> str:
         with Join([ddp]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:
-        time.sleep(5 if rank == 1 else 0)  # its process is there for long
+        tell()
+        if rank == 1:
+            wait_for(OTHERS)  # its process is there for as long
         return f"{type(error).__name__}: {error}"
     return "fine"
 

@@ -44,7 +44,7 @@ test-torch: .venv-torch-$(TORCH)/.installed
 SOAK ?= 500
 soak: .venv/.test-installed
 	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py
-	TESTS=all $(BIN)/python -m pytest tests/failures
+	TESTS=all $(BIN)/python -m pytest tests/join/failure/test_ends.py
 
 test-horovod: .venv-horovod/.installed
 	.venv-horovod/bin/horovodrun --gloo -np 2 .venv-horovod/bin/python -m tests.horovod.run

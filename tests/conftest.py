@@ -26,8 +26,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TOGETHER = (
     "tests/two_hosts/",
-    "tests/failures/test_ends.py",
-    "tests/joinables/test_transformers.py",
+    "tests/join/failure/test_ends.py",
+    "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
 )
 """Tests that need the same costly thing, or run several at once, by how their names begin."""

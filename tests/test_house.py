@@ -1,4 +1,4 @@
-"""How the house is kept: sizes, which way imports run, private names of torch, what the tour's pictures show."""
+"""How the house is kept: sizes, imports, private names of torch, what the tour's pictures show; tests stand alone."""
 
 from __future__ import annotations
 
@@ -340,3 +340,36 @@ def test_pictures_show_functions_that_exist(picture: Path) -> None:
     shown = set(re.findall(r">(\w+\.\w+)</text>", picture.read_text()))
     assert shown
     assert shown - functions == set()
+
+
+def imported_tests(tree: ast.AST) -> list[str]:
+    """The test files of ours, or what is in them, that a module imports, wherever in it."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = ".".join([*(["tests"] if node.level else []), *([node.module] if node.module else [])])
+            names += [f"{source}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.startswith("tests.") and ".test_" in name]
+
+
+def test_a_test_stands_alone() -> None:
+    """What several need is in a module beside them."""
+    tests = (ROOT / "tests").rglob("*.py")
+    assert {name_of(path): names for path in tests if (names := imported_tests(ast.parse(path.read_text())))} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tests.join.test_batch",
+        "from tests.join.test_batch import batches",
+        "def test() -> None:\n    from tests.join import counter, test_batch",
+        "from . import test_batch",
+        "from .test_batch import batches",
+    ],
+)
+def test_test_files_that_are_imported_are_found(code: str) -> None:
+    assert len(imported_tests(ast.parse(code))) == 1
+    assert imported_tests(ast.parse(code.replace("test_batch", "counter"))) == []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join
 from join.collectives import collective_of
+from tests.ending import Ending
 from tests.models import TOLERANCE, batch, build
 from tests.pool import Pool
+from tests.scripts import TORCHRUN, run_forked
 
 ROOT = Path(join.__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -37,22 +36,19 @@ def test_each_block_has_a_test() -> None:
     assert not re.search(r"^(    |\t)", re.sub(r"^```.*?^```$", "", TEXT, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
 
 
-def test_the_script_runs_as_pasted(tmp_path: Path) -> None:
+def test_the_script_runs_as_pasted(ending: Ending, tmp_path: Path) -> None:
     (_, script), (_, command), _ = BLOCKS
     assert len([line for line in script.splitlines() if line]) <= LINES
     (tmp_path / "train.py").write_text(script)
     python, *arguments = shlex.split(command)
     assert python == "python"
-    # A port that is free, where the command takes a certain one; and no notice that there is one thread for each rank.
-    free = {**os.environ, "PET_STANDALONE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, cwd=tmp_path, env=free, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert arguments[:2] == ["-m", TORCHRUN]
+    # A port that is free, where the command takes a certain one.
+    printed = run_forked(ending, TORCHRUN, "--standalone", *arguments[2:], folder=tmp_path)
     # Two ranks may print on one line.
-    found = [float(number) for number in re.findall(r"difference: ([\d.e+-]+)", done.stdout)]
-    assert len(found) == 2
-    assert max(found) < 1e-6
+    differences = [float(number) for number in re.findall(r"difference: ([\d.e+-]+)", printed)]
+    assert len(differences) == 2
+    assert max(differences) < 1e-6
 
 
 def loop(rank: int, code: str, limited: bool) -> tuple[str, list[torch.Tensor]]:

@@ -1,29 +1,22 @@
 """The demo, the tutorials and the recipes run, say what they claim, and leave nothing behind; so does a benchmark.
 
-A script and each process that it starts import torch, which takes seconds. In ``make test`` most scripts therefore run
-in a process that is forked from one that has imported it, and so are theirs.
+In ``make test`` most scripts run as ``tests/scripts.py`` has it, in ``make test-all`` as their users run them.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.multiprocessing
 
-import joinables.trainer
 from docs.outputs import output_of, scripts
-from joinables.trainer import Launcher, strategy
-from tests import torchrun
 from tests.ending import Ending
+from tests.scripts import as_script, run_forked
 from tests.selection import ALL, at_night
 from tests.versions import own_lines
 
@@ -43,35 +36,6 @@ def run(*args: str, timeout: float = 110, **environment: str) -> str:
     )
     assert (result.returncode, result.stderr) == (0, ""), result.stdout
     return own_lines(result.stdout)
-
-
-class Forking(Launcher):
-    """A launcher that forks its workers."""
-
-    def __init__(self, world_size: int, **options: Any) -> None:
-        options["start_method"] = "fork"
-        super().__init__(world_size, **options)
-
-
-def as_script(rank: int, script: str, *arguments: str) -> None:
-    """Run a file, or else a module, as the interpreter would; what it spawns is forked."""
-    fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
-    torch.multiprocessing.spawn = fork  # type: ignore[assignment]
-    joinables.trainer.Launcher = strategy.Launcher = Forking
-    torchrun.forks()
-    sys.argv = [script, *arguments]
-    if script.endswith(".py"):
-        sys.path.insert(0, str(Path(script).parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-
-
-def run_forked(ending: Ending, *args: str, limit: float = 100) -> str:
-    (end,) = ending.ends(as_script, *args, ranks=1, group=False, limit=limit)
-    stderr = end.stderr.partition("nanobind: leaked")[0]  # triton tells that a fork does not free it
-    assert (end.code, stderr) == (0, ""), end.text
-    return own_lines(end.text.removesuffix(end.stderr))
 
 
 ELSEWHERE = {"13_ray": "it needs Ray; where that is installed, tests/integrations/ray runs it"}
@@ -126,15 +90,16 @@ def test_demo(ending: Ending, tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").stat().st_size > 20_000
 
 
-def test_demo_without_its_extra_says_what_to_install() -> None:
-    forget = "import sys, runpy; sys.modules['sklearn'] = None; sys.argv = ['demo']"
-    probe = f"{forget}; runpy.run_module('demo', run_name='__main__')"
-    result = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
-    )
-    assert result.returncode != 0
-    assert "pip install 'joinables[demo]'" in result.stderr
-    assert "Traceback" not in result.stderr
+def demo_without_its_extra(rank: int) -> None:
+    sys.modules["sklearn"] = None  # type: ignore[assignment]
+    as_script(rank, str(ROOT), "demo")
+
+
+def test_demo_without_its_extra_says_what_to_install(ending: Ending) -> None:
+    (end,) = ending.ends(demo_without_its_extra, ranks=1, group=False)
+    assert end.code != 0
+    assert "pip install 'joinables[demo]'" in end.stderr
+    assert "Traceback" not in end.stderr
 
 
 @at_night

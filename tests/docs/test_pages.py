@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import join
+from tests.ending import Ending
 from tests.models import FEATURES, TARGETS, batch
 from tests.pool import Pool
+from tests.scripts import run_forked
 
 ROOT = Path(join.__file__).parent.parent
 COUNTS = 0, 3, 1
@@ -104,18 +103,8 @@ def test_a_joinable_of_ones_own() -> None:
 
 
 @pytest.mark.timeout(150)
-def test_the_trainer(tmp_path: Path) -> None:
+def test_the_trainer(ending: Ending, tmp_path: Path) -> None:
     (script,) = blocks("trainer.md")
     (tmp_path / "fit.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "fit.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank  steps  shadowed" in done.stdout
+    assert "rank  steps  shadowed" in run_forked(ending, "fit.py", folder=tmp_path, limit=140)
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from tests.dropin.counter import counter_class
 from tests.dropin.either import OURS, TORCHS, either, run
-from tests.dropin.test_custom import counter_class
 from tests.models import batch, build
 from tests.pool import Pool
 

@@ -73,23 +73,21 @@ def test_lightning(ending: Ending, train: Any, scheduler: str, epochs: int) -> N
 
 
 def train_in_accelerate(rank: int) -> dict[str, torch.Tensor]:
-    from tests.integrations.accelerate.test_block import Case, mine, objects, state_of
+    from tests.integrations.accelerate.training import Case, batches_of, objects, state_of
 
     with launched():
         net, optimizer, scheduler = objects()
         names = {"accelerator": accelerator(gradient_accumulation_steps=2), "net": net, "optimizer": optimizer}
-        names |= {"scheduler": scheduler, "mse_loss": mse_loss, "loader": mine(Case(weighted=True), rank, 0)}
+        names |= {"scheduler": scheduler, "mse_loss": mse_loss, "loader": batches_of(Case(weighted=True), rank, 0)}
         exec(code_after("Accelerate"), names)
         return state_of(net, optimizer, scheduler)
 
 
-def test_accelerate(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate(pool: Pool) -> None:
     pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[accelerate]")
-    from tests.integrations.accelerate import test_block
+    from tests.integrations.accelerate.training import Case, alone
 
-    monkeypatch.setattr(test_block, "COUNTS", test_block.COUNTS[:1])
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
-    expected = test_block.alone(test_block.Case(accumulate=2, weighted=True))
+    expected = alone(Case(accumulate=2, weighted=True), epochs=1, clips=False)
     for state in pool.run(train_in_accelerate, ranks=2, timeout=40):
         assert_same(state, expected, 1e-5)
 
@@ -98,7 +96,7 @@ def train_in_transformers(rank: int) -> dict[str, torch.Tensor]:
     from transformers import Trainer
 
     from tests.integrations.transformers.lm import Stream, llama, sentences
-    from tests.integrations.transformers.test_trainer import parameters, trainer_of
+    from tests.integrations.transformers.training import parameters, trainer_of
 
     with launched(), tempfile.TemporaryDirectory() as folder:
         names = {"Trainer": Trainer, "model": llama(), "arguments": trainer_of(rank, "tokens", folder).args}
@@ -111,7 +109,7 @@ def test_transformers(pool: Pool) -> None:
     pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
     pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")
     from tests.integrations.transformers.lm import alone, llama, sentences
-    from tests.integrations.transformers.test_trainer import STEPS
+    from tests.integrations.transformers.training import STEPS
 
     expected, _, _ = alone(llama(), sentences, 1, STEPS[1])
     for state in pool.run(train_in_transformers, ranks=2, timeout=40):

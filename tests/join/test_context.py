@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -186,13 +187,17 @@ def test_follower_out_of_step_is_an_error() -> None:
 
 
 def test_timeout_names_who_is_missing() -> None:
+    all_are_told = threading.Barrier(3, timeout=20)
+
     def rank_main(collective: ThreadCollective) -> str:
         counter = Counter(collective)
         with pytest.raises(JoinTimeoutError) as caught, Join([counter], timeout=1.0):
             counter()
             if collective.rank == 1:
-                time.sleep(4)
+                all_are_told.wait()
             counter()
+        if collective.rank != 1:
+            all_are_told.wait()
         return str(caught.value)
 
     started = time.monotonic()
@@ -206,11 +211,15 @@ def test_timeout_names_who_is_missing() -> None:
 
 
 def test_timeout_of_a_rank_that_never_leaves() -> None:
+    is_told = threading.Barrier(2, timeout=20)
+
     def rank_main(collective: ThreadCollective) -> str:
         counter = Counter(collective)
         with pytest.raises(JoinTimeoutError) as caught, Join([counter], timeout=0.6):
             if collective.rank == 0:
-                time.sleep(3)
+                is_told.wait()
+        if collective.rank == 1:
+            is_told.wait()
         return str(caught.value)
 
     texts = run_threads(2, rank_main)

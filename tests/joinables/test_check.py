@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
 import joinables
 from join.collectives import shared_memory
 from joinables import check
 from joinables._torch.versions import SUPPORTED
+from tests.ending import Ending
 
 ROOT = Path(joinables.__file__).parent.parent
 
@@ -44,18 +47,32 @@ def test_a_machine_on_which_all_is_well() -> None:
     assert difference is not None and float(difference[1]) < 1e-12
 
 
-def test_an_interface_that_is_not_there() -> None:
-    status, output, _ = run(GLOO_SOCKET_IFNAME="lo,no0", JOIN_SHARED_MEMORY="0")
-    assert status == 1
-    assert "note   headers travel in a small all-reduce" in output and "JOIN_SHARED_MEMORY=0 forbids it\n" in output
-    assert re.search(r"^WRONG  GLOO_SOCKET_IFNAME=lo,no0: there is no interface 'no0'; set it to", output, re.MULTILINE)
+def forked(rank: int, **environment: str) -> int:
+    """The exit status of the command, whose ranks need not import torch."""
+    os.environ.pop("MASTER_ADDR", None)
+    os.environ.update(environment)
+    check.spawn = functools.partial(start_processes, start_method="fork")
+    return check.check()
+
+
+def test_an_interface_that_is_not_there(ending: Ending) -> None:
+    command = functools.partial(forked, GLOO_SOCKET_IFNAME="lo,no0", JOIN_SHARED_MEMORY="0")
+    (end,) = ending.ends(command, ranks=1, group=False)
+    assert end.result == 1
+    assert "note   headers travel in a small all-reduce" in end.text
+    assert "JOIN_SHARED_MEMORY=0 forbids it\n" in end.text
+    wrong = r"^WRONG  GLOO_SOCKET_IFNAME=lo,no0: there is no interface 'no0'; set it to"
+    assert re.search(wrong, end.text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("limit", "tolerance", "told"), [(0.01, 1.0, "did not train within"), (90.0, -1.0, "difference")]
 )
-def test_training_goes_wrong(monkeypatch: pytest.MonkeyPatch, limit: float, tolerance: float, told: str) -> None:
+def test_training_goes_wrong(
+    server: None, monkeypatch: pytest.MonkeyPatch, limit: float, tolerance: float, told: str
+) -> None:
     monkeypatch.setattr(check, "_TOLERANCE", tolerance)
+    monkeypatch.setattr(check, "spawn", functools.partial(start_processes, start_method="forkserver"))
     (found,) = check.look_at_training(limit)
     assert found.kind == "WRONG" and told in found.text
 

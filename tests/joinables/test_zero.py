@@ -1,15 +1,22 @@
-"""Hyperparameters that a rank with data changes, and a rank without data takes over for its shard."""
+"""Steps of ZeRO: hyperparameters that a rank with data changes, closures, gradients that are transformed."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, PeerError
+from joinables import ZeroStep
+from tests.ending import Ending, assert_blamed
+from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.versions import needs_muon
 
+COUNTS = [0, 4, 2]
 STEPS = 3
 
 
@@ -37,3 +44,106 @@ def test_a_learning_rate_that_is_raised(pool: Pool) -> None:
     (expected,) = pool.run(train, False, ranks=1)
     for found in pool.run(train, True, ranks=2):
         torch.testing.assert_close(found, expected)
+
+
+def bad_transform(rank: int) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def transform() -> None:
+        raise ValueError("not on a joined rank")
+
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    try:
+        with Join([ddp, ZeroStep(optimizer, transform_gradients=transform)]):
+            for step in range(COUNTS[rank]):
+                ddp(batch(rank, 0, step)[0]).sum().backward()
+                optimizer.step()
+    except (PeerError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def test_transform_that_raises_on_a_joined_rank(ending: Ending) -> None:
+    assert_blamed(ending.run(bad_transform), 0, "ValueError: not on a joined rank")
+
+
+def closures(rank: int, way: str) -> dict[str, torch.Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        batches = [batch(rank, 0, step) for step in range(COUNTS[rank])]
+        for x, y in join.iterate(batches) if way == "iterate" else batches:
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+                optimizer.zero_grad()
+                loss = ((ddp(x) - y) ** 2).mean()
+                loss.backward()
+                return loss.item()
+
+            assert optimizer.step(closure) is not None
+    return flat_state(ddp.module.state_dict())
+
+
+def reference(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The state of a model that one process has trained on the batches of all ranks."""
+    for step in range(max(COUNTS)):
+        ranks = [rank for rank in range(3) if COUNTS[rank] > step]
+        optimizer.zero_grad()
+        for rank in ranks:
+            x, y = batch(rank, 0, step)
+            (((model(x) - y) ** 2).mean() / len(ranks)).backward()
+        optimizer.step()
+    return flat_state(model.state_dict())
+
+
+@pytest.mark.parametrize("way", ["plain", "iterate"])
+def test_zero_step_with_closure(pool: Pool, way: str) -> None:
+    model = build("mlp")
+    expected = reference(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    for state in pool.run(closures, way, ranks=3):
+        assert_same(state, expected, TOLERANCE)
+
+
+def matrices() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 2, bias=False))
+
+
+def with_muon(rank: int) -> tuple[dict[str, torch.Tensor], Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(matrices())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Muon, lr=0.01)
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for step in range(COUNTS[rank]):
+            x, y = batch(rank, 0, step)
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.param_groups[0]["weight_decay"] = 0.1 - 0.01 * step
+            optimizer.step()
+    assert not join.report.even
+    numbers = [(name, value) for name, value in optimizer.param_groups[0].items() if name != "params"]
+    return flat_state(ddp.module.state_dict()), [(name, type(value), value) for name, value in numbers]
+
+
+@needs_muon
+def test_hyperparameters_are_those_of_one_active_rank(pool: Pool) -> None:
+    """Muon's number of iterations is a whole number, of which a mean over ranks would make a float."""
+    results = pool.run(with_muon, ranks=3)
+    model = matrices()
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(decay_less)
+    expected = reference(model, optimizer)
+    for state, numbers in results:
+        assert ("ns_steps", int, 5) in numbers
+        assert numbers == results[1][1]
+        assert_same(state, expected, 1e-5)  # it computes in bfloat16
+
+
+def decay_less(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    group = optimizer.param_groups[0]
+    group["weight_decay"] = 0.1 if "step" not in group else group["weight_decay"] - 0.01
+    group["step"] = True

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from joinables.integrations.lightning import JoinStrategy
 from joinables.integrations.lightning.names import check_version
 from tests.ending import Ending, assert_blamed, say
-from tests.integrations.lightning.training import Case, Module, loader_of, quiet, trainer_of
+from tests.integrations.lightning.training import Case, Counting, Module, loader_of, quiet, trainer_of
 
 
 class Broken(Module):
@@ -74,14 +74,6 @@ def test_arguments() -> None:
         check_version("2.4.1")
     for version in ("2.5.0rc1", "2.6.6", "3.0"):
         check_version(version)
-
-
-class Counting(Module):
-    """Notes the samples that it is trained on."""
-
-    def training_step(self, data: Any, index: int) -> torch.Tensor:
-        self.seen += [int(each) for each in data[0]]
-        return self.net(data[0].unsqueeze(1).expand(-1, 4)).square().mean()
 
 
 def deal(rank: int, own: bool, size: int) -> list[int]:

@@ -9,8 +9,7 @@ pytest.importorskip("lightning", reason="needs the extra lightning: make test-fr
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ending import Ending
-from tests.integrations.lightning.test_refusals import Counting
-from tests.integrations.lightning.training import Case, Module, loader_of, quiet, torch, trainer_of
+from tests.integrations.lightning.training import Case, Counting, Module, loader_of, quiet, torch, trainer_of
 
 
 def deal(rank: int) -> list[int]:

@@ -191,3 +191,11 @@ def in_one_process(case: Case) -> list[torch.Tensor]:
         if case.scheduler == "epoch":
             scheduler.step()
     return flat(net, optimizer)
+
+
+class Counting(Module):
+    """Notes the samples that it is trained on."""
+
+    def training_step(self, data: Any, index: int) -> torch.Tensor:
+        self.seen += [int(each) for each in data[0]]
+        return self.net(data[0].unsqueeze(1).expand(-1, 4)).square().mean()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.integrations.ray.training import CASES, WORKERS
-from tests.joinables.trainer.test_elastic_launch import WORK, assert_exact
+from tests.joinables.trainer.elastic import WORK, assert_exact
 from tests.models import assert_same
 from tests.training import reference, tolerance_of
 

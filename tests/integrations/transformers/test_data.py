@@ -9,8 +9,8 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integrations.ranks import launched
-from tests.integrations.transformers.lm import ROWS, SizedStream, Stream, alone, llama, points, sentences
-from tests.integrations.transformers.test_trainer import RANKS, logged, parameters, trainer_of
+from tests.integrations.transformers.lm import RANKS, ROWS, SizedStream, Stream, alone, llama, points, sentences
+from tests.integrations.transformers.training import logged, parameters, trainer_of
 from tests.models import assert_same
 from tests.pool import Pool
 

@@ -22,7 +22,7 @@ from tests.integrations.transformers.lm import (
     points,
     sentences,
 )
-from tests.integrations.transformers.test_trainer import TO_EVALUATE, parameters, trainer_of
+from tests.integrations.transformers.training import TO_EVALUATE, parameters, trainer_of
 from tests.models import assert_same
 from tests.pool import Pool
 

@@ -15,7 +15,6 @@ from tests.integrations.ranks import launched, shard
 from tests.integrations.transformers.lm import (
     RANKS,
     ROWS,
-    Stream,
     alone,
     collated,
     llama,
@@ -23,73 +22,12 @@ from tests.integrations.transformers.lm import (
     regression,
     sentences,
 )
+from tests.integrations.transformers.training import STEPS, TO_EVALUATE, logged, parameters, trainer_of
 from tests.models import assert_same
 from tests.pool import Pool
 
 pytest.importorskip("transformers", reason="Transformers is not installed: pip install joinables[transformers]")
 pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install joinables[transformers]")
-
-STEPS = {1: 10, 2: 6, 3: 5}
-"""By windows; there are as many in all epochs or one less."""
-TO_EVALUATE = ((3, 0),)
-
-
-def trainer_of(
-    rank: int,
-    kind: str,
-    folder: str,
-    *,
-    callbacks: Any = (),
-    model: Any = None,
-    train_dataset: Any = None,
-    base: Any = None,
-    **more: Any,
-) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    from joinables.integrations.transformers import JoinTrainer
-
-    class Trained(JoinTrainer, base or Trainer):  # pyright: ignore[reportGeneralTypeIssues]
-        pass
-
-    given = {"max_steps": STEPS[1], "save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 1} | more
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        per_device_train_batch_size=ROWS,
-        per_device_eval_batch_size=ROWS,
-        optim="adamw_torch",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        logging_nan_inf_filter=False,
-        **given,
-    )
-    build, samples = (llama, sentences) if kind == "tokens" else (regression, points)
-    return Trained(
-        model=build() if model is None else model,
-        args=arguments,
-        data_collator=collated,
-        train_dataset=Stream(samples, rank) if train_dataset is None else train_dataset,
-        eval_dataset=Stream(samples, rank, TO_EVALUATE),
-        callbacks=list(callbacks),
-        compute_metrics=number_of_rows,
-    )
-
-
-def number_of_rows(prediction: Any) -> dict[str, float]:
-    return {"rows": float(len(prediction.predictions)), "labels": float(len(prediction.label_ids))}
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def parameters(trainer: Any) -> dict[str, torch.Tensor]:
-    from tests.training import whole
-
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    return {name: whole(value).detach().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +15,7 @@ from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.protocol.headers import StepTimes
 from join.report import RankReport
 from join.report.rank_report import BINS, EDGES
+from tests.ending import Ending
 from tests.join.counter import Counter, Leading
 
 STEPS = [2, 5, 0]
@@ -173,14 +173,16 @@ def test_a_picture_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "report.png").read_bytes() == whole
 
 
-def test_plotting_leaves_pyplot_alone(tmp_path: Path) -> None:
-    probe = (
-        "import sys; from tests.join.report.test_report import JoinReport, rows;"
-        f"JoinReport(rows(2), True).plot({str(tmp_path / 'x.pdf')!r}); print('matplotlib.pyplot' in sys.modules)"
-    )
-    command = [sys.executable, "-W", "error", "-c", probe]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ})
-    assert done.stdout.strip() == "False"
+def plots(rank: int, file: str) -> list[bool]:
+    """Whether pyplot is there before and after."""
+    before = "matplotlib.pyplot" in sys.modules
+    warnings.simplefilter("error")
+    JoinReport(rows(2), True).plot(file)
+    return [before, "matplotlib.pyplot" in sys.modules]
+
+
+def test_plotting_leaves_pyplot_alone(ending: Ending, tmp_path: Path) -> None:
+    assert ending.run(plots, str(tmp_path / "x.pdf"), ranks=1, group=False) == [[False, False]]
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,30 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from tests.models import MLP, TOLERANCE, Norm, assert_same, batch, flat_state
+from tests.joinables.ddp.nets import RANKS, Compute, Data, Nets, Scale, compute_all, loss, plain, streams
+from tests.models import MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
 from tests.selection import all_or_some
 from tests.versions import OWN_BUFFERS
-
-Nets = dict[str, Any]
-Data = list[tuple[torch.Tensor, torch.Tensor]]
-Scale = Callable[[torch.Tensor], torch.Tensor]
-Compute = Callable[[Nets, Data, int, int, Scale], None]
-RANKS = 3
-
-
-def streams(rank: int, step: int) -> Data:
-    """What a rank has for one step: as many batches as any loop takes."""
-    return [batch(rank, 0, step, stream) for stream in range(4)]
-
-
-def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return ((output - y) ** 2).mean()
-
-
-def plain(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
-    x, y = data[0]
-    scale(loss(nets["a"](x), y)).backward()
 
 
 def eval_inside(nets: Nets, data: Data, rank: int, step: int, scale: Scale) -> None:
@@ -233,20 +214,6 @@ def run(rank: int, name: str, dummy: Any = None, *, weighted: bool = False) -> d
                 for compute, which in program.phases:
                     run_phase(program, partial(compute, nets, data, rank, step, scale), which, optimizers)
     return flat_state(*(net.state_dict() for net in raw.values()), *(o.state_dict() for o in optimizers.values()))
-
-
-def compute_all(nets: Nets, compute: Compute, scales: dict[int, float], step: int) -> None:
-    """The gradients of all these ranks, added up; each starts from the same buffers, and the lowest rank's are kept."""
-    buffers = [buffer for net in nets.values() for buffer in net.buffers()]
-    shared = [buffer.clone() for buffer in buffers]
-    kept: list[torch.Tensor] = []
-    for rank, scale in scales.items():
-        for buffer, value in zip(buffers, shared, strict=True):
-            buffer.copy_(value)
-        compute(nets, streams(rank, step), rank, step, lambda value, by=scale: by * value)
-        kept = kept or [buffer.clone() for buffer in buffers]
-    for buffer, value in zip(buffers, kept, strict=True):
-        buffer.copy_(value)
 
 
 def reference(name: str, *, weighted: bool = False) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ from join import PeerError
 from joinables.trainer import Callback, ModelCheckpoint
 from tests.joinables.trainer.modules import Classifier, dataset
 from tests.joinables.trainer.ranks import trainer
-from tests.joinables.trainer.test_loop import Interrupt
 from tests.models import TOLERANCE, assert_same, flat_state
 from tests.pool import Pool
 
@@ -31,6 +30,10 @@ class Seen(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen.append(batch[2].tolist())
         return super().training_step(batch[:2], batch_idx)
+
+
+class Interrupt(Exception):
+    """What ends a fit from within."""
 
 
 class Stops(Callback):

@@ -260,14 +260,14 @@ def several(first: str, second: str) -> None:
 
 @pytest.mark.parametrize("first", ["peer", "line", "dist"])
 def test_cause_before_its_consequences(first: str) -> None:
-    with pytest.raises(ValueError, match="own fault") as caught:
+    with using(end=0.2), pytest.raises(ValueError, match="own fault") as caught:
         local(3).launch(several, first, "own")
     if sys.version_info >= (3, 11):
         assert "rank 0 failed too: " in caught.value.__notes__[0]
 
 
 def test_lowest_rank_of_several() -> None:
-    with pytest.raises(RuntimeError, match="socket closed"):
+    with using(end=0.2), pytest.raises(RuntimeError, match="socket closed"):
         local(3).launch(several, "theirs", "own")
 
 
@@ -315,7 +315,7 @@ def dies(how: str, rank: int) -> str:
 )
 def test_worker_that_dies(how: str, rank: int, text: str) -> None:
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match=text) as caught:
+    with using(end=0.2), pytest.raises(WorkerDied, match=text) as caught:
         local(3).launch(dies, how, rank)
     assert caught.value.rank == rank
     assert time.monotonic() - started < PATIENCE

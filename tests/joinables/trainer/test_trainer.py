@@ -37,6 +37,7 @@ from joinables.trainer import (
 from joinables.trainer.checkpoint import read_checkpoint
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.models import TOLERANCE, assert_same, flat_state
+from tests.selection import ALL
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,6 @@ class Draws(Classifier):
         return [random.random(), torch.rand(())]
 
 
-@pytest.mark.spawns
 def test_random_numbers_go_on_from_those_of_this_process() -> None:
     def predict(ranks: int) -> Any:
         torch.manual_seed(3)
@@ -244,21 +244,22 @@ def test_files_of_a_fit_that_failed(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading, time
-from joinables.trainer import Callback, Trainer
+from joinables.trainer import Callback, DDPStrategy, Trainer
 from tests.joinables.trainer.modules import Classifier, loader
 
 class Slow(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.is_global_zero:
-            open(sys.argv[1], "w").close()
+            open(sys.argv[2], "w").close()
         time.sleep(60)
 
 if __name__ == "__main__":
-    Trainer(devices=2, callbacks=Slow()).fit(Classifier(), loader())
+    Trainer(devices=2, strategy=DDPStrategy(sys.argv[1]), callbacks=Slow()).fit(Classifier(), loader())
 """
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["fork", *(["spawn"] if ALL else [])])
+def test_ctrl_c(tmp_path: Path, start_method: str) -> None:
     script, begun, folder = tmp_path / "script.py", tmp_path / "begun", tmp_path / "left"
     script.write_text(INTERRUPTED)
     folder.mkdir()
@@ -266,7 +267,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     keyboard, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
     parent = subprocess.Popen(
-        [sys.executable, str(script), str(begun)],
+        [sys.executable, str(script), start_method, str(begun)],
         env=environ,
         stdin=terminal,
         stdout=terminal,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import time
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
@@ -280,14 +281,15 @@ def test_leaving_together_and_late(options: dict[str, Any], fails: bool, where: 
         def body(step: int, place: str) -> str:
             if (step, place) != (1, where):
                 return ""
-            time.sleep(1.5 if collective.rank == 0 else 0.0)
+            time.sleep(0.4 if collective.rank == 0 else 0.0)
             if fails and collective.rank == 0:
                 raise ValueError("enough")
             return "break"
 
         return outcome(collective, body, list(batches(0, 4)), **options)
 
-    zero, *others = run_threads(3, run)
+    with using(look=0.05):
+        zero, *others = run_threads(3, run)
     assert zero == ("ValueError: enough" if fails else "fine")
     for text in others:
         assert blames(text, 0, zero) if fails else text == "fine"
@@ -373,14 +375,17 @@ def leaving_out(collective: ThreadCollective, runs: list[int], step: int, lookah
 @pytest.mark.parametrize(("step", "lookahead"), [(0, 1), (2, 1), (3, 2), (4, 1), (6, 1), (7, 1)])
 def test_a_rank_that_leaves_something_out_and_goes_on(runs: list[int], step: int, lookahead: int) -> None:
     """It is told where it waits for a roll call that the others do not come to, at the latest at the loop's end."""
-    zero, one, two = run_threads(3, lambda each: leaving_out(each, runs, step, lookahead))
+    with using(look=0.05):
+        zero, one, two = run_threads(3, lambda collective: leaving_out(collective, runs, step, lookahead))
     assert re.match(r"ProtocolError: rank 1 left \w+ out of step \d of join.iterate, or of one before, and rank ", one)
     assert blames(zero, 1, one) and blames(two, 1, one)
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_a_rank_that_runs_more(step: int) -> None:
-    for text in run_threads(3, lambda each: leaving_out(each, [*BURSTS, 1], step, lookahead=1)):
+    with using(look=0.05):
+        texts = run_threads(3, lambda collective: leaving_out(collective, [*BURSTS, 1], step, lookahead=1))
+    for text in texts:
         assert text.startswith(("ProtocolError: rank ", "PeerError: rank "))
         assert " of join.iterate, or of one before, and rank " in text
 
@@ -519,17 +524,21 @@ def test_a_rank_that_has_left_the_block() -> None:
 
 @pytest.mark.parametrize(("place", "doing"), [("begin", "announced Counter in step 2 of"), ("end", "came to step")])
 def test_a_rank_that_sleeps(place: str, doing: str) -> None:
+    is_told = threading.Barrier(2, timeout=20)
+
     def run(collective: ThreadCollective) -> str:
         counter = Counter(collective)
         try:
             with Join([counter], timeout=0.5) as join:
                 for step, _ in enumerate(join.iterate(batches(0, 4))):
                     if collective.rank == step == 1 and place == "begin":
-                        time.sleep(2.5)
+                        is_told.wait()
                     counter()
                     if collective.rank == step == 1 and place == "end":
-                        time.sleep(2.5)
+                        is_told.wait()
         except JoinTimeoutError as error:
+            if collective.rank == 0:
+                is_told.wait()
             return str(error)
         return "fine"
 

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.ending import End, Ending, Running
-from tests.failures.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, main
+from tests.join.failure.cells import FAILS, HOWS, MODES, OWN, Cell, exists, fit, main
 from tests.selection import all_or_some
 
 SECONDS = 10.0  # that the others may take

@@ -26,8 +26,8 @@ from join import (
 from join.collectives import collective_of
 from joinables import State
 from tests.ending import Ending, assert_blamed
-from tests.join.counter import Counter
-from tests.joinables.ddp.test_comm_hooks import buffer_hook
+from tests.join.counter import Counter, group_works
+from tests.meeting import tell, wait_for
 from tests.models import OPTIMIZERS, batch, build
 from tests.pool import Pool
 from tests.selection import all_or_some
@@ -35,6 +35,7 @@ from tests.training import shard
 from tests.versions import needs_gloo_with_limits
 
 RANKS = 3
+OTHERS = 0, 2  # than rank 1
 LOST = "The process group cannot be used any more: restart from a checkpoint"
 
 
@@ -54,12 +55,6 @@ class Fragile(torch.nn.Module):
         if self.broken:
             raise Trouble("in forward")
         return y
-
-
-def group_works() -> None:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
 
 
 def unhooked(ddp: Any, optimizer: Any) -> None:
@@ -129,11 +124,14 @@ def test_a_rank_that_raises(ending: Ending, case: Raising) -> None:
         assert times[rank] - times[1] < 10
 
 
+def buffer_hook(group: Any, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future[Any]]:
+    return [dist.broadcast(buffer, 1, group=group, async_op=True).get_future() for buffer in buffers.values()]
+
+
 def raising_before_late_buffers(rank: int, initial: bool) -> str:
     """The buffers are announced for after a forward that does not come to its end."""
     ddp = DistributedDataParallel(Fragile("norm"))
-    state = {"group": ddp.process_group, "calls": 0}
-    ddp._register_buffer_comm_hook(state, buffer_hook, _BufferCommHookLocation.POST_FORWARD)
+    ddp._register_buffer_comm_hook(ddp.process_group, buffer_hook, _BufferCommHookLocation.POST_FORWARD)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     try:
         with Join([ddp, optimizer], divide_by_initial_world_size=initial):
@@ -205,13 +203,15 @@ def sleeping(rank: int, where: str) -> str:
             for step in range(3):
                 x, y = batch(rank, 0, step)
                 if rank == 1 and step == 2 and where != "loss":
-                    time.sleep(5)
+                    wait_for(OTHERS)
                 output = ddp(x)
                 if rank == 1 and step == 2 and where == "loss":
-                    time.sleep(5)
+                    wait_for(OTHERS)
                 ((output - y) ** 2).mean().backward()
     except JoinTimeoutError as error:
-        time.sleep(4 if rank != 1 else 0)  # the pending header needs its peers alive until rank 1 has woken up
+        tell()
+        if rank != 1:
+            wait_for([1])  # the pending header needs its peers alive until rank 1 has woken up
         return str(error)
     return "fine"
 
@@ -244,7 +244,7 @@ def throwing(rank: int, parts: str, initial: bool) -> tuple[int, str]:
                 other(x).sum().backward()
             optimizer.step()
             done += 1
-    group_works()
+    group_works(collective_of(None))
     ddp(batch(rank, 0, 0)[0]).sum().backward()  # still usable, and in step
     unhooked(ddp, optimizer)
     return done, str(caught.value)
@@ -357,7 +357,7 @@ def test_a_backward_inside_the_forward(ending: Ending, lockstep: bool) -> None:
 
 
 class Lingers(torch.autograd.Function):
-    """The identity, whose backward takes long."""
+    """The identity, whose backward takes longer than others wait for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -365,7 +365,7 @@ class Lingers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        time.sleep(8)
+        wait_for(OTHERS)
         return gradients[0]
 
 
@@ -384,12 +384,13 @@ def lingering(rank: int, way: str) -> tuple[str, float]:
     started = time.monotonic()
     try:
         with Join([ddp], timeout=1.0) as join:
-            mine = [batch(rank, 0, step)[0] for step in range((2, 2, 0)[rank])]
-            for x in join.iterate(mine) if way == "iterate" else mine:
+            inputs = [batch(rank, 0, step)[0] for step in range((2, 2, 0)[rank])]
+            for x in join.iterate(inputs) if way == "iterate" else inputs:
                 ddp(x).sum().backward()
     except (JoinTimeoutError, PeerError) as error:
         if rank == 1:
             os._exit(0)  # at last
+        tell()
         return f"{type(error).__name__}: {error}", time.monotonic() - started
     return "fine", 0.0
 
@@ -475,7 +476,9 @@ def failing_to_enter(rank: int) -> str:
         with Join([ddp, Unable(torch.optim.SGD(ddp.parameters(), lr=0.1))]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:
-        time.sleep(5 if rank == 1 else 0)  # its process is there for long
+        tell()
+        if rank == 1:
+            wait_for(OTHERS)  # its process is there for as long
         return f"{type(error).__name__}: {error}"
     return "fine"
 
@@ -529,7 +532,9 @@ def failing_between(rank: int) -> str:
         with Join([ddp]):
             ddp(batch(rank, 0, 0)[0]).sum().backward()
     except (PeerError, KeyError) as error:
-        time.sleep(5 if rank == 1 else 0)  # its process is there for long
+        tell()
+        if rank == 1:
+            wait_for(OTHERS)  # its process is there for as long
         return f"{type(error).__name__}: {error}"
     return "fine"
 

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
 from tests.ending import Ending
-from tests.joinables.ddp.test_loops import RANKS, Data, Nets, compute_all, loss, plain, streams
-from tests.joinables.test_state import Summer
+from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
+from tests.joinables.summer import Summer
 from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
 from tests.versions import all_gather_single

@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
+from join.collectives import collective_of
 from join.collectives._torch_private import timeout_of
 from join.collectives.timeouts import using
 from tests.ending import Ending
-from tests.joinables.test_failures import group_works
+from tests.join.counter import group_works
 from tests.models import MLP, TARGETS, Norm, batch, build
 from tests.pool import Pool
 from tests.training import mesh_of
@@ -199,7 +200,7 @@ def slow(rank: int, kind: str) -> str:
                         other(torch.ones(1, 2)).sum().backward()
     except (ValueError, JoinError) as error:
         return f"{type(error).__name__}: {error}"
-    group_works()
+    group_works(collective_of(None))
     return "fine"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -14,18 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError
 from join.collectives.broken import is_broken
 from tests.ending import Ending, assert_blamed
+from tests.meeting import tell, wait_for
 from tests.models import batch, build
 
 
 def reduced(group: dist.ProcessGroup) -> list[tuple[bool, str]]:
     """What two collectives end with, one after the other: whether it is taken for broken, and the text."""
-    told: list[tuple[bool, str]] = []
+    outcomes: list[tuple[bool, str]] = []
     for _ in range(2):
         try:
             dist.all_reduce(torch.ones(3), group=group)
         except RuntimeError as error:
-            told.append((is_broken(error, stores=False), str(error)))
-    return told
+            outcomes.append((is_broken(error, stores=False), str(error)))
+    return outcomes
 
 
 def leaving(rank: int, how: str) -> list[tuple[bool, str]]:
@@ -35,11 +35,12 @@ def leaving(rank: int, how: str) -> list[tuple[bool, str]]:
     if rank == 1 and how == "ends":
         os._exit(0)
     if rank == 1 and how == "sleeps":
-        time.sleep(4)
+        wait_for([0, 2])
         return []
-    told = reduced(group)
-    time.sleep(4)  # the others are in the middle of it
-    return told
+    outcomes = reduced(group)
+    tell()
+    wait_for([0, 2])  # the other may be in the middle of it
+    return outcomes
 
 
 @pytest.mark.parametrize("how", ["ends", "sleeps"])

@@ -1,0 +1,64 @@
+"""Ranks that meet through a store in which others have left their keys."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from join.collectives.store import fresh_store
+
+
+def client(server: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def meet(server: dist.TCPStore, ranks: int, late: int = 0) -> None:
+    """All ranks find what rank 0 leaves; the one that is ``late`` comes after all others."""
+    told, found = uuid.uuid4().hex, dict[int, str]()
+
+    def one(rank: int) -> None:
+        if rank == late:
+            time.sleep(0.2)
+        ours = fresh_store(client(server), rank, ranks)
+        if rank == 0:
+            assert not ours.check(["key"])
+            ours.set("key", told)
+        found[rank] = ours.get("key").decode()
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == dict.fromkeys(range(ranks), told)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_one_launch_after_the_other(server: dist.TCPStore, late: int) -> None:
+    for ranks in (3, 3, 1, 2, 3, 4):
+        meet(server, ranks, late)
+
+
+def test_ranks_that_are_gone_had_come_alone(server: dist.TCPStore) -> None:
+    """They were killed while rank 0 was still on its way."""
+    for rank in (1, 3):
+        server.set(f"hello/{rank}", "the word of one that is gone")
+    meet(server, 4, late=1)
+    meet(server, 4, late=3)
+
+
+def test_a_rank_does_not_come(server: dist.TCPStore) -> None:
+    store = client(server)
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] of 3 have not come to the launch"):
+        fresh_store(store, 0, 3)

@@ -114,7 +114,7 @@ def raise_difference(collective: Collective, values: Values) -> None:
     Raises:
         ProtocolError: on every rank, if they differ.
     """
-    text = differences(collective.all_gather_object(values))
+    text = differences(dict(enumerate(collective.all_gather_object(values))))
     if text:
         raise ProtocolError(
             f"all ranks must hold the same when they have made the same steps, and they differ in this: {text}. Step"
@@ -124,14 +124,15 @@ def raise_difference(collective: Collective, values: Values) -> None:
         )
 
 
-def differences(ranks: Sequence[Values]) -> str:
+def differences(ranks: Mapping[int, Values]) -> str:
     """Return the values that differ between ranks, in words; empty if there are none."""
     texts: list[str] = []
-    for position, (name, values) in enumerate(ranks[0]):
+    first = next(iter(ranks))
+    for position, (name, values) in enumerate(ranks[first]):
         for key in values:
-            by_rank = [others[position][1].get(key, ...) for others in ranks]
-            if ... not in by_rank and not all(_is_same(by_rank[0], value) for value in by_rank):
-                words = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(by_rank))
+            by_rank = {rank: theirs[position][1].get(key, ...) for rank, theirs in ranks.items()}
+            if ... not in by_rank.values() and not all(_is_same(by_rank[first], value) for value in by_rank.values()):
+                words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(by_rank.items()))
                 texts.append(f"the {key} of {name} is {words}")
     more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
     return "; ".join(texts[:_MOST]) + more

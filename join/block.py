@@ -190,21 +190,10 @@ class OpenBlock:
         try:
             if loops.running is not None:
                 loops.running.leave()
-            ran_out = time.monotonic()
-            outcome = self.channel.drain()
+            ran_out = time.monotonic() if loops.joined_at is None else loops.joined_at
+            return self._finish(self.channel.drain(), ran_out, loops)
         except BaseException as failure:
-            self._fail(failure)
-            raise
-        if loops.joined_at is not None:
-            ran_out = loops.joined_at
-        try:
-            return self._finish(outcome, ran_out, loops)
-        except BaseException as failure:
-            guard = self.channel.guard
-            cause = guard.explain(failure)
-            if cause is not None:
-                raise cause from failure
-            guard.peers.post(failure)  # others may wait for this rank
+            self._fail(failure)  # others may wait for this rank
             raise
 
     def _fail(self, error: BaseException) -> None:

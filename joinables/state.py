@@ -121,7 +121,8 @@ class OptimizerState(Silent):
         if not (why_not or refused):
             why_not = self._why_not(states, their_states, shapes, their_shapes)
         if not why_not and self._channel.ran_out_last:
-            why_not = differences([[(self.join_name, values)] for values in (equal, self.equal_values())])
+            values = {source: equal, collective.rank: self.equal_values()}
+            why_not = differences({rank: [(self.join_name, held)] for rank, held in values.items()})
         self._raise_if_any_cannot(why_not)
         if collective.rank == source:
             broadcast_tensors(collective, tensors, source)

@@ -438,7 +438,7 @@ class LoopAlone:
 
     Args:
         loader: this rank's batches.
-        options: how to go over them; ``until``, ``dummy`` and ``lookahead`` have no meaning here.
+        options: how to go over them; ``until``, ``dummy``, ``lookahead`` and ``fill_window`` have no meaning here.
         world_size: the number of ranks, which are taken to have the same.
     """
 
@@ -479,7 +479,7 @@ class LoopAlone:
 
 
 class Batches(Iterable[T], Generic[T]):
-    """What ``Join.iterate`` returns: the batches of one loop, once; ``len`` is that of the rank with most of them."""
+    """What ``Join.iterate`` returns: the batches of one loop, once; ``len`` is the number of steps of all ranks."""
 
     def __init__(self, loop: Iteration | LoopAlone) -> None:
         self._loop: Iteration | LoopAlone = loop

@@ -82,6 +82,8 @@ class Lockstep(Mode):
         self.progress = LoopProgress(channel.collective, channel.loop + 1)
         """How far this rank is in the loop."""
         self._last_burst: tuple[int, bool] | None = None  # lowest rank with data in it; whether this one had
+        self.is_uneven = False
+        """Whether some rank had no data in the last step in which others had."""
         collective, timeout = channel.collective, self._guard.timeout
         self.barrier = None if timeout is None else collective.line(BARRIERS)
         """The line on which all ranks wait for each other, with a ``timeout``."""
@@ -110,8 +112,7 @@ class Lockstep(Mode):
         self.end_step()
         step = self._channel.step
         source, had_data = self._last_burst or (step.first_with_data, step.has_data)
-        uneven = step.contributors != self._world_size
-        self._channel.leave_loop(self._around, source=source, had_data=had_data, uneven=uneven)
+        self._channel.leave_loop(self._around, source=source, had_data=had_data, uneven=self.is_uneven)
 
     def note_break(self, leave: Callable[[], None] | None) -> None:
         """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.

@@ -116,6 +116,8 @@ class StepCounts:
         self.at = at + 1
         step.number = lockstep.progress.steps
         step.contributors, step.first_with_data = self._shares[at]
+        if step.contributors:  # else the step only fills a window
+            lockstep.is_uneven = step.contributors < len(self.batches)
         step.has_data = at < self.own_batches
         step.shadowing = not step.has_data
         step.weight, step.total = weight if step.has_data else 0.0, self._totals[at // size]

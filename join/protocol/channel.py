@@ -121,6 +121,8 @@ class Channel:
         if is_first:
             self.guard.begin()
         self.prepare()
+        if self._outstanding and (error := self._left_out_error("another block was entered")):
+            self.guard.raise_alone(error)
         self._set_roster(roster)
 
     def agree(self) -> None:
@@ -148,8 +150,9 @@ class Channel:
         """Return how far this rank is, for others that wait for it; called in another thread."""
         headers, place = self.headers.tally.headers, self.mode.place() or self._last_loop.place
         sender = self.headers.announced_by_me
-        doing = "has run out of inputs" if sender is None else f"announced {sender.joinable.join_name}"
-        return place._replace(headers=headers, doing=self.guard.doing or f"{doing} (header {headers})")
+        doing = "has announced nothing" if sender is None else f"announced {sender.joinable.join_name}"
+        doing = f"{'has run out of inputs' if self.has_run_out else doing} (header {headers})"
+        return place._replace(headers=headers, doing=self.guard.doing or doing)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Channel:
         member = self.roster.announcing[index]
         self.prepare(joinable)
         if not member.interjects:
-            if self._outstanding and (error := self._left_out_error(joinable)):
+            if self._outstanding and (error := self._left_out_error(f"{joinable.join_name} announced")):
                 self.guard.raise_alone(error)
             self._outstanding = list(member.followers)
         if self.step.shadowing:
@@ -205,14 +208,13 @@ class Channel:
             " and not what calls notify_join_context [J080]"
         )
 
-    def _left_out_error(self, announced: Joinable | None) -> JoinError | None:
-        """The error for members that did not notify before ``announced`` did, or before the block ended."""
+    def _left_out_error(self, event: str) -> JoinError | None:
+        """The error for members that did not notify before an ``event``; ``None`` in a loop, where they need not."""
         if self.mode.all_ranks_run_bursts:
             return None
-        before = "the block ended" if announced is None else f"{announced.join_name} announced"
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
         return JoinError(
-            f"{before} before {missing} notified. A joinable that follows another must notify once after each of its"
+            f"{event} before {missing} notified. A joinable that follows another must notify once after each of its"
             " bursts; one that keeps its own time comes first in the list, or derives from join.Burst; one without"
             " collectives in the loop has communicates = False [J081]"
         )
@@ -249,7 +251,7 @@ class Channel:
         """Take part in the bursts of others until all have run out of inputs; raises what :meth:`Mode.drain` does."""
         self.has_run_out = True
         self.prepare()
-        if self._outstanding and (error := self._left_out_error(None)):
+        if self._outstanding and (error := self._left_out_error("the block ended")):
             raise error
         loop, headers = self._last_loop, self.headers.tally.headers
         outcome = self.mode.drain()

@@ -20,7 +20,7 @@ from joinables.adapter import Announcing
 from joinables.state import shapes_of
 
 # Of the buffers at their last synchronisation, the same on all ranks: one rank may evaluate between blocks.
-_shapes: weakref.WeakKeyDictionary[DistributedDataParallel, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_shapes: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class DDPBurst(Announcing):
@@ -73,7 +73,8 @@ class BufferSync(DDPBurst):
         self._are_new = self._after_forward or getattr(cast("object", self._ddp.module), "forward_is_over", False)
         self._source, self._world_size = join.channel.headers.leader, join.collective.world_size
         self._places = reducer.buffer_places(self._ddp)
-        self._changed, self._shapes = [], _shapes.setdefault(self._ddp, self._shapes_now())
+        known = _shapes.get(self._ddp, {})  # a buffer may have been registered since
+        self._changed, self._shapes = [], {name: known.get(name, shape) for name, shape in self._shapes_now().items()}
 
     @override
     def detach(self) -> None:
@@ -88,16 +89,15 @@ class BufferSync(DDPBurst):
         """Look for buffers of another shape; called before a forward announces anything."""
         now = self._shapes_now()
         if now != self._shapes:
-            pairs = zip(self._places, now, self._shapes, strict=True)
-            self._changed = [f"{name} {list(shape)}" for name, shape, before in pairs if shape != before]
+            self._changed = [f"{name} {list(shape)}" for name, shape in now.items() if shape != self._shapes[name]]
             self._all_changed = self._all_had_data
         self._all_had_data = self._channel.step.contributors in (None, self._world_size)
 
-    def _shapes_now(self) -> list[tuple[int, ...]]:
-        shapes: list[tuple[int, ...]] = []
-        for places, name in self._places.values():
-            buffer = places.get(name)
-            shapes.append(() if buffer is None else buffer.shape)
+    def _shapes_now(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (buffers, key) in self._places.items():
+            buffer = buffers.get(key)
+            shapes[name] = () if buffer is None else buffer.shape
         return shapes
 
     @override

@@ -102,6 +102,8 @@ class Forwards:
         if objects.is_in_torch_join(self._ddp):
             raise JoinError(IN_TORCH_JOIN)
         channel = self._channel
+        if channel.scaling.flows and not autograd.in_backward():  # the last backward has raised
+            channel.scaling.flows = False
         if self.norms:
             refuse_synchronised_norms(self._ddp, self.norms, channel)
         watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA

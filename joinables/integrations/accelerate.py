@@ -121,14 +121,21 @@ class AcceleratedJoin(Join):
     @override
     def __enter__(self) -> Self:
         super().__enter__()
-        accelerator, undo = self._accelerator, self._restore
+        try:
+            self._change(self._accelerator)
+        except BaseException as error:
+            self.close(error)
+            raise
+        return self
+
+    def _change(self, accelerator: Any) -> None:
+        undo = self._restore
         undo.enter_context(scaling_losses(accelerator, self))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
         if self._block is not None:  # else enable=False
             for loader in accelerator._dataloaders:
                 self._set_evenness(loader)
             undo.enter_context(gathering_rows(accelerator, self, self._has_no_rows))
-        return self
 
     @override
     def __exit__(

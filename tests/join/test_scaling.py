@@ -380,3 +380,34 @@ def mistaken(rank: int, how: str) -> str:
 def test_mistakes(ending: Ending, how: str, said: str) -> None:
     for text in ending.run(mistaken, how):
         assert said in text
+
+
+class Raises(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ValueError("a backward that raises")
+
+
+def a_backward_raises(rank: int) -> str:
+    model = DistributedDataParallel(Net())
+    data = [torch.ones(2, 4, dtype=torch.float64)] * COUNTS[rank]
+    with pytest.raises(JoinError) as caught, Join([model], divide_by_initial_world_size=False) as join:
+        for step, x in enumerate(join.iterate(data)):
+            loss = model(x).sum()
+            if step == 1:
+                with pytest.raises(ValueError, match="a backward that raises"):
+                    join.scale(Raises.apply(loss)).backward()
+            else:
+                (join.scale(loss) if step == 0 else loss).backward()
+    return str(caught.value)
+
+
+def test_a_loss_after_a_backward_that_raised_is_not_taken_for_scaled(ending: Ending) -> None:
+    for end in ending.ends(a_backward_raises, ranks=len(COUNTS)):
+        assert "is not scaled, and that of the first backward" in str(end.result), end.text

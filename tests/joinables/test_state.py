@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, JoinError
 from tests.joinables.summer import Summer
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
@@ -74,6 +74,22 @@ def cannot_travel(rank: int) -> str:
 def test_state_that_cannot_be_pickled_is_an_error_on_all_ranks(pool: Pool) -> None:
     for text in pool.run(cannot_travel, ranks=2):
         assert "rank 1 cannot pickle" in text
+
+
+def one_last_rank_differs(rank: int) -> str:
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2 if rank == 2 else 0.1)
+    with pytest.raises(JoinError) as caught, Join([ddp, optimizer]):
+        for step in range((0, 2, 2)[rank]):
+            ddp(batch(rank, 0, step)[0]).sum().backward()
+            optimizer.step()
+    return str(caught.value)
+
+
+def test_ranks_that_differ_are_named(pool: Pool) -> None:
+    for text in pool.run(one_last_rank_differs, ranks=3):
+        assert "is 0.1 on rank 1, 0.2 on rank 2" in text
+        assert "on rank 0" not in text
 
 
 class Broken:

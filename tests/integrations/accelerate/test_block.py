@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,3 +79,25 @@ def test_it_trains_exactly(pool: Pool, name: str) -> None:
     expected = alone(CASES[name])
     for state in pool.run(train, CASES[name], ranks=RANKS, timeout=40):
         assert_same(state, expected, 1e-5)
+
+
+def refused_on_entering(rank: int) -> None:
+    from join import Join
+    from joinables.integrations.accelerate import join_uneven_inputs
+
+    with launched():
+        accelerate = accelerator()
+        model, optimizer, _ = accelerate.prepare(*objects())
+        backward = accelerate.backward
+        data = torch.utils.data.TensorDataset(torch.ones(6, 4))
+        accelerate.prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="repeats samples"):
+                join_uneven_inputs(accelerate, [model, optimizer]).open()
+        assert not Join.is_open_on(None)
+        assert accelerate.backward == backward
+
+
+def test_a_block_that_is_refused_on_entering_is_not_open(pool: Pool) -> None:
+    pool.run(refused_on_entering, ranks=RANKS)

@@ -1,0 +1,81 @@
+"""The channel of a group, over blocks and loops: with thread ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from join import Join, JoinError, JoinReport, ProtocolError
+from join.collectives import ThreadCollective, run_threads
+from tests.join.counter import Counter, Leading
+
+
+def filled(collective: ThreadCollective) -> tuple[JoinReport, bool | None]:
+    counter = Counter(collective)
+    with Join([counter]) as join:
+        for _ in join.iterate([1, 2, 3], window=2, fill_window=True):
+            counter()
+    return join.report, counter.last_joiner
+
+
+def test_a_step_that_fills_a_window_makes_no_rank_uneven() -> None:
+    for report, last_joiner in run_threads(2, filled):
+        assert report.even
+        assert last_joiner is True
+
+
+def doings(collective: ThreadCollective) -> list[str]:
+    counter = Counter(collective)
+    texts: list[str] = []
+    with Join([counter]) as join:
+        texts.append(join.channel.progress().doing)
+        for _ in join.iterate([1]):
+            texts.append(join.channel.progress().doing)
+            counter()
+            texts.append(join.channel.progress().doing)
+    return texts
+
+
+def test_a_rank_in_its_loop_has_not_run_out() -> None:
+    for texts in run_threads(2, doings):
+        assert [text.partition(" (")[0] for text in texts] == ["has announced nothing"] * 2 + ["announced Counter"]
+
+
+def with_a_block_before_the_follower(collective: ThreadCollective) -> str:
+    leading, follower, inner = Leading(collective, "leading"), Counter(collective), Leading(collective, "inner")
+    with pytest.raises(JoinError) as caught, Join([leading, follower]):
+        leading()
+        with Join([inner]):
+            inner()
+        follower()
+    return str(caught.value)
+
+
+def test_a_follower_acts_before_another_block_is_entered() -> None:
+    texts = run_threads(2, with_a_block_before_the_follower)
+    assert any("another block was entered before Counter notified" in text for text in texts)
+    assert not any("J082" in text for text in texts)
+
+
+def goes_on_after_an_inner_block(collective: ThreadCollective) -> list[str]:
+    class Unequal(Counter):
+        def equal_values(self) -> dict[str, Any]:
+            return {"rank": self.group.rank}
+
+    outer = Leading(collective, "outer")
+    texts: list[str] = []
+    with pytest.raises(JoinError) as caught, Join([outer]):
+        try:
+            with Join([Unequal(collective)]):
+                pass
+        except ProtocolError as error:
+            texts.append(str(error))
+        outer()
+    return [*texts, str(caught.value)]
+
+
+def test_nothing_is_announced_after_an_inner_block_that_failed() -> None:
+    for inner, outer in run_threads(2, goes_on_after_an_inner_block):
+        assert "J441" in inner
+        assert "the Join block is over" in outer

@@ -3,12 +3,10 @@
 ``with Join([model, optimizer]):`` around a training loop, and every rank may have a different number of batches.
 """
 
-import importlib
-
 from join.context import Join
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.joinable import Burst, Joinable, JoinConfig, JoinHook
-from join.registry import load_adapters_by, register_joinable
+from join.registry import register_joinable
 from join.report import JoinReport
 
 __all__ = [
@@ -25,5 +23,3 @@ __all__ = [
     "ProtocolError",
     "register_joinable",
 ]
-
-load_adapters_by(lambda: importlib.import_module("joinables"))

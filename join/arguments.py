@@ -174,13 +174,12 @@ def check_initialised(joinable: Any) -> None:
         )
 
 
-def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own: Iterable[str]) -> None:
+def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any]) -> None:
     """Raise a ``TypeError`` for a keyword that no hook takes: a mistake, most likely a typo.
 
     Args:
         joinables: those listed.
         kwargs: what ``Join`` was given beyond its own arguments.
-        own: the names of these, which may have been meant.
     """
     taken = {"divide_by_initial_world_size"}  # the block itself takes that
     for joinable in joinables:
@@ -194,8 +193,8 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any], own
     for name, value in kwargs.items():
         if name in taken:
             continue
-        known = f"they take {', '.join(sorted(taken))}" if taken else "they take none"
-        hint = did_you_mean(name, [*taken, *own])
+        known = f"they take {', '.join(sorted(taken))}"
+        hint = did_you_mean(name, [*taken, *OWN_KEYWORDS])
         #: Leave it out, or mend its name: the text has those that are known.
         raise TypeError(
             f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint} [J018]"

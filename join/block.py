@@ -206,10 +206,12 @@ class OpenBlock:
         """Synchronise state, and gather the report; called when all ranks have run out."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
         headers, members = self.channel.headers, self._scope.members
-        self.channel.ran_out_last = outcome.last
-        if not outcome.shadowed:
+        if outcome.shadowed:
+            self.channel.keeps_own_state = outcome.last
+        else:
             outcome = self._compare(outcome)
-            self.channel.ran_out_last = headers.leader == self._collective.rank  # each has made steps of its own
+            # If their steps differ, each rank has made steps of its own, and just one is taken over.
+            self.channel.keeps_own_state = headers.leader == self._collective.rank
         self._restore_limit()  # state may take its time
         if not outcome.shadowed:
             for member in members:

@@ -15,7 +15,6 @@ import torch
 from typing_extensions import Self
 
 from join.arguments import (
-    OWN_KEYWORDS,
     check_flags,
     check_initialised,
     check_keywords,
@@ -99,7 +98,7 @@ class Join:
         self._objects, self._group = listed(joinables, process_group), process_group
         self._block: OpenBlock | None = None  # while the block is open
         self._begin_anew()
-        check_keywords(self._joinables, kwargs, own=OWN_KEYWORDS)
+        check_keywords(self._joinables, kwargs)
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
         self._enable, self._throw, self._kwargs = enable, throw_on_early_termination, kwargs

@@ -75,6 +75,12 @@ class Joinable(ABC):
     has_own_group: ClassVar[bool] = True
     """Whether ``join_process_group`` matters; ``False`` for what communicates on whatever group the block is on."""
 
+    own_steps: int = 0
+    """How many steps this rank has made in the block by itself, announced or not; 0 if there are none such.
+
+    Those in a loop over ``Join.iterate`` do not count. Ranks that leave together with different numbers are uneven: one
+    has made more backwards under ``no_sync``."""
+
     needs_scale: bool = False
     """Whether a loop over ``Join.iterate`` has to call ``Join.scale``: nothing else weighs this one's gradients."""
 
@@ -129,15 +135,6 @@ class Joinable(ABC):
         It is compared at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
         """
         return {}
-
-    @property
-    def own_steps(self) -> int:
-        """How many steps this rank has made in the block by itself, announced or not; 0 if there are none such.
-
-        Those in a loop over ``Join.iterate`` do not count. Ranks that leave together with different numbers are uneven:
-        one has made more backwards under ``no_sync``.
-        """
-        return 0
 
     @property
     def join_config(self) -> JoinConfig:

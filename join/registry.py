@@ -7,6 +7,7 @@ The adapters for torch's own objects live elsewhere (``joinables``), and are loa
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,6 @@ Adapter = Callable[[Any], Joinable | Sequence[Joinable]]
 
 _adapters: dict[type, Adapter] = {}
 _state_adapter: list[Adapter] = []
-_loaders: list[Callable[[], object]] = []  # called before a look-up
 
 
 def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[Joinable]]) -> None:
@@ -41,11 +41,6 @@ def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[J
     _adapters[cls] = adapter
 
 
-def load_adapters_by(loader: Callable[[], object]) -> None:
-    """Let ``loader`` be called before objects are looked up: it registers adapters, once."""
-    _loaders.append(loader)
-
-
 def register_state_adapter(adapter: Adapter) -> None:
     """Set what stands for objects that only have ``state_dict`` and ``load_state_dict``."""
     _state_adapter[:] = [adapter]
@@ -59,8 +54,7 @@ def joinables_of(obj: Any) -> list[Joinable]:
     """
     if isinstance(obj, Joinable):
         return [obj]
-    for load in _loaders:
-        load()
+    importlib.import_module("joinables")  # registers the adapters for torch's own objects, once
     adapter = next((_adapters[cls] for cls in type(obj).__mro__ if cls in _adapters), None)
     is_state = all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
     if adapter is None and is_state and not isinstance(obj, type):

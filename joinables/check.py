@@ -64,7 +64,7 @@ def _minor_of(version: str) -> tuple[int, ...]:
 
 def look_at_headers() -> Iterator[Finding]:
     """How headers travel here, and why."""
-    if why := obstacle_found(2):
+    if why := obstacle_found():
         yield Finding(
             "note", f"headers travel in a small all-reduce, not through shared memory, which is faster: {why}"
         )

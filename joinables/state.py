@@ -48,17 +48,12 @@ class OptimizerState(Silent):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._optimizer = optimizer
-        self._steps = [0, 0]  # how many this rank made in the block, outside of loops over join.iterate and in them
-
-    @property
-    @override
-    def own_steps(self) -> int:
-        return self._steps[False]
+        self._steps_in_loops = 0  # over join.iterate; the others are own_steps
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._steps = [0, 0]
+        self.own_steps = self._steps_in_loops = 0
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, DistributedDataParallel)]
         self._ignored = {id(parameter) for module in modules for parameter in parameters_of_each_rank(module)}
@@ -78,12 +73,12 @@ class OptimizerState(Silent):
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._channel.mode.all_ranks_run_bursts:
-            self._steps[False] += 1
+            self.own_steps += 1
             return
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._ignored:  # else nothing has changed
-                    self._steps[True] += 1
+                    self._steps_in_loops += 1
                     return
 
     # -- comparing ----------------------------------------------------------------------------------------------------
@@ -91,7 +86,7 @@ class OptimizerState(Silent):
     @override
     def equal_values(self) -> Mapping[str, Any]:
         values = group_values(self._optimizer)
-        values["number of steps made on gradients in loops over join.iterate"] = self._steps[True]
+        values["number of steps made on gradients in loops over join.iterate"] = self._steps_in_loops
         counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the index of their parameter
         for index, state in self._states().items():
             count: Any = state.get("step") if hasattr(state, "get") else None
@@ -120,14 +115,14 @@ class OptimizerState(Silent):
         their_shapes, stepped, equal, refused = received[1]
         if not (why_not or refused):
             why_not = self._why_not(states, their_states, shapes, their_shapes)
-        if not why_not and self._channel.ran_out_last:
+        if not why_not and self._channel.keeps_own_state:
             values = {source: equal, collective.rank: self.equal_values()}
             why_not = differences({rank: [(self.join_name, held)] for rank, held in values.items()})
         self._raise_if_any_cannot(why_not)
         if collective.rank == source:
             broadcast_tensors(collective, tensors, source)
             return
-        inbox, first = Inbox(keeps=self._channel.ran_out_last), next(iter(parameters), None)
+        inbox, first = Inbox(keeps=self._channel.keeps_own_state), next(iter(parameters), None)
         likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
         groups = [inbox.fill(*group) for group in zip(their_groups, groups, likes, strict=True)]
         states = {

@@ -229,13 +229,6 @@ class Collective(ABC):
         """
         return GroupLine(self if number == SUMS else self.companion())
 
-    def sums(self) -> Line:
-        """The line for sums made amid the group's own operations: all ranks start them in the same order as those.
-
-        After all ranks have called :meth:`line`.
-        """
-        return self.line(SUMS)
-
     @abstractmethod
     def board(self) -> Board:
         """Where ranks post notes for each other: in the store, or in memory that :meth:`line` found to be shared."""

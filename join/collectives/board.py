@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 import torch.distributed as dist
 from typing_extensions import final, override
 
-Kind: TypeAlias = Literal["note", "told"]
+Kind: TypeAlias = Literal["note", "progress"]
 """What a message is: a note, or how far a rank is."""
 # The length of a part of a message, which must have room in memory of a fixed size.
 _MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100}
@@ -96,12 +96,12 @@ class Board(ABC):
     def tell(self, progress: Progress) -> None:
         """Tell how far this rank is."""
         progress = progress._replace(burst=_fit("burst", progress.burst), doing=_fit("doing", progress.doing))
-        self._put("told", json.dumps((self.rank, progress), ensure_ascii=False))
+        self._put("progress", json.dumps((self.rank, progress), ensure_ascii=False))
 
     @final
-    def told(self) -> dict[int, Progress]:
+    def progress(self) -> dict[int, Progress]:
         """What the ranks have told last, by rank."""
-        messages = map(json.loads, self._messages("told"))
+        messages = map(json.loads, self._messages("progress"))
         return {rank: Progress(*progress) for rank, progress in messages}
 
     @abstractmethod

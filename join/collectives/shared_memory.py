@@ -54,7 +54,7 @@ BITS = 32
 """How many bits of a cell hold a part of the number; the others hold the count."""
 LOW = (1 << BITS) - 1
 _CELLS_OF_RANK = _LANES * PLACES * CELLS
-_SLOTS: dict[Kind, int] = {"note": 16384, "told": 2048}  # bytes for a rank's messages
+_SLOTS: dict[Kind, int] = {"note": 16384, "progress": 2048}  # bytes for a rank's messages
 _HEAD = "=IIQ"  # before each: its length, its checksum, and the number of the block
 _BELL = 8  # bytes
 _ORDERED = ("x86_64", "AMD64")  # processors on which a rank that sees a cell has seen what was written before it
@@ -132,12 +132,12 @@ def obstacle() -> str:
     return ""
 
 
-def obstacle_found(world_size: int) -> str:
+def obstacle_found() -> str:
     """Why ranks on this machine cannot share memory: like :func:`obstacle`, but makes and opens some, and frees it."""
     if why := obstacle():
         return why
     try:
-        made = _made(world_size)
+        made = _made(2)
     except OSError as error:
         return f"there is no memory for it: {error}"
     opened = _opened(made)

@@ -149,7 +149,7 @@ class Watch(threading.Thread):
     def _look(self) -> News:
         ended = self._board.ended()  # first: what these had to say is there by now
         notes = [note for note in self._board.notes() if note.rank != self._board.rank]
-        progress = {rank: place for rank, place in self._board.told().items() if rank != self._board.rank}
+        progress = {rank: place for rank, place in self._board.progress().items() if rank != self._board.rank}
         return News(notes, progress, ended)
 
 

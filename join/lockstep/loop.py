@@ -25,6 +25,10 @@ A rank that leaves the loop by ``break`` waits until all others have left it at 
     the last of its round: roll call is read         the same
     tell that they have left; wait for all           tells that it has left; sees that others are in later steps
     the loop is over                                 raises ProtocolError, and fails by the one rule, ``join.failure``
+
+That begins with the next thing that is announced, or with the end of the block: a generator cannot raise where it is
+dropped. ``Mode.leave_broken_loop`` is :meth:`Iteration.leave`, which ends the last step (``Lockstep.end_step``), waits
+for all (``Lockstep.agree_to_leave``), and changes the mode back (``Lockstep.end``, ``Channel.leave_loop``).
 """
 
 from __future__ import annotations
@@ -189,7 +193,7 @@ class Iteration:
                 yield self._batch() if self._channel.step.has_data else self._make_dummy()
         except GeneratorExit:
             if self.running:  # one that is kept after a break may be dropped much later
-                self._lockstep.note_break(self.leave)  # not here, where nothing can be raised
+                self._lockstep.mark_broken(self.leave)  # not here, where nothing can be raised
             raise
 
     # The calls here find cold caches after a step's arithmetic and cost microseconds each: there are few.
@@ -222,7 +226,7 @@ class Iteration:
             weights = self.ahead.weights
             counts.begin_step(weights[0] if weights else 0.0)  # from here on, what goes wrong goes wrong in this step
         except Exception:
-            self._over()
+            self._release()
             raise  # an interrupt, of which nobody else knows, is for the end of the block
         return True
 
@@ -339,7 +343,7 @@ class Iteration:
         self._counts.read("came to the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.is_used_up = _Phase.OVER, True
-        self._over()
+        self._release()
 
     def leave(self, *, gives_way: bool = False) -> None:
         """Leave the loop before its end, as all ranks must at this step.
@@ -353,7 +357,7 @@ class Iteration:
         """
         counts, lockstep = self._counts, self._lockstep
         self._phase = _Phase.GAVE_WAY if gives_way else _Phase.OVER
-        lockstep.note_break(None)
+        lockstep.return_to_body()
         try:
             if self._guard.closed:
                 return  # nothing can be told any more
@@ -373,16 +377,16 @@ class Iteration:
             lockstep.agree_to_leave()
             lockstep.end()
         finally:
-            self._over()
+            self._release()
 
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank alone, which leaves the block with ``error``."""
         if isinstance(error, Exception) and self._channel.step.batch is StepBatch.EMPTY:
             hint_at_empty_batch(error)
-        self._lockstep.note_break(None)
-        self._over()
+        self._lockstep.return_to_body()
+        self._release()
 
-    def _over(self) -> None:
+    def _release(self) -> None:
         if self._phase is not _Phase.GAVE_WAY:
             self._phase = _Phase.OVER
         self._template = None

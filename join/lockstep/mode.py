@@ -1,8 +1,8 @@
 """The mode of a loop over ``Join.iterate``: :class:`Lockstep`.
 
 All ranks run the same loop body as often, with or without data, so every rank issues its collectives itself: no burst
-is announced and none is shadowed. Who has data in a step is known from the loop's own roll calls, which
-``join.lockstep.loop`` reports, so whatever a burst asks a header for is computed::
+is announced and none is shadowed. Which ranks have data in a step is known from the loop's own roll calls
+(``join.lockstep.rounds``), so whatever a burst asks a header for is computed::
 
     rank with data                                 rank without data
     --------------                                 -----------------
@@ -114,14 +114,15 @@ class Lockstep(Mode):
         source, had_data = self._last_burst or (step.first_with_data, step.has_data)
         self._channel.leave_loop(self._around, source=source, had_data=had_data, uneven=self.is_uneven)
 
-    def note_break(self, leave: Callable[[], None] | None) -> None:
-        """Note that this rank left the loop by ``break``; ``leave`` agrees on that before anything is announced.
+    def mark_broken(self, leave: Callable[[], None]) -> None:
+        """Note that this rank left the body by ``break``; ``leave`` is called before anything else is announced."""
+        self.leave_broken_loop = leave
+        self._channel.is_in_loop_body = self._channel.step.shadowing = False
 
-        ``None`` where that begins, or there is nothing left.
-        """
-        channel, step = self._channel, self._channel.step
-        self.leave_broken_loop, channel.is_in_loop_body = leave, leave is None
-        step.shadowing = channel.is_in_loop_body and not step.has_data
+    def return_to_body(self) -> None:
+        """Take the loop up again in the step in which it was broken, to leave it with the others or to fail there."""
+        self.leave_broken_loop = None
+        self._channel.is_in_loop_body, self._channel.step.shadowing = True, not self._channel.step.has_data
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop, before its end, at the same place.

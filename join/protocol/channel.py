@@ -39,6 +39,7 @@ from join.agreement import check_equal, values_of
 from join.batch import Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
+from join.collectives.base import SUMS
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
@@ -70,7 +71,7 @@ class LastLoop:
     Attributes:
         place: where this rank was at its end.
         uneven: whether some ranks ran out before others.
-        source: the lowest rank that had data in the last step.
+        source: the lowest rank that had data in the last burst, or step.
         had_data: whether this rank had.
         headers: the count of headers at the end of the loop. While that is still the count, nothing came after it.
     """
@@ -106,8 +107,8 @@ class Channel:
         """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
         self.has_run_out = False
         """Whether this rank has left the body of a block without an exception, and shadows the bursts of others."""
-        self.ran_out_last = True
-        """At the end of a block: whether this rank was among the last that had data."""
+        self.keeps_own_state = True
+        """At the end of a block: whether this rank was among the last that had data, or has made the most steps."""
         self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # whose main_hook runs
         self._last_loop = LastLoop()
@@ -128,7 +129,7 @@ class Channel:
     def agree(self) -> None:
         """Exchange what ranks must know of each other; called when all have entered."""
         self.headers.agree()
-        self._sums = self.collective.sums()
+        self._sums = self.collective.line(SUMS)
         self.guard.peers.use(self.collective.board())
 
     def close(self, scope: Scope) -> bool:
@@ -137,7 +138,7 @@ class Channel:
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size))
         if not scopes:
-            self.headers.announced_by_me = None
+            self.headers.last_announced = None
             self.guard.end()
         return not scopes
 
@@ -149,7 +150,7 @@ class Channel:
     def progress(self) -> Progress:
         """Return how far this rank is, for others that wait for it; called in another thread."""
         headers, place = self.headers.tally.headers, self.mode.place() or self._last_loop.place
-        sender = self.headers.announced_by_me
+        sender = self.headers.last_announced
         doing = "has announced nothing" if sender is None else f"announced {sender.joinable.join_name}"
         doing = f"{'has run out of inputs' if self.has_run_out else doing} (header {headers})"
         return place._replace(headers=headers, doing=self.guard.doing or doing)
@@ -161,8 +162,9 @@ class Channel:
 
         Args:
             joinable: an announcing member.
-            confirm: whether to read the header at once where its verdict matters; a burst that does something between
-                its announcement and its collectives passes ``False`` and calls ``headers.confirm`` itself.
+            confirm: whether to read the header at once if its verdict matters; a burst that does something between its
+                announcement and its collectives passes ``False`` and calls ``headers.confirm`` itself. Under
+                ``timeout`` and ``throw_on_early_termination`` every header is read at once.
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
@@ -302,7 +304,7 @@ class Channel:
 
         Args:
             mode: of the block around it.
-            source: the lowest rank that had data in the last step.
+            source: the lowest rank that had data in the last burst, or step.
             had_data: whether this rank had.
             uneven: whether some ran out before others.
 

@@ -257,7 +257,7 @@ class Headers:
         self.tally = Tally()
         self.leader = 0
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
-        self.announced_by_me: Member | None = None
+        self.last_announced: Member | None = None
         """Whose burst this rank announced in the last header, if any."""
         self.is_applied = True
         """Whether the last header was acted on, or there is nothing to do."""
@@ -302,7 +302,7 @@ class Headers:
             for place, flag in enumerate(burst.flags(other == index), code.offsets[other] + 1):
                 if flag:
                     number += code.ones[place]
-        self.announced_by_me = None if index is None else roster.announcing[index]
+        self.last_announced = None if index is None else roster.announcing[index]
         self._last, self.is_applied, self._knows_leader = None, False, False
         if self._guard.timeout is not None:
             self._guard.arrive()
@@ -320,7 +320,7 @@ class Headers:
             leader_alive: whether the leader has data.
         """
         member = self.roster.announcing[index]
-        self.announced_by_me = member
+        self.last_announced = member
         self._last = member.header = self.roster.code.of_all(index, leader_alive)
         self._knows_leader = self.is_applied = leader_alive  # nothing to apply but a leader that is gone
 
@@ -393,7 +393,7 @@ class Headers:
         if not self._knows_leader:
             self._knows_leader = True
             if self.roster.tracks_leader and not self.read().leader_alive:
-                self.leader = elect(self.announced_by_me is not None)
+                self.leader = elect(self.last_announced is not None)
         return self.leader
 
     def when_leader_is_known(self, use: Callable[[int], None]) -> None:
@@ -405,7 +405,7 @@ class Headers:
 
     def raise_diverged(self, header: Header) -> NoReturn:
         """Active ranks announced different bursts: raise, and tell those that could not wait for their header."""
-        own, announcing = self.announced_by_me, self.roster.announcing
+        own, announcing = self.last_announced, self.roster.announcing
         names = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         names += [f"{looping} x join.iterate"] if looping else []

@@ -180,7 +180,7 @@ class BucketRebuild(DDPBurst):
 
     what = "the bucket rebuild"
     interjects = True
-    pending = False
+    is_due = False
     """Whether DDP has still to rebuild this module's buckets, which it does once."""
 
     @override
@@ -192,7 +192,7 @@ class BucketRebuild(DDPBurst):
     def main_hook(self) -> None:
         self.holds_followers = False
         reducer.rebuild_buckets(self._ddp)
-        self.pending = reducer.will_rebuild_buckets(self._ddp)
+        self.is_due = reducer.will_rebuild_buckets(self._ddp)
 
     def run(self) -> None:
         """Announce and do the rebuild; called after a backward on an active rank."""

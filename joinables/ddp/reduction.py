@@ -105,7 +105,6 @@ class GradientSync(DDPBurst):
         self._contributions = Contributions(ddp, self._parameters)
         self._backward = -1  # the number of the last one in which a gradient entered
         self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
-        self._own_steps = 0  # how many were made in this block, outside of loops over join.iterate
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -132,7 +131,7 @@ class GradientSync(DDPBurst):
         super().attach(join)
         self._join = join
         self._contributions.attach(join, self)
-        self._own_steps = 0
+        self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
 
     @override
@@ -141,11 +140,6 @@ class GradientSync(DDPBurst):
         self._forwards.detach()
         self._contributions.detach()
         del self._join
-
-    @property
-    @override
-    def own_steps(self) -> int:
-        return self._own_steps
 
     @property
     @override
@@ -171,6 +165,7 @@ class GradientSync(DDPBurst):
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
+        """As the flags above. A joined rank contributes, too, once: what it had accumulated when it ran out."""
         contributions = self._contributions
         if active:
             return (contributions.with_buffers, True, contributions.weighted)
@@ -234,14 +229,19 @@ class GradientSync(DDPBurst):
         at_end: list[Callable[[], None]] = []
         self._at_end = at_end.append
         autograd.once_before(self._accumulators, partial(self._begin_backward, synchronised))
-        autograd.after_reduction(lambda: [end() for end in at_end].clear())
+
+        def end() -> None:
+            for call in at_end:
+                call()
+
+        autograd.after_reduction(end)
 
     def _begin_backward(self, synchronised: bool) -> None:
         contributions, channel, in_loop = self._contributions, self._channel, self._channel.is_in_loop_body
         if not in_loop:
             if channel.mode.leave_broken_loop is not None:
                 channel.mode.leave_broken_loop()
-            self._own_steps += 1
+            self.own_steps += 1
         if self._ddp in _left_over:
             contributions.take_over()
         weight = channel.step.weight if in_loop else self._join.weight
@@ -288,7 +288,7 @@ class GradientSync(DDPBurst):
         needs_end = contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if needs_end or self._rebuild.pending or not channel.mode.all_ranks_run_bursts:
+        if needs_end or self._rebuild.is_due or not channel.mode.all_ranks_run_bursts:
             self._at_end(self._finish_reduction)
         else:  # nothing is done with the result, so it need not be there
             self._end_reduction()
@@ -313,7 +313,7 @@ class GradientSync(DDPBurst):
             self._contributions.end()
         finally:
             self._end_reduction()
-        if self._rebuild.pending:
+        if self._rebuild.is_due:
             self._rebuild.run()
 
     @override
@@ -336,7 +336,7 @@ class GradientSync(DDPBurst):
         has_data = contributions.window.unreduced or not (self._join.shadowing or channel.has_run_out)
         missed = self._miss_reduction(takes_part=not has_data) and has_data
         self._forwards.armed = False
-        if self._rebuild.pending:
+        if self._rebuild.is_due:
             self._rebuild.run()
         if missed and not channel.has_run_out:
             why = (
@@ -361,7 +361,7 @@ class GradientSync(DDPBurst):
             contributions.drop()
             contributions.begin(0.0)
             self._shadow_backward()
-            has_result = contributions.has_result()
+            has_result = contributions.surely_has_result()
             if takes_part and has_result:
                 contributions.end()
                 kept = [parameter.grad for parameter in self._parameters]
@@ -400,7 +400,7 @@ class GradientSync(DDPBurst):
         self._shadow_backward()
         contributions.window = Window()
         contributions.end()
-        self._rebuild.holds_followers = self._rebuild.pending  # which the active ranks announce next
+        self._rebuild.holds_followers = self._rebuild.is_due  # which the active ranks announce next
 
 
 class Contributions:
@@ -443,7 +443,7 @@ class Contributions:
         """Let go of the block that is left, and keep what is accumulated for the next one."""
         if self.window.unreduced and not self.last_result.aside:  # which is put back into the gradients
             _left_over[self._ddp] = self.window, autograd.gradient_writes(self._parameters)
-        self.factors.remove()
+        self.factors.multiply_by(1.0)
         self._channel.scaling.detach_module()
         self.used.detach()
         self.last_result.put_back()
@@ -547,8 +547,8 @@ class Contributions:
         if result.aside:
             result.add(times)
 
-    def has_result(self) -> bool:
-        """Whether a reduction to which this rank gave nothing shows that others gave something."""
+    def surely_has_result(self) -> bool:
+        """Whether a reduction to which this rank gave nothing surely has something of others; else nobody can tell."""
         may_be_older, headers = self.last_result.kept and self.over_all_ranks, self._channel.headers
         # A rank that has joined may have given what it had accumulated.
         may_be_joined = headers.flags(self._burst)[CONTRIBUTES] > headers.announced(self._burst)
@@ -659,7 +659,7 @@ class Factors:
         """Multiply the gradients of the backwards that follow; by 1 no longer."""
         self.factor = factor
         if factor == 1.0:
-            self.remove()
+            autograd.remove_hooks(self._handles)
             return
         autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
 
@@ -667,10 +667,6 @@ class Factors:
         if gradient is None:  # SyncBatchNorm says so for the zeros of an empty batch
             return None
         return gradient * self.factor if self.factor else torch.zeros_like(gradient)
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        autograd.remove_hooks(self._handles)
 
 
 class LastResult:

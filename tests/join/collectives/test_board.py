@@ -26,7 +26,7 @@ def conforms(collective: Collective) -> None:
         board = collective.board()
         board.begin(block)
         collective.barrier()
-        assert (board.notes(), board.told(), board.is_rung(), board.ended()) == ([], {}, False, [])
+        assert (board.notes(), board.progress(), board.is_rung(), board.ended()) == ([], {}, False, [])
         collective.barrier()
         if rank == 0:
             board.ring()
@@ -36,7 +36,7 @@ def conforms(collective: Collective) -> None:
             progress = Progress(headers=rank, step=step, doing="ümläut \ud800 \n" * 100, left=bool(rank))
             board.tell(progress)
             collective.barrier()
-            told = board.told()
+            told = board.progress()
             assert set(told) | others | {rank} == set(range(collective.world_size))
             for other in others:
                 assert (told[other].headers, told[other].step, told[other].left) == (other, step, bool(other))

@@ -102,7 +102,7 @@ def metric(*beside: Any) -> Subject:
     """Which communicates nothing in the block; ``beside`` it is what does."""
     from torchmetrics import MeanMetric
 
-    target: Any = MeanMetric()
+    target: Any = MeanMetric(sync_on_compute=False)  # or torchmetrics would merge what the block has not
 
     def step(data: Batch, scale: Scale) -> None:
         for other in beside:

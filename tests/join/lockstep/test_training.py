@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
+from join.collectives.timeouts import using
 from tests.ending import Ending
 from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.joinables.summer import Summer
@@ -289,18 +290,18 @@ def test_a_backward_that_all_skip_while_one_has_a_dummy(pool: Pool, accumulate: 
 def breaking_late(rank: int, zero: bool) -> bool:
     ddp = DistributedDataParallel(MLP())
     optimizer = (sharded if zero else torch.optim.Adam)(ddp.parameters(), lr=0.01)
-    with Join([ddp, optimizer]) as block:
+    with using(look=0.05), Join([ddp, optimizer]) as block:
         for step, (x, y) in enumerate(block.iterate([streams(rank, step)[0] for step in range(4)])):
             loss(ddp(x), y).backward()
             if step == 2:
                 before = flat_state(ddp.module.state_dict())
                 gradients = [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
-                time.sleep(2.0 if rank == 0 else 0.0)  # it saves a checkpoint, say
+                time.sleep(0.5 if rank == 0 else 0.0)  # it saves a checkpoint, say
                 break
             optimizer.step()
     assert_same(flat_state(ddp.module.state_dict()), before)
     left = [parameter.grad for parameter in ddp.parameters()]
-    return all(torch.equal(mine, kept) for mine, kept in zip(left, gradients, strict=True) if mine is not None)
+    return all(torch.equal(grad, kept) for grad, kept in zip(left, gradients, strict=True) if grad is not None)
 
 
 def breaking_before_plain_steps(

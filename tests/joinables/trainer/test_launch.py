@@ -43,9 +43,11 @@ from joinables.trainer.launch import (
     WorkerDied,
     WorkerRaised,
 )
+from tests.ending import Ending
 from tests.joinables.trainer.modules import KillsWhoWritesIt
+from tests.scripts import TORCHRUN, run_forked
 from tests.selection import ALL
-from tests.versions import own_lines, remove_temporary_folders
+from tests.versions import remove_temporary_folders
 
 ROOT = Path(join.__file__).parent.parent
 PATIENCE = 30.0  # seconds in which a forked launch must be over, whatever happens; a slow name server takes 5 of them
@@ -516,11 +518,11 @@ SAME_EVERYWHERE = """
 TOLD = [{"rank": 0, "total": 1.0}, {"rank": 0, "total": 3.0}]
 
 
-def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text))
     return subprocess.run(
-        [sys.executable, *command, str(script)],
+        [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -532,19 +534,15 @@ def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedPr
     ("command", "name", "place"),
     [
         ([], None, None),
-        (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-            "torchrun",
-            str(Place(0, 2, 0)),
-        ),
+        ([TORCHRUN, "--standalone", "--nproc-per-node", "2"], "torchrun", str(Place(0, 2, 0))),
     ],
 )
 def test_same_script_alone_and_under_torchrun(
-    command: list[str], name: str | None, place: str | None, tmp_path: Path
+    ending: Ending, command: list[str], name: str | None, place: str | None, tmp_path: Path
 ) -> None:
-    ended = run_script(tmp_path, SAME_EVERYWHERE, *command)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(own_lines(ended.stdout)) == [name, place, TOLD]
+    (tmp_path / "script.py").write_text(textwrap.dedent(SAME_EVERYWHERE))
+    printed = run_forked(ending, *command, "script.py", folder=tmp_path)
+    assert json.loads(printed) == [name, place, TOLD]
 
 
 def under_slurm(rank: int, job: int) -> dict[str, str]:

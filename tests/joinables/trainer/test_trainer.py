@@ -91,7 +91,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         callbacks = [Metrics(), keeper]
         return Trainer(devices=2, max_epochs=epochs, seed=0, callbacks=callbacks, default_root_dir=tmp_path)
 
-    data = loader(30, 4, shuffle=True), loader(21, 4, num_workers=1)
+    data = loader(30, 4, shuffle=True), loader(21, 4)
     module = Counting()
     trainer = build(1, "parts")
     result = trainer.fit(module, *data)
@@ -115,7 +115,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert_same(flat_state(restored.state_dict()), flat_state(kept))
     assert tested["test_loss"] == pytest.approx(trainer.metrics["val_loss"], abs=1e-12)
     assert trainer.metrics["test_loss"] == tested["test_loss"]
-    predictions = trainer.predict(module, data[1])
+    predictions = trainer.predict(module, loader(21, 4, num_workers=1))
     assert torch.allclose(torch.cat(predictions), module.eval()(data[1].dataset.tensors[0]), atol=TOLERANCE)  # pyright: ignore[reportAttributeAccessIssue]
     module.train()
     assert module.steps is steps

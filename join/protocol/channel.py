@@ -138,7 +138,7 @@ class Channel:
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size))
         if not scopes:
-            self.headers.last_announced = None
+            self.headers.last.member = None
             self.guard.end()
         return not scopes
 
@@ -150,7 +150,7 @@ class Channel:
     def progress(self) -> Progress:
         """Return how far this rank is, for others that wait for it; called in another thread."""
         headers, place = self.headers.tally.headers, self.mode.place() or self._last_loop.place
-        sender = self.headers.last_announced
+        sender = self.headers.last.member
         doing = "has announced nothing" if sender is None else f"announced {sender.joinable.join_name}"
         doing = f"{'has run out of inputs' if self.has_run_out else doing} (header {headers})"
         return place._replace(headers=headers, doing=self.guard.doing or doing)
@@ -228,7 +228,7 @@ class Channel:
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
                 self.flush(but)
-        if not self.headers.is_applied:
+        if not self.headers.last.is_applied:
             self.headers.apply(self.mode.elect)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
@@ -425,7 +425,7 @@ class Announced(Mode):
             fields = [FRESH] if fresh else []
             header = headers.exchange([*fields, STOPPING] if throws else fields)
             if header.active == 0:
-                headers.is_applied = True
+                headers.last.is_applied = True
                 even = header.fresh == self._world_size
                 if not even:
                     headers.leader = self.elect(fresh)

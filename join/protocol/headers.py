@@ -243,6 +243,27 @@ class Tally:
         return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
 
 
+@dataclass(slots=True)
+class LastHeader:
+    """The header that this rank has sent last, which may be under way; each one takes the place of the one before.
+
+    Attributes:
+        work: its sum over all ranks; ``None`` if all ranks know it without one.
+        member: whose burst this rank announced in it, if any.
+        header: what was read of it, once it was.
+        is_applied: whether it was acted on, or there is nothing to do.
+        knows_leader: whether the leader from its burst on is known.
+        waiting: called with that leader, once it is.
+    """
+
+    work: Sum | None = None
+    member: Member | None = None
+    header: Header | None = None
+    is_applied: bool = True
+    knows_leader: bool = True
+    waiting: list[Callable[[int], None]] = field(default_factory=list[Callable[[int], None]])
+
+
 class Headers:
     """The headers of one group, of which one at a time is under way.
 
@@ -257,16 +278,9 @@ class Headers:
         self.tally = Tally()
         self.leader = 0
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
-        self.last_announced: Member | None = None
-        """Whose burst this rank announced in the last header, if any."""
-        self.is_applied = True
-        """Whether the last header was acted on, or there is nothing to do."""
+        self.last = LastHeader()
         self._collective, self._guard = collective, guard
         self._rank, self._world_size = collective.rank, collective.world_size
-        self._work: Sum | None = None
-        self._last: Header | None = None  # the last header, once it was read
-        self._knows_leader = True  # whether the leader of the last header is known
-        self._waiting_for_leader: list[Callable[[int], None]] = []
 
     def agree(self) -> None:
         """Find out what carries headers; called when all ranks have entered a block."""
@@ -302,12 +316,12 @@ class Headers:
             for place, flag in enumerate(burst.flags(other == index), code.offsets[other] + 1):
                 if flag:
                     number += code.ones[place]
-        self.last_announced = None if index is None else roster.announcing[index]
-        self._last, self.is_applied, self._knows_leader = None, False, False
+        member = None if index is None else roster.announcing[index]
+        self.last = LastHeader(None, member, is_applied=False, knows_leader=False)
         if self._guard.timeout is not None:
             self._guard.arrive()
         with profiled("header"):
-            work = self._work = self._line.sum(number, code.bits)
+            work = self.last.work = self._line.sum(number, code.bits)
         self.tally.headers += 1
         self.tally.nbytes += work.nbytes
         return work
@@ -320,21 +334,22 @@ class Headers:
             leader_alive: whether the leader has data.
         """
         member = self.roster.announcing[index]
-        self.last_announced = member
-        self._last = member.header = self.roster.code.of_all(index, leader_alive)
-        self._knows_leader = self.is_applied = leader_alive  # nothing to apply but a leader that is gone
+        member.header = self.roster.code.of_all(index, leader_alive)
+        # There is nothing to apply but a leader that is gone.
+        self.last = LastHeader(None, member, member.header, is_applied=leader_alive, knows_leader=leader_alive)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self) -> Header:
         """Wait for the last header, without passing judgement on it."""
-        if self._last is None:
-            assert self._work is not None
-            self._guard.wait(self._work)
-            self._last = self.roster.code.unpack(self._work.total())
-            for index in self._last.announcements:
-                self.roster.announcing[index].header = self._last
-        return self._last
+        last = self.last
+        if last.header is None:
+            assert last.work is not None
+            self._guard.wait(last.work)
+            last.header = self.roster.code.unpack(last.work.total())
+            for index in last.header.announcements:
+                self.roster.announcing[index].header = last.header
+        return last.header
 
     def all_announced(self) -> bool:
         """Return whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
@@ -346,7 +361,7 @@ class Headers:
 
     def flags(self, burst: Burst) -> Sequence[int]:
         """Return how many ranks set each flag of ``burst`` in the last header that announced it; waits for it."""
-        if self._last is None:
+        if self.last.header is None:
             self.read()
         index = self.roster.index[id(burst)]
         return self.roster.announcing[index].header.flags[index]
@@ -374,38 +389,38 @@ class Headers:
 
     def apply(self, elect: Callable[[bool], int]) -> None:
         """Act on the last header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
-        header = self._last or self.read()
+        last = self.last
+        header = last.header or self.read()
         if header.diverged:
             self.raise_diverged(header)
-        self.is_applied = True
-        if not (self._knows_leader or header.leader_alive):
+        last.is_applied = True
+        if not (last.knows_leader or header.leader_alive):
             self.find_leader(elect)
-        if self._waiting_for_leader:
-            waiting, self._waiting_for_leader = self._waiting_for_leader, []
-            for use in waiting:
-                use(self.leader)
+        for use in last.waiting:
+            use(self.leader)
 
     def find_leader(self, elect: Callable[[bool], int]) -> int:
         """Return the leader from the last header's burst on: a new one, if the old one was not among its ranks.
 
         Called at the same place on all ranks, if at all before the header is applied.
         """
-        if not self._knows_leader:
-            self._knows_leader = True
+        last = self.last
+        if not last.knows_leader:
+            last.knows_leader = True
             if self.roster.tracks_leader and not self.read().leader_alive:
-                self.leader = elect(self.last_announced is not None)
+                self.leader = elect(last.member is not None)
         return self.leader
 
     def when_leader_is_known(self, use: Callable[[int], None]) -> None:
         """Call ``use`` with the leader of the last header's burst, once that is known without waiting for it."""
-        if self.is_applied:
+        if self.last.is_applied:
             use(self.leader)
         else:
-            self._waiting_for_leader.append(use)
+            self.last.waiting.append(use)
 
     def raise_diverged(self, header: Header) -> NoReturn:
         """Active ranks announced different bursts: raise, and tell those that could not wait for their header."""
-        own, announcing = self.last_announced, self.roster.announcing
+        own, announcing = self.last.member, self.roster.announcing
         names = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         names += [f"{looping} x join.iterate"] if looping else []

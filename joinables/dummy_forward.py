@@ -32,8 +32,14 @@ class DummyForward:
         self._step = self._number = 0
 
     def called(self, arguments: Arguments) -> None:
-        """Note a call of the module, on a batch that may be this rank's last, or on a dummy."""
+        """Note a call of the module, on a batch that may be this rank's last, or on a dummy.
+
+        Raises:
+            ProtocolError: if that is a dummy of a loop that has ended.
+        """
         channel = self._channel
+        if channel.late_use is not None:
+            channel.late_use.used(arguments)
         is_last = channel.step.batch is StepBatch.LAST
         if channel.step.number != self._step:
             self._step, self._number = channel.step.number, 0
@@ -185,8 +191,6 @@ class InnerForward(Replacement):
 
     def _look(self, arguments: Arguments) -> bool:
         """Whether the module is called on an empty dummy."""
-        if self._channel.late_use is not None:
-            self._channel.late_use.used(arguments)
         self._dummy_forward.called(arguments)
         return self._stands_in and is_on_empty_dummy(self._channel, arguments)
 

@@ -115,8 +115,6 @@ class ShardedModule(Announcing):
         channel.announce(self)
         if not watches:
             return None
-        if channel.late_use is not None:
-            channel.late_use.used(arguments)
         self._dummy_forward.called(arguments)
         if self._norms or not is_on_empty_dummy(channel, arguments):
             return None

@@ -225,7 +225,8 @@ class Collective(ABC):
         Args:
             number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Lines may be used at the same time: what is started on
                 several of them is, on all ranks, in the same order. Where a backend has a companion, none of them mixes
-                with this one's operations. ``SUMS`` is for :meth:`sums`.
+                with this one's operations. ``SUMS`` is for sums made amid these, in one order with them on all ranks,
+                after all have asked for another line.
         """
         return GroupLine(self if number == SUMS else self.companion())
 

@@ -141,7 +141,7 @@ class Iteration:
                 f"dummy='last' would count in {mixed[0]}; give dummy='empty', or a function that makes one [J074]"
             )
         self._channel, self._guard = channel, channel.guard
-        self._options, self._dummy, self._throw, self._over_all_ranks = options, dummy, throw, over_all_ranks
+        self._options, self._throw, self._over_all_ranks = options, throw, over_all_ranks
         self._rank, self._own_length = channel.collective.rank, length_of(loader)
         self.ahead = ReadAhead(loader, options.weigh)
         """The batches that were read and not handed out."""
@@ -243,13 +243,14 @@ class Iteration:
     def _make_dummy(self) -> Any:
         if self.joined_at is None:
             self.joined_at = time.monotonic()
-            if self._dummy == "empty":
+            if self._options.dummy == "empty":
                 self._template = emptied(self._template)
         self._dummies += 1
-        self._channel.step.batch = StepBatch.EMPTY if self._dummy == "empty" else StepBatch.DUMMY
+        self._channel.step.batch = StepBatch.EMPTY if self._options.dummy == "empty" else StepBatch.DUMMY
         with profiled("dummy"):
             dummy = duplicate(self._template)
-            return self._dummy(dummy) if callable(self._dummy) else dummy
+            make = self._options.dummy
+            return make(dummy) if callable(make) else dummy
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class Iteration:
         """This rank's first batch, or an empty one made of it; or what to raise because there is none."""
         first = self.ahead.batches[0]
         try:
-            return emptied(first) if self._dummy == "empty" else first, None
+            return emptied(first) if self._options.dummy == "empty" else first, None
         except Exception as error:
             return None, JoinError(
                 f"ranks without data need a dummy, and rank {rank} cannot make one of its first batch"

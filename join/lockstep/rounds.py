@@ -31,10 +31,10 @@ class Windows:
         over_all_ranks: whether a rank without data counts as one that weighs 1, where batches are not weighed.
     """
 
-    size: int = 1
-    fills: bool = False
-    weighs: bool = False
-    over_all_ranks: bool = False
+    size: int
+    fills: bool
+    weighs: bool
+    over_all_ranks: bool
 
 
 class StepCounts:

@@ -31,7 +31,6 @@ reducer's own collectives.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -412,7 +411,7 @@ class Contributions:
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
         self.window = Window()
-        self.last_result = LastResult(ddp, parameters)
+        self.last_result = LastResult(parameters)
         self.used = UsedParameters(ddp, parameters)
         self.factors = Factors(parameters)
         self.over_all_ranks = True
@@ -672,8 +671,8 @@ class Factors:
 class LastResult:
     """What the last reduction left in the gradients of a module's ``parameters``, which are in the reducer's order."""
 
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._ddp, self._parameters = ddp, parameters
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
         self.kept = True
         """Whether the gradients may hold the last result."""
         self.aside: dict[int, torch.Tensor] = {}
@@ -815,7 +814,7 @@ class StaticGraph:
             counts[index] += 1
 
         nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in self._parameters]
-        handles: list[Any] = [node.register_hook(functools.partial(arrived, i)) for i, node in enumerate(nodes)]
+        handles: list[Any] = [node.register_hook(partial(arrived, i)) for i, node in enumerate(nodes)]
 
         def finish() -> None:
             for handle in handles:

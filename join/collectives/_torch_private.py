@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -81,7 +82,7 @@ def limit(group: dist.ProcessGroup, timeout: timedelta) -> timedelta | None:
     Stands in for ``monitored_barrier`` and the like, which are no collectives of DDP's. NCCL ends the process instead.
     """
     backend = group._get_backend(group._device_types[0])
-    if not isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
+    if not _is_of_gloo(backend):
         return None
     before = timeout_of(group)
     backend._set_default_timeout(timeout)
@@ -94,6 +95,29 @@ def issued_on(group: dist.ProcessGroup) -> int:
         return group._get_sequence_number_for_group()
     except RuntimeError:  # not all backends count
         return 0
+
+
+def abort_on_devices(seconds: float) -> None:
+    """Abort the operations of all process groups of this process on accelerators, and wait for that so many seconds.
+
+    Stands in for ``ProcessGroup.abort`` of the backends that need it. With NCCL nothing breaks when a rank is gone: the
+    device waits, and so does whoever reads a tensor from it, until the watchdog of the group ends the process. Gloo's
+    operations break by themselves. All groups, since the stream may wait in any of them for a rank that waits in
+    another; at once, since the abort of one may wait for another's (pytorch issue 119797).
+    """
+    devices = ((group, device) for group in list(distributed_c10d._world.pg_map) for device in group._device_types)
+    backends = {group._get_backend(device) for group, device in devices if device.type != "cpu"}
+    aborts = [backend.abort for backend in backends if not _is_of_gloo(backend) and hasattr(backend, "abort")]
+    threads = [threading.Thread(target=abort, name="join abort", daemon=True) for abort in aborts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _is_of_gloo(backend: Any) -> bool:
+    return isinstance(backend, getattr(dist, "ProcessGroupGloo", ()))
 
 
 def never_destroy(group: dist.ProcessGroup) -> None:
@@ -112,7 +136,7 @@ def let_go_before_exit(group: dist.ProcessGroup) -> None:
     comes to it while the interpreter takes itself down ends the process by SIGABRT ("terminate called without an active
     exception"): seen where a script ended right after a collective. Stands in for a way to wait for these threads.
     """
-    if isinstance(group._get_backend(group._device_types[0]), getattr(dist, "ProcessGroupGloo", ())):
+    if _is_of_gloo(group._get_backend(group._device_types[0])):
         atexit.unregister(_pause)
         atexit.register(_pause)
 

@@ -246,6 +246,12 @@ class Collective(ABC):
         """
         return None
 
+    def abort(self) -> None:
+        """Abort what this process has under way on its accelerator with others, which may never come to its end.
+
+        Called in any thread, once a rank has failed: the process groups of this process cannot be used any more.
+        """
+
     def hold(self) -> None:
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""
 

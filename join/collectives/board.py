@@ -8,12 +8,15 @@ reached, so it is the business of a thread of its own: ``join.failure.peers``.
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import torch.distributed as dist
 from typing_extensions import final, override
+
+from join.collectives.timeouts import timeouts
 
 Kind: TypeAlias = Literal["note", "progress"]
 """What a message is: a note, or how far a rank is."""
@@ -51,6 +54,7 @@ class Progress(NamedTuple):
         doing: what it does, in words.
         heard: how many notes of others it has read.
         beat: how often it has told.
+        done: whether it has left the block: it owes the others nothing, and its process may end.
     """
 
     headers: int = 0
@@ -63,6 +67,7 @@ class Progress(NamedTuple):
     doing: str = ""
     heard: int = 0
     beat: int = 0
+    done: bool = False
 
 
 class Board(ABC):
@@ -144,6 +149,9 @@ class StoreBoard(Board):
     def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
         super().__init__(rank, world_size)
         self._shared_store = store
+        self._before = (rank - 1) % world_size  # whose beats this rank listens to, as another does to its own
+        self._beats, self._heard = 0, (0, time.monotonic())  # of its own; of that rank, and when it said so
+        self._next_beat = 0.0
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -159,6 +167,17 @@ class StoreBoard(Board):
     @override
     def is_rung(self) -> bool:
         return self._store.check([self._key("bell")])
+
+    @override
+    def ended(self) -> list[int]:
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + timeouts().beat
+            self._beats = self._store.add(self._key(f"beat/{self.rank}"), 1)
+            if (heard := self._store.add(self._key(f"beat/{self._before}"), 0)) != self._heard[0]:
+                self._heard = heard, now
+        has_begun = self._heard[0] > 0  # a rank may enter late
+        return [self._before] if has_begun and now - self._heard[1] > timeouts().silent else []
 
     @override
     def _put(self, kind: Kind, text: str) -> None:

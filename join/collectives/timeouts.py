@@ -25,6 +25,9 @@ class Timeouts:
         first: how long the launcher waits, after a first failure, for the one that has caused it.
         term: how long a worker of the launcher may take over SIGTERM.
         silent: how long a rank may not answer, while nothing has broken, before it is taken to be gone.
+        beat: how often a rank says in the store that its process lives, where no memory is shared that tells.
+        abort: how long after a rank has failed the others have to find that out by themselves, before what they have
+            under way on their accelerators is aborted.
     """
 
     look: float = 0.25
@@ -32,6 +35,8 @@ class Timeouts:
     cause: float = 3.0
     still: float = 5.0
     silent: float = 30.0
+    beat: float = 5.0
+    abort: float = 1.0
     end: float = 5.0
     first: float = 2.0
     term: float = 5.0

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnk
 from typing_extensions import override
 
 from join.collectives._torch_private import (
+    abort_on_devices,
     issued_on,
     let_go_before_exit,
     limit,
@@ -33,6 +34,7 @@ from join.collectives.base import HEADERS, Line, ReduceOp, Work, as_bytes, check
 from join.collectives.board import Board
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, connect
 from join.collectives.store import StoreCollective, fresh_store
+from join.collectives.timeouts import timeouts
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -202,6 +204,10 @@ class TorchCollective(StoreCollective):
     @override
     def limit(self, timeout: timedelta) -> timedelta | None:
         return limit(self.group, timeout)
+
+    @override
+    def abort(self) -> None:
+        abort_on_devices(timeouts().note)
 
     @override
     def hold(self) -> None:

@@ -170,6 +170,8 @@ class Guard:
         if cause is None and not self.closed:
             self.closed, self.is_lost = f"this rank raised {type(error).__name__}", True
             self.peers.post(error)
+        if self.is_lost:
+            self._collective.abort()  # or whoever handles the error waits for the device when they read a tensor
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:

@@ -14,6 +14,19 @@ A rank that fails because another has failed posts a note of that other's failur
 A store that cannot be reached blocks its callers for minutes. So a rank's own thread never reads the board: it asks the
 thread of the block, :class:`Watch`, and waits for it for a limited time. And the watch answers for its rank while that
 is held up in a collective.
+
+On an accelerator a collective does not break when another rank is gone: the device waits, and so does whoever reads a
+tensor from it. So the watch acts by itself. A second after it has seen that a rank has failed, or has ended without
+leaving the block, it aborts what this process has under way on its devices; the rank's own thread goes on then, and
+finds the cause when it comes to its next header::
+
+    rank that fails                      every other rank                       its watch
+    ---------------                      ----------------                       ---------
+    posts a note, or its process ends    reads its loss, on a device that       sees the note, or that the process
+                                         waits for the rank that failed         has ended
+                                         .                                      a second later: aborts
+                                         goes on with rubbish; waits for its
+                                         next header, and looks: PeerError
 """
 
 from __future__ import annotations
@@ -59,15 +72,20 @@ class Watch(threading.Thread):
     Args:
         board: of the block that begins.
         progress: tells how far this rank is; called in the thread.
+        abort: ends what this rank may wait for on a device; called in the thread, once another rank has failed.
     """
 
-    def __init__(self, board: Board, progress: Callable[[], Progress]) -> None:
+    def __init__(self, board: Board, progress: Callable[[], Progress], abort: Callable[[], None]) -> None:
         super().__init__(name=f"join watch of rank {board.rank}", daemon=True)
         self.news = News()
         """What it has found last."""
         self.failed = False
         """Whether it cannot reach the board any more."""
-        self._board, self._progress = board, progress
+        self.has_aborted = False
+        """Whether it has aborted what this rank had under way, since another one has failed."""
+        self._board, self._progress, self._abort = board, progress, abort
+        self._told = Progress()
+        self._lost_since = float("inf")  # when it saw that another rank has failed
         self._changed = threading.Condition()
         self._wanted = self._looked = 0  # how many looks were asked for, and how many of these were made
         self._note: Note | None = None  # what is to be left
@@ -119,38 +137,60 @@ class Watch(threading.Thread):
 
     @override
     def run(self) -> None:
+        try:
+            self._look_until_the_end()
+            self._board.tell(self._told._replace(done=True))
+        except Exception as error:  # the store is gone, with the process that kept it
+            _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
+            with self._changed:
+                self.failed = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._ends, timeouts().abort)
+            if not self._ends:
+                self._abort_all()
+
+    def _look_until_the_end(self) -> None:
         tells, beat = False, 0
         while not self._ends:
             with self._changed:
                 note, self._note = self._note, None
                 wanted, rings = self._wanted, self._is_rung
-            try:
-                if note is not None:
-                    self._board.post(note)
-                elif rings and not tells:
-                    self._board.ring()
-                tells = tells or self._board.is_rung()
-                if tells:
-                    beat += 1
-                    self.news = self._look()
-                    self._board.tell(self._progress()._replace(heard=len(self.news.notes), beat=beat))
-            except Exception as error:  # the store is gone
-                _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
-                with self._changed:
-                    self.failed = True
-                    self._changed.notify_all()
-                return
+            if note is not None:
+                self._board.post(note)
+            elif rings and not tells:
+                self._board.ring()
+            ended = self._board.ended()  # before their notes: what these had to say is there by now
+            tells = tells or bool(ended) or self._board.is_rung()
+            if tells:
+                beat += 1
+                self.news = self._look(ended)
+                self._told = self._progress()._replace(heard=len(self.news.notes), beat=beat)
+                self._board.tell(self._told)
+                self._abort_if_lost()
             with self._changed:
                 self._looked = wanted
                 self._changed.notify_all()
                 if self._wanted == wanted and not self._ends:
                     self._changed.wait(timeouts().look * max(1.0, self._board.world_size / _RANKS_AT_ONCE))
 
-    def _look(self) -> News:
-        ended = self._board.ended()  # first: what these had to say is there by now
+    def _look(self, ended: list[int]) -> News:
         notes = [note for note in self._board.notes() if note.rank != self._board.rank]
         progress = {rank: place for rank, place in self._board.progress().items() if rank != self._board.rank}
-        return News(notes, progress, ended)
+        return News(notes, progress, [rank for rank in ended if rank not in progress or not progress[rank].done])
+
+    def _abort_if_lost(self) -> None:
+        """Abort what this rank waits for, if another has failed and it has not found that out within a while."""
+        news, now = self.news, time.monotonic()
+        if not self.has_aborted and (news.notes or news.ended):
+            self._lost_since = min(self._lost_since, now)
+            if now - self._lost_since >= timeouts().abort:
+                if not news.notes:  # not all may see that a process has ended
+                    self._board.post(Note(self._board.rank, news.ended[0], "", _text_of_gone(news.ended)))
+                self._abort_all()
+
+    def _abort_all(self) -> None:
+        self.has_aborted = True
+        self._abort()
 
 
 class Peers:
@@ -166,11 +206,12 @@ class Peers:
         self._rank, self._world_size = collective.rank, collective.world_size
         self._block, self._progress = block, progress
         self._beats: dict[int, tuple[int | None, float]] = {}  # what each rank has told last, and since when
+        self._abort = collective.abort
         self._begin(collective.board())
 
     def _begin(self, board: Board) -> None:
         board.begin(self._block)
-        self._board, self._watch = board, Watch(board, self._progress)
+        self._board, self._watch = board, Watch(board, self._progress, self._abort)
         self._watch.start()
 
     def use(self, board: Board) -> None:
@@ -201,8 +242,11 @@ class Peers:
         Raises:
             PeerError, JoinTimeoutError: that say why the rank failed.
         """
-        if self._watch.news.notes:
-            raise self._consequence(self._watch.news.notes)
+        news = self._watch.news
+        if news.notes:
+            raise self._consequence(news.notes)
+        if self._watch.has_aborted:
+            raise self._gone(news.ended)
 
     def look_again(self) -> None:
         """Like :meth:`look`, after reading the board anew."""
@@ -280,14 +324,7 @@ class Peers:
 
     def _gone(self, ranks: list[int]) -> JoinError:
         """The error for ranks whose processes are gone; for none, where the store is gone, too."""
-        who = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
-        if not ranks:
-            who = "another rank is gone, and with it the store in which ranks leave word"
-        #: Its output may say why, or the kernel's log, if memory has run out. Restart from a checkpoint.
-        text = (
-            f"{who}, without an exception that could be told: killed, ended by os._exit, cut off, or never in the"
-            " block [J064]"
-        )
+        text = _text_of_gone(ranks)
         return self._blaming(PeerError(f"{text}. {_LOST}"), ranks[0] if ranks else None, "", text)
 
     def _blaming(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:
@@ -296,3 +333,14 @@ class Peers:
         if cause is not None:
             self._post(Note(self._rank, cause, kind, text))
         return error
+
+
+def _text_of_gone(ranks: list[int]) -> str:
+    who = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
+    if not ranks:
+        who = "another rank is gone, and with it the store in which ranks leave word"
+    #: Its output may say why, or the kernel's log, if memory has run out. Restart from a checkpoint.
+    return (
+        f"{who}, without an exception that could be told: killed, ended by os._exit, cut off, or never in the"
+        " block [J064]"
+    )

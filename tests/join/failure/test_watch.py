@@ -1,0 +1,103 @@
+"""What the watching thread of a rank does by itself: it finds ranks that have ended, and aborts what waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from join.collectives.board import Note, Progress, StoreBoard
+from join.collectives.timeouts import using
+from join.failure.peers import Watch
+
+SECONDS = 10.0  # for what comes at once, on a slow machine, too
+
+
+def open_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return open_store()
+
+
+@pytest.fixture(autouse=True)
+def soon() -> Iterator[None]:
+    with using(look=0.05, beat=0.05, silent=1.0, abort=0.3):
+        yield
+
+
+def board(store: dist.TCPStore, rank: int, block: int = 1) -> StoreBoard:
+    board = StoreBoard(rank, 3, store)
+    board.begin(block)
+    return board
+
+
+def start(store: dist.TCPStore, rank: int) -> tuple[Watch, threading.Event]:
+    aborted = threading.Event()
+    watch = Watch(board(store, rank), Progress, aborted.set)
+    watch.start()
+    return watch, aborted
+
+
+def test_it_aborts_some_time_after_a_note(store: dist.TCPStore) -> None:
+    watch, aborted = start(store, 0)
+    assert not aborted.wait(0.5)
+    began = time.monotonic()
+    board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
+    assert aborted.wait(SECONDS) and time.monotonic() - began >= 0.3
+    assert watch.has_aborted and watch.news.notes[0].text == "rank 1 failed"
+    watch.end()
+
+
+def test_it_aborts_where_the_store_is_gone() -> None:
+    store = open_store()
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    watch, aborted = start(client, 0)
+    assert watch.refresh(SECONDS)
+    del store
+    assert aborted.wait(SECONDS) and watch.failed
+
+
+def beat(store: dist.TCPStore, rank: int, *, done: bool) -> None:
+    """Live for a while as another rank, and end."""
+    other = board(store, rank)
+    for _ in range(10):
+        other.ended()
+        time.sleep(0.05)
+    if done:
+        other.tell(Progress(done=True))
+
+
+def test_a_rank_that_says_no_more_is_gone_for_all(store: dist.TCPStore) -> None:
+    """Rank 1 listens to rank 0, and rank 2, which listens to another one, learns of it by a note."""
+    second, third = start(store, 1), start(store, 2)
+    beat(store, 0, done=False)
+    assert second[1].wait(SECONDS) and second[0].news.ended == [0]
+    assert third[1].wait(SECONDS) and third[0].news.notes[0].text.startswith("rank 0 is gone, without an exception")
+    for watch, _ in (second, third):
+        watch.end()
+
+
+def test_a_rank_that_has_left_its_block_may_end(store: dist.TCPStore) -> None:
+    watch, aborted = start(store, 1)
+    beat(store, 0, done=True)
+    assert not aborted.wait(2.0)
+    watch.end()
+
+
+def test_a_rank_may_enter_late(store: dist.TCPStore) -> None:
+    watch, aborted = start(store, 1)
+    assert not aborted.wait(2.0) and watch.news.ended == []
+    watch.end()
+
+
+def test_it_says_that_its_rank_has_left(store: dist.TCPStore) -> None:
+    watch, _ = start(store, 1)
+    watch.end()
+    assert board(store, 0).progress()[1].done

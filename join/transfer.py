@@ -48,8 +48,15 @@ def broadcast_tensors(
                 tensor.copy_(part.view(tensor.shape))
 
 
-def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
+def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iterable[torch.device] = ()) -> Any:
     """Return rank ``source``'s ``tree`` (dicts, lists, tuples of tensors and picklable leaves) on every rank.
+
+    Args:
+        collective: the group.
+        tree: on another rank, its own, if it has one: what is received goes into tensors of it that fit.
+        source: the rank whose tree is sent.
+        devices: those that this rank trains on, for tensors that are on no CPU at ``source``, and of which this rank
+            has none that tells where; without, its current device.
 
     Raises:
         RuntimeError: on every rank, if a leaf that is not a tensor cannot be pickled.
@@ -59,8 +66,8 @@ def broadcast_tree(collective: Collective, tree: Any, source: int) -> Any:
     if collective.rank == source:
         broadcast_tensors(collective, tensors, source)
         return tree
-    inbox = Inbox()
-    filled = inbox.fill(skeleton)
+    inbox = Inbox(devices=devices)
+    filled = inbox.fill(skeleton, tree)
     inbox.receive(collective, source)
     return filled
 
@@ -112,7 +119,7 @@ class Slot:
         number: counted from 0; a tensor that is in several places has one number.
         shape: of the tensor.
         dtype: of the tensor.
-        device: the type alone, which names the receiver's own current device: "cuda" is cuda:1 on rank 1.
+        device: the type alone: each rank has a device of its own.
     """
 
     number: int
@@ -126,10 +133,12 @@ class Inbox:
 
     Args:
         keeps: whether the rank only takes part in the broadcast: then the tensors are empty shells without memory.
+        devices: as of :func:`broadcast_tree`.
     """
 
-    def __init__(self, *, keeps: bool = False) -> None:
+    def __init__(self, *, keeps: bool = False, devices: Iterable[torch.device] = ()) -> None:
         self.keeps = keeps
+        self._devices = {device.type: device for device in devices}
         self._tensors: dict[int, torch.Tensor] = {}  # by the numbers of their slots
 
     def fill(self, skeleton: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
@@ -137,7 +146,8 @@ class Inbox:
 
         Args:
             skeleton: of the sender's tree, or of a part of it.
-            own: the same part of this rank's tree: tensors of it that fit their slots are taken.
+            own: the same part of this rank's tree: tensors of it that fit their slots are taken. Others are on the same
+                device, if its type is right.
             like: the parameter that the tensors belong to. They are on its device, but for those that are on the CPU at
                 the sender; and where they have its shape, they are laid out in memory as it is.
         """
@@ -148,8 +158,13 @@ class Inbox:
             if not isinstance(slot, Slot):
                 return slot
             if slot.number not in self._tensors:
-                device = torch.device(slot.device) if slot.device == "cpu" or like is None else like.device
-                held, wanted = own_at.get(path), (slot.shape, slot.dtype, device)
+                held = own_at.get(path)
+                device = self._devices.get(slot.device, torch.device(slot.device))
+                if slot.device != "cpu" and like is not None:
+                    device = like.device
+                elif isinstance(held, torch.Tensor) and held.device.type == slot.device:
+                    device = held.device
+                wanted = slot.shape, slot.dtype, device
                 shell = torch.empty((), dtype=slot.dtype, device=device).expand(slot.shape)
                 if self.keeps:
                     tensor = shell

@@ -16,7 +16,7 @@ import torch
 from join.batch import tensors_in
 from join.collectives import Collective
 from join.collectives._torch_private import pytree
-from join.transfer import broadcast_tree
+from join.transfer import broadcast_tensors
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
 
 
@@ -114,7 +114,7 @@ def adopt_gradients(
     accumulated: bool,
     also: Any,
 ) -> Any:
-    """Copy the gradients of rank ``source`` to the other ranks: one broadcast.
+    """Copy the gradients of rank ``source`` to the other ranks: two broadcasts of what there is, and the gradients.
 
     Args:
         collective: the group.
@@ -127,19 +127,18 @@ def adopt_gradients(
     Returns:
         ``source``'s ``also``.
     """
-    gradients = [parameter.grad for parameter in parameters]
-    own = [gradient is not None for gradient in gradients], [] if accumulated else gradients, also
-    present, values, also = broadcast_tree(collective, own, source)
-    if collective.rank == source or accumulated:
-        return also
-    for index, parameter in enumerate(parameters):
-        if not present[index]:
+    own = [parameter.grad is not None for parameter in parameters], not accumulated, also
+    present, sends, also = collective.broadcast_object(own, source)
+    gradients: list[torch.Tensor] = []
+    for parameter, is_there in zip(parameters, present, strict=True):
+        if not accumulated and not is_there:
             parameter.grad = None
-            continue
-        if parameter.grad is None:
+        elif not accumulated and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if values:
-            parameter.grad.copy_(values[index])  # in place: it may be a view of a bucket
-        else:
-            parameter.grad.zero_()
+        elif not accumulated and not sends:
+            cast("torch.Tensor", parameter.grad).zero_()
+        if is_there:
+            gradients.append(parameter if parameter.grad is None else parameter.grad)
+    if sends:  # in place: they may be views of buckets
+        broadcast_tensors(collective, gradients, source, keeps=accumulated)
     return also

@@ -216,7 +216,8 @@ class State(Silent):
                 why_not = unlike_others(state)
             except Exception as failure:
                 why_not = f"rank {source} has no state of it: {described(failure)}"
-        state, why_not = broadcast_tree(self._collective, (None if why_not else state, why_not), source)
+        sent, devices = (None if why_not else state, why_not), self._channel.roster.devices()
+        state, why_not = broadcast_tree(self._collective, sent, source, devices)
         if why_not:
             raise_not_copied(self.join_name, why_not)
         if self._collective.rank != source:

@@ -312,7 +312,7 @@ class Iteration:
         source = next(rank for rank, count in enumerate(counts.batches) if count)
         own = self._own_template(source) if self._rank == source else None
         try:
-            template, problem = broadcast_tree(self._channel.collective, own, source)
+            template, problem = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())
         except (RuntimeError, TypeError) as error:
             if is_broken(error):
                 raise  # another rank is gone

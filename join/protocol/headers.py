@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NoReturn
 
+import torch
+
 from join.collectives import Collective, Sum
 from join.collectives._torch_private import profiled
 from join.errors import ProtocolError
@@ -228,6 +230,10 @@ class Roster:
         running_ahead = [self.announcing[index] for index, burst in self.bursts if burst.runs_ahead]
         self.ahead = running_ahead[0] if len(running_ahead) == 1 else None
         self.early = self.ahead.burst if self.ahead is not None and self.timeout is None else None
+
+    def devices(self) -> list[torch.device]:
+        """Those on which what is listed communicates."""
+        return [member.joinable.join_device for member in self.listed]
 
 
 @dataclass

@@ -262,17 +262,18 @@ def forget_use(ddp: DistributedDataParallel) -> None:
         ddp.reducer._reset_state()
 
 
-def used_anywhere(ddp: DistributedDataParallel) -> Sequence[int]:
+def used_anywhere(ddp: DistributedDataParallel) -> torch.Tensor:
     """For each reduced parameter, whether the last reduction touched its ``grad``, with ``find_unused_parameters``.
 
-    Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards.
+    Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards. It is
+    on the device of the module: whoever reads it there does not wait for it.
     """
-    return cast("list[int]", ddp.reducer._get_local_used_map().tolist())
+    return ddp.reducer._get_local_used_map() > 0
 
 
 @torch.no_grad()
 def multiply_gradients(
-    parameters: Sequence[torch.nn.Parameter], factor: float, used: Sequence[int] | None = None
+    parameters: Sequence[torch.nn.Parameter], factor: float, used: torch.Tensor | None = None
 ) -> None:
     """Multiply gradients in place, all at once where a device can. Stands in for a public call over several tensors.
 
@@ -281,12 +282,31 @@ def multiply_gradients(
         factor: the number that gradients are multiplied by.
         used: for each parameter, whether its gradient is; ``None``: all are.
     """
-    gradients: list[torch.Tensor] = []
+    gradients, factors = list[torch.Tensor](), list[torch.Tensor]()
+    each: Any = None
+    if used is not None:  # in float64, or a factor is coarser than the gradients that it is for
+        each = torch.where(used, torch.full_like(used, factor, dtype=torch.float64), 1.0).unbind()
     for index, parameter in enumerate(parameters):
-        if parameter.grad is not None and (used is None or used[index]):
+        if parameter.grad is not None:
             gradients.append(parameter.grad)
+            if each is not None:
+                factors.append(each[index].to(parameter.device))
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor if each is None else factors)
+
+
+def take_out(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Set tensors to 0, all at once where a device can; copies of what they held. Stands in for public calls, too."""
+    copies = torch._foreach_mul(tensors, 1.0) if tensors else []
+    if tensors:
+        torch._foreach_zero_(tensors)
+    return copies
+
+
+def add_to(tensors: list[torch.Tensor], others: list[torch.Tensor], times: float) -> None:
+    """Add ``others``, so many ``times``, in place, all at once where a device can. Stands in for a public call."""
+    if tensors:
+        torch._foreach_add_(tensors, others, alpha=times)
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:

@@ -32,7 +32,7 @@ reducer's own collectives.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
@@ -625,13 +625,13 @@ class Contributions:
 
     def end(self) -> None:
         """Turn the result of a reduction, the sum divided by the world size, into the mean that was asked for."""
-        used = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
+        touched = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
         if self.last_result.aside:
-            self.last_result.end_reduction(used)
+            self.last_result.end_reduction(touched)
         if self._are_parts:
             self.factors.multiply_by(1.0)
         elif self._scales and (factor := self._factor()) != 1:
-            reducer.multiply_gradients(self._parameters, factor, used)
+            reducer.multiply_gradients(self._parameters, factor, touched)
         if self.used.counts:
             self.end_without_result()
 
@@ -686,14 +686,12 @@ class LastResult:
     @property
     def is_zero(self) -> bool:
         """Whether all of the last result is 0; reads it all."""
-        if self.aside:
-            return not any(bool(result.any()) for result in self.aside.values())
-        return self.gradients_are_zero
+        return _are_zero(self.aside.values()) if self.aside else self.gradients_are_zero
 
     @property
     def gradients_are_zero(self) -> bool:
         """Whether all gradients are 0 now, or there are none; reads them all."""
-        return not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._parameters)
+        return _are_zero(parameter.grad for parameter in self._parameters if parameter.grad is not None)
 
     def look(self) -> None:
         """Notice that ``zero_grad`` has set the gradients to ``None``."""
@@ -705,18 +703,14 @@ class LastResult:
     @torch.no_grad()
     def set_aside(self) -> None:
         """Take the last result out of the gradients, before others are accumulated there."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self.aside[index] = parameter.grad.clone()
-                parameter.grad.zero_()
+        gradients = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
+        self.aside |= zip(gradients, reducer.take_out(list(gradients.values())), strict=True)
 
     @torch.no_grad()
     def add(self, times: float) -> None:
         """Add what was set aside to the gradients, so many ``times``."""
-        for index, result in self.aside.items():
-            gradient = self._parameters[index].grad
-            if gradient is not None:
-                gradient.add_(result, alpha=times)
+        there = {index: gradient for index in self.aside if (gradient := self._parameters[index].grad) is not None}
+        reducer.add_to(list(there.values()), [self.aside[index] for index in there], times)
 
     def put_back(self) -> None:
         """Put back what is set aside; called when the block is left, maybe before a reduction."""
@@ -724,7 +718,7 @@ class LastResult:
         self.aside.clear()
 
     @torch.no_grad()
-    def end_reduction(self, used: Sequence[int] | None) -> None:
+    def end_reduction(self, used: torch.Tensor | None) -> None:
         """Restore what was set aside of the gradients that a reduction did not touch.
 
         Args:
@@ -733,9 +727,17 @@ class LastResult:
         """
         for index, result in self.aside.items():
             gradient = self._parameters[index].grad
-            if gradient is not None and used is not None and not used[index]:
-                gradient.copy_(result)
+            if gradient is not None and used is not None:
+                gradient.copy_(torch.where(used[index].to(result.device), gradient, result))
         self.aside.clear()
+
+
+def _are_zero(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all elements of all tensors are 0; one host synchronisation for each device."""
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        devices.setdefault(tensor.device, []).append(tensor.any())
+    return not any(bool(torch.stack(found).any()) for found in devices.values())
 
 
 class UsedParameters:

@@ -131,14 +131,17 @@ def adopt_gradients(
     present, sends, also = collective.broadcast_object(own, source)
     gradients: list[torch.Tensor] = []
     for parameter, is_there in zip(parameters, present, strict=True):
-        if not accumulated and not is_there:
-            parameter.grad = None
-        elif not accumulated and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif not accumulated and not sends:
-            cast("torch.Tensor", parameter.grad).zero_()
+        gradient = parameter.grad
+        if collective.rank != source and not accumulated:
+            if not is_there:
+                gradient = None
+            elif gradient is None or gradient.dtype != parameter.dtype:  # as a hook leaves it that compresses
+                gradient = torch.zeros_like(parameter)
+            elif not sends:
+                gradient.zero_()
+            parameter.grad = gradient
         if is_there:
-            gradients.append(parameter if parameter.grad is None else parameter.grad)
+            gradients.append((parameter if accumulated or gradient is None else gradient).to(parameter.dtype))
     if sends:  # in place: they may be views of buckets
         broadcast_tensors(collective, gradients, source, keeps=accumulated)
     return also

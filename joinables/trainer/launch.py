@@ -62,6 +62,7 @@ from join.collectives.broken import is_broken
 from join.collectives.store import fresh_store
 from join.collectives.timeouts import timeouts
 from join.errors import add_note, described
+from joinables.trainer.accelerator import used_accelerator
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 
@@ -175,6 +176,11 @@ class Launcher:
         forks = self._start_method == "fork"
         if forks and dist.is_initialized():
             raise LaunchError("start_method='fork' would copy this process's group; destroy it, or use 'spawn' [J224]")
+        if forks and self._options["backend"] != "gloo" and used_accelerator() is not None:
+            raise LaunchError(
+                "start_method='fork', and this process has used its GPU, which its forks cannot do then; use 'spawn',"
+                " or leave the GPU alone before [J500]"
+            )
         with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
             if not forks:
                 # Not by torch.multiprocessing, which would have the workers share the tensors of this process.

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
+from typing_extensions import override
 
 from join.collectives import Collective
 
+_MOST_ON_DEVICE = 256
 Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
@@ -64,7 +66,34 @@ class Metric:
 
 
 class MetricStore(dict[str, Metric]):
-    """The metrics of one epoch on this rank, by name."""
+    """The metrics of one epoch on this rank, by name.
+
+    Numbers on an accelerator stay there until many of them are fetched at once: to read one, a rank waits for all that
+    its device still has to do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_device: list[tuple[str, torch.Tensor, float]] = []  # each with its name and weight
+
+    @override
+    def clear(self) -> None:
+        super().clear()
+        self._on_device.clear()
+
+    def _fetch(self) -> None:
+        """Add the numbers that are still on a device: one host synchronisation for each kind of them."""
+        waiting, self._on_device = self._on_device, []
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor, float]]] = {}
+        for entry in waiting:
+            kinds.setdefault((entry[1].device, entry[1].dtype), []).append(entry)
+        for entries in kinds.values():
+            numbers = cast("list[float]", torch.stack([number for _, number, _ in entries]).tolist())
+            for number, (name, _, weight) in zip(numbers, entries, strict=True):
+                self._add_number(name, self[name].reduce_fx, float(number), weight)
+
+    def _add_number(self, name: str, reduce_fx: Reduction, number: float, weight: float) -> None:
+        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
 
     def _add(self, name: str, reduce_fx: Reduction, parts: Sequence[float], weight: float) -> None:
         metric = self.setdefault(name, Metric(reduce_fx))
@@ -82,8 +111,14 @@ class MetricStore(dict[str, Metric]):
 
     def record(self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean") -> None:
         """Add a value; arguments as of ``TrainModule.log``, with the value's weight."""
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
+            self._add(name, reduce_fx, [], 0.0)  # where it does not go with those before, this says so
+            self._on_device.append((name, value.detach().reshape(()).clone(), weight))  # may change in place later
+            if len(self._on_device) == _MOST_ON_DEVICE:
+                self._fetch()
+            return
         number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        self._add(name, reduce_fx, [number * weight if reduce_fx == "mean" else number], weight)
+        self._add_number(name, reduce_fx, number, weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:
         """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
@@ -99,4 +134,5 @@ class MetricStore(dict[str, Metric]):
 
     def state_dict(self) -> dict[str, Any]:
         """The metrics as plain data."""
+        self._fetch()
         return {name: asdict(metric) for name, metric in self.items()}

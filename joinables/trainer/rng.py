@@ -1,7 +1,7 @@
 """The random state of a process: :func:`capture`, :func:`restore`.
 
-It is that of the generators of Python, torch, this process's GPU, and numpy if the program uses numpy. Captured states
-are plain data and tensors, so that a checkpoint can hold them.
+It is that of the generators of Python, torch, this process's accelerator, and numpy if the program uses numpy. Captured
+states are plain data and tensors, so that a checkpoint can hold them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from joinables.trainer.accelerator import used_accelerator
 
 
 def seed_all(seed: int) -> None:
@@ -25,8 +27,8 @@ def seed_all(seed: int) -> None:
 def capture() -> dict[str, Any]:
     """The state of all generators, as plain data and tensors: cheap enough for every step."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if (module := used_accelerator()) is not None:
+        state["accelerator"] = module.get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = [kind, torch.tensor(keys.astype("int64"), device="cpu"), *rest]
@@ -38,19 +40,22 @@ def restore(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]  # lists in older checkpoints
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if "accelerator" in state and torch.accelerator.device_count():
+        torch.get_device_module().set_rng_state(state["accelerator"])  # when it is used first
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
 
 
 def start_from(state: Mapping[str, Any]) -> None:
-    """Put the generators of a new process into the state that was captured in the process that started it."""
+    """Put the generators of a new process into the state that was captured in the process that started it.
+
+    This process has chosen its device by then: the state is that of one.
+    """
     restore(state)
-    if "cuda" not in state:
+    if "accelerator" not in state and torch.accelerator.device_count():
         # That process has not used its GPU, which torch.manual_seed there would have seeded, too.
-        torch.cuda.manual_seed_all(torch.initial_seed())
+        torch.get_device_module().manual_seed_all(torch.initial_seed())
 
 
 def iterate(loader: Any) -> Iterator[Any]:

@@ -241,8 +241,6 @@ class Run:
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
         self.collective: Collective = trainer.strategy.collective
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         module.to(self.device, torch.float64 if trainer.dtype is torch.float64 else None)
         self.store = MetricStore()
         self.takes_metrics = task.stage == "fit"

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
@@ -162,7 +163,9 @@ class DDPStrategy(Strategy):
 
     @override
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
+        backend = "gloo"
+        if accelerator != "cpu":
+            backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}"
         return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
 
     @override

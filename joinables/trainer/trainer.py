@@ -25,6 +25,7 @@ from join import JoinReport
 from join.collectives._torch_private import pytree
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
+from joinables.trainer.accelerator import accelerator_of
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from joinables.trainer.launch import detect_environment
 from joinables.trainer.loop import Fit, evaluate
@@ -73,7 +74,8 @@ class Trainer(TrainerState):
         devices: processes on this node: a number, or ``"auto"`` for as many as torchrun, SLURM or MPI have started, or
             one a GPU, or 1.
         num_nodes: nodes; more than one needs a launcher, such as torchrun.
-        accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), or ``"auto"`` for GPUs if there are any.
+        accelerator: ``"cpu"``; ``"cuda"``, or what else torch calls the devices of this machine; ``"gpu"`` for these,
+            whatever they are called; or ``"auto"`` for them if there are any.
         strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
             process and ``"ddp"`` for several. ``"single"`` under torchrun, SLURM or MPI lets each process train alone.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
@@ -98,7 +100,7 @@ class Trainer(TrainerState):
         *,
         devices: int | Literal["auto"] = "auto",
         num_nodes: int = 1,
-        accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto",
+        accelerator: str = "auto",
         strategy: str | Strategy = "auto",
         precision: int | str = 32,
         max_epochs: int | None = None,
@@ -110,12 +112,9 @@ class Trainer(TrainerState):
         default_root_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_choice("accelerator", accelerator, ("auto", "cpu", "cuda", "gpu"))
         _check_choice("uneven", uneven, ("join", "stop", "error"))
         _check_choice("precision", str(precision), tuple(_DTYPES))
-        self._accelerator = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
-        if accelerator in ("cuda", "gpu") and self._accelerator == "cpu":
-            raise ValueError(f"accelerator={accelerator!r} and torch finds no GPU; use 'cpu' [J169]")
+        self._accelerator = accelerator_of(accelerator)
         self.world_size = _world_size(devices, num_nodes, self._accelerator, alone=strategy == "single")
         self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
         if self.world_size > 1 and not self.strategy.is_distributed:
@@ -343,7 +342,7 @@ class Trainer(TrainerState):
         environment = detect_environment()
         local_rank = rank if environment is None else environment.place.local_rank
         # Some launchers let each process see only its own GPU.
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        return torch.device(self._accelerator, local_rank % torch.accelerator.device_count())
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
     """
     environment = detect_environment()
     started = None if environment is None else environment.place.world_size
-    there = torch.cuda.device_count() if accelerator == "cuda" else None
+    there = None if accelerator == "cpu" else torch.accelerator.device_count()
     wanted = (1 if alone else started or there or 1) if devices == "auto" else devices * num_nodes
     too_many = (num_nodes > 1 and started is None) or (there is not None and devices != "auto" and devices > there)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
@@ -396,12 +395,12 @@ def work(
     Returns:
         The result; the state of a fit, on rank 0; and what else is to get home, if that is another process.
     """
-    is_at_home = os.getpid() == task.home
+    is_at_home, device = os.getpid() == task.home, trainer.device_of(trainer.strategy.collective.rank)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     if not is_at_home:
         rng.start_from(task.random)
-    run = (Fit if task.stage == "fit" else Run)(
-        trainer, module, task, trainer.device_of(trainer.strategy.collective.rank)
-    )
+    run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
     made: dict[str, Any] = {}
     state: dict[str, Any] | None = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]

@@ -401,8 +401,7 @@ def test_weights_from_a_checkpoint(tmp_path: Path) -> None:
 
 BAD = [
     ({"devices": 0}, ValueError, "devices=0 and num_nodes=1"),
-    ({"accelerator": "tpu"}, ValueError, "accelerator='tpu' is none of"),
-    ({"accelerator": "cuda"}, ValueError, "torch finds no GPU"),
+    ({"accelerator": "cuda"}, ValueError, "accelerator='cuda', and torch finds no such device here; use cpu or auto"),
     ({"strategy": "dpp"}, ValueError, "strategy='dpp' is unknown; the known ones are .*ddp_spawn"),
     ({"strategy": "single", "devices": 2}, ValueError, "strategy='single' is for one process"),
     ({"precision": 8}, ValueError, "precision='8' is none of 32, 64, bf16-mixed, 16-mixed"),
@@ -417,7 +416,7 @@ BAD = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is wrong where there is no GPU")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="tells what is wrong where there is no GPU")
 @pytest.mark.parametrize(("options", "kind", "text"), BAD, ids=lambda value: str(value)[:30])
 def test_bad_arguments(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
@@ -463,14 +462,16 @@ def test_as_many_devices_as_were_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_gpus_by_place_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 of two nodes, to which SLURM deals ranks in turn."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert Trainer(accelerator="cuda", devices=4).device_of(3) == torch.device("cuda", 3)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"accelerator='tpu', and .*; use cpu or auto or gpu or cuda"):
+        Trainer(accelerator="tpu")
+    assert Trainer(accelerator="gpu", devices=4).device_of(3) == torch.device("cuda", 3)
     place = {"PROCID": "2", "LOCALID": "1", "NODEID": "0", "NTASKS": "8", "NNODES": "2"}
     for name, value in {**place, "JOB_ID": "1", "JOB_NODELIST": "localhost"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert Trainer(accelerator="cuda", devices=4, num_nodes=2).device_of(2) == torch.device("cuda", 1)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     assert Trainer(accelerator="cuda", devices=1, num_nodes=8).device_of(2) == torch.device("cuda", 0)
 
 

@@ -12,8 +12,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -95,6 +95,22 @@ def issued_on(group: dist.ProcessGroup) -> int:
         return group._get_sequence_number_for_group()
     except RuntimeError:  # not all backends count
         return 0
+
+
+@contextmanager
+def bound_to_no_device() -> Generator[None]:
+    """Within the context, new groups are bound to no device, whatever ``init_process_group(device_id=)`` says.
+
+    Stands in for an argument of ``dist.new_group``. One that is bound asks the new group for its backend on that
+    device, and gloo has one for CPUs and CUDA's GPUs only.
+    """
+    default: Any = dist.group.WORLD
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def abort_on_devices(seconds: float) -> None:

@@ -6,11 +6,13 @@ once per group: so a header never waits for a CUDA stream, and no host synchroni
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -22,6 +24,7 @@ from typing_extensions import override
 
 from join.collectives._torch_private import (
     abort_on_devices,
+    bound_to_no_device,
     issued_on,
     let_go_before_exit,
     limit,
@@ -46,7 +49,6 @@ class _Shared:
     timeout: float
     """How many seconds an operation may take, by the group's own limit."""
     blocks: int = 0
-    cpu_group: dist.ProcessGroup | None = None
     companion: TorchCollective | None = None
     has_tried: bool = False
     """Whether the ranks have tried to connect through shared memory."""
@@ -57,6 +59,8 @@ class _Shared:
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+
+_OTHER_DESCRIPTORS = 16  # that a group of gloo's takes, and that others may take meanwhile
 
 of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
 """The collective that stands for a group. A group must not outlive its user's last reference to it, so this is weak."""
@@ -160,24 +164,18 @@ class TorchCollective(StoreCollective):
 
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup:
-        if "cpu:" in dist.get_backend_config(self.group):
-            return self.group
-        if self._shared.cpu_group is None:
-            self._shared.cpu_group = self._new_gloo_group()
-        return self._shared.cpu_group
-
-    def _new_gloo_group(self) -> dist.ProcessGroup:
-        ranks = distributed_c10d.get_process_group_ranks(self.group)
-        return cast(
-            "dist.ProcessGroup",
-            dist.new_group(ranks, timedelta(seconds=self._shared.timeout), "gloo", use_local_synchronization=True),
-        )
+        # Without a CPU backend no one else sends CPU tensors there, and each gloo group connects all ranks with all.
+        return self.group if "cpu:" in dist.get_backend_config(self.group) else self.companion().group
 
     @override
     def companion(self) -> TorchCollective:
         # For CPU tensors alone, whatever the group is for.
         if self._shared.companion is None:
-            self._shared.companion = TorchCollective(self._new_gloo_group())
+            check_descriptors(self.world_size)
+            ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
+            with bound_to_no_device():
+                group: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
+            self._shared.companion = TorchCollective(group)
         return self._shared.companion
 
     @override
@@ -251,3 +249,22 @@ class TorchCollective(StoreCollective):
     @override
     def _store(self) -> dist.Store:
         return store_of(self.group)
+
+
+def descriptors() -> tuple[int, int]:
+    """How many files and connections this process has open, and how many it may have."""
+    return len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def check_descriptors(world_size: int) -> None:
+    """Refuse to connect with all ranks where that takes more connections than this process may have open.
+
+    Raises:
+        RuntimeError: if so; gloo's own error would name an address, and no limit.
+    """
+    used, limit = descriptors()
+    if used + world_size + _OTHER_DESCRIPTORS > limit:
+        raise RuntimeError(
+            f"a gloo group of {world_size} ranks takes as many connections of each, {used} files are open, and"
+            f" `ulimit -n` allows {limit}; raise it before the ranks start: ulimit -n 65536 [J501]"
+        )

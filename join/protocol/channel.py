@@ -170,6 +170,8 @@ class Channel:
             self.mode.leave_broken_loop()
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._refuse_in_graph(joinable)
         index = self.roster.index[id(joinable)]
         member = self.roster.announcing[index]
         self.prepare(joinable)
@@ -209,6 +211,14 @@ class Channel:
             " of a burst that another rank has announced, and announces nothing itself: call what communicates in it,"
             " and not what calls notify_join_context [J080]"
         )
+
+    def _refuse_in_graph(self, joinable: Joinable) -> NoReturn:
+        error = JoinError(
+            f"{joinable.join_name} is captured in a CUDA graph, whose replays announce nothing: the other ranks would"
+            " wait for ever. Run it without a graph in the block, or capture parts of it that do not communicate"
+            " (torch.cuda.make_graphed_callables on a submodule) [J502]"
+        )
+        self.guard.raise_alone(error)
 
     def _left_out_error(self, event: str) -> JoinError | None:
         """The error for members that did not notify before an ``event``; ``None`` in a loop, where they need not."""

@@ -141,6 +141,15 @@ def without_cpu_backend(rank: int) -> None:
     assert collective._cpu_group is collective._cpu_group is not group
 
 
+def with_few_descriptors(rank: int) -> None:
+    collective = collective_of(dist.new_group(backend="cuda:gloo"))
+    with (
+        mock.patch("resource.getrlimit", return_value=(10, 10)),
+        pytest.raises(RuntimeError, match="`ulimit -n` allows 10;"),
+    ):
+        collective.barrier()
+
+
 def in_sub_group(rank: int) -> None:
     group = dist.new_group([1, 2, 3])
     if rank:
@@ -149,6 +158,10 @@ def in_sub_group(rank: int) -> None:
 
 def test_gloo(pool: Pool) -> None:
     pool.run(with_gloo, ranks=RANKS)
+
+
+def test_few_descriptors(pool: Pool) -> None:
+    pool.run(with_few_descriptors, ranks=RANKS)
 
 
 def test_gloo_alone(pool: Pool) -> None:

@@ -125,3 +125,9 @@ def test_no_shared_memory(
 def test_tested_versions_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "versions.md").read_text()
     assert all(f"| {version}." in page for version in SUPPORTED.split(" to "))
+
+
+@pytest.mark.parametrize(("limit", "told"), [(1024, ["ulimit -n is 1024: enough for some 500 ranks"]), (65536, [])])
+def test_few_descriptors(monkeypatch: pytest.MonkeyPatch, limit: int, told: list[str]) -> None:
+    monkeypatch.setattr(check, "descriptors", lambda: (24, limit))
+    assert [finding.text.partition(" on")[0] for finding in check.look_at_descriptors()] == told

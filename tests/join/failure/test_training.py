@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from itertools import product
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -194,6 +196,26 @@ def test_ranks_that_diverge(ending: Ending, kind: str) -> None:
     for message in messages:
         assert "active ranks announced different bursts" in message
         assert "DistributedDataParallel(" in message
+
+
+def capturing(rank: int, iterates: bool) -> str:
+    """Rank 1 captures its second step in what looks like a CUDA graph."""
+    ddp, loader = DistributedDataParallel(build("mlp")), [batch(rank, 0, step) for step in range(3)]
+    with ExitStack() as patches, pytest.raises(JoinError) as caught, Join([ddp]) as join:
+        for step, (x, y) in enumerate(join.iterate(loader) if iterates else loader):
+            if rank == 1 and step == 1:
+                patches.enter_context(patch("torch.cuda.is_initialized", lambda: True))
+                patches.enter_context(patch("torch.cuda.is_current_stream_capturing", lambda: True))
+            ((ddp(x) - y) ** 2).mean().backward()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+def test_a_captured_graph(ending: Ending, iterates: bool) -> None:
+    texts = ending.run(capturing, iterates)
+    assert texts[1].startswith("JoinError: the backward of DistributedDataParallel(MLP) is captured in a CUDA graph")
+    for text in (texts[0], texts[2]):
+        assert text.startswith("PeerError: rank 1 failed: JoinError: the backward of")
 
 
 def sleeping(rank: int, where: str) -> str:

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.accelerator import simulated
+from tests.accelerator.target import TARGETS, Target, prepare_simulated
+from tests.pool import Pool
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def target(request: pytest.FixtureRequest) -> Target:
+    """Each device that tests run on; those that are not here are skipped."""
+    if reason := request.param.why_not():
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def simulated_pool(server: None) -> Iterator[Pool]:
+    """Ranks that know the simulated device: all others must not, since torch would have an accelerator there."""
+    simulated.build()
+    pool = Pool(prepare_simulated)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def accelerator_pool(request: pytest.FixtureRequest, target: Target) -> Pool:
+    """Ranks that run on the target."""
+    return request.getfixturevalue("simulated_pool" if target.is_simulated else "pool")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 import warnings
 from collections.abc import Generator
@@ -19,6 +18,7 @@ from tests.accelerator import device_module, simulated
 from tests.cases import Case
 
 ROOT = simulated.ROOT
+HERE = Path(__file__)
 TORCH = Path(torch.__file__).parent
 
 
@@ -88,6 +88,12 @@ class Wait:
     who: tuple[str, ...]
 
     @property
+    def function(self) -> str:
+        """The innermost function, as file:name."""
+        file, _, name = self.who[0].split(":") if self.who else ("", "", "")
+        return f"{file}:{name}"
+
+    @property
     def is_ours(self) -> bool:
         """Whether the library under test asked for it."""
         return bool(self.who) and self.who[0].startswith(("join/", "joinables/"))
@@ -134,9 +140,8 @@ def _recording_cuda(record: Any) -> Generator[None]:
 
 
 def _callers() -> tuple[str, ...]:
-    frames = reversed(traceback.extract_stack(sys._getframe(2)))
-    paths = [(Path(frame.filename), frame) for frame in frames]
-    outside = [(path, frame) for path, frame in paths if not path.is_relative_to(TORCH)]
+    frames = [(Path(frame.filename), frame) for frame in reversed(traceback.extract_stack())]
+    outside = [(path, frame) for path, frame in frames if path != HERE and not path.is_relative_to(TORCH)]
     return tuple(f"{_short(path)}:{frame.lineno}:{frame.name}" for path, frame in outside)
 
 

@@ -400,8 +400,11 @@ class SimulatedBackend final : public c10d::Backend {
     TORCH_CHECK(!health_->is_aborted(), "simccl: the communicators of rank ", getRank(), " were aborted");
   }
   c10::DeviceIndex device_of_barrier(const c10d::BarrierOptions& options) {
-    if (options.device) {
+    if (options.device && options.device->has_index()) {
       return options.device->index();
+    }
+    if (!options.device_ids.empty()) {
+      return static_cast<c10::DeviceIndex>(options.device_ids[0]);
     }
     if (auto bound = getBoundDeviceId()) {
       return bound->index();

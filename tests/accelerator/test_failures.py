@@ -52,15 +52,6 @@ class Cell:
 CELLS = [
     Cell(*each) for each in product(["plain", "iterate"], ["raises", "killed"], ["forward", "backward"], [False, True])
 ]
-# Those that fail on the simulated accelerator today.
-FAILING = {
-    "plain, raises in the backward, reads losses",
-    "plain, killed in the backward, reads losses",
-    "iterate, raises in the forward, reads losses",
-    "iterate, raises in the backward, reads losses",
-    "iterate, killed in the forward, reads losses",
-    "iterate, killed in the backward, reads losses",
-}
 
 
 def fail(cell: Cell) -> None:
@@ -116,8 +107,6 @@ def test_end(
     cell: Cell,
 ) -> None:
     """The cells of the next tests are started with this one: most of what they do is to wait."""
-    if target.is_simulated and str(cell) in FAILING:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the library does not abort the communicator"))
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     coming = [
         cast("Cell", item.callspec.params["cell"])

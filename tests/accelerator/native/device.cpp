@@ -346,6 +346,9 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::native::_local_scalar_dense_cpu(as_cpu(self));
 }
 
+// Memory is freed when it is no longer held, by whatever stream it was used.
+void record_stream(at::Tensor&, at::Stream) {}
+
 using Arguments = c10::ArrayRef<c10::IValue>;
 
 bool is_mask(const c10::IValue& value) {
@@ -492,6 +495,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", simulated::set_view);
   library.impl("_copy_from", simulated::copy_from);
   library.impl("_copy_from_and_resize", simulated::copy_from_and_resize);
+  library.impl("record_stream", simulated::record_stream);
   library.impl("_local_scalar_dense", simulated::local_scalar);
 }
 

@@ -229,7 +229,6 @@ class _Call:
             sys.stdout.flush()
             os._exit(0)
 
-
     def _set_up_group(self, rank: int) -> None:
         import torch
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""``torch.sim``: what ``torch.cuda`` is for GPUs, for the simulated accelerator (``tests/accelerator/simulated.py``)."""
+"""``torch.sim``: for the simulated accelerator (``simulated.py``), what ``torch.cuda`` is for GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def index_of(device: Device) -> int:
     return extension.current_device() if device is None else device
 
 
-class device(AbstractContextManager[None]):  # noqa: N801
+class device(AbstractContextManager[None]):
     """Within the context, another device is the current one."""
 
     def __init__(self, device: Device) -> None:
@@ -70,11 +70,11 @@ def synchronize(device: Device = None) -> None:
     torch.accelerator.synchronize(index_of(device))
 
 
-def Stream(device: Device = None, priority: int = 0) -> torch.Stream:  # noqa: N802
+def Stream(device: Device = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(device=torch.device("sim", index_of(device)), priority=priority)
 
 
-def Event(*args: Any, **options: Any) -> torch.Event:  # noqa: N802
+def Event(*args: Any, **options: Any) -> torch.Event:
     return torch.Event(device=torch.device("sim"))
 
 

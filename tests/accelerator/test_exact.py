@@ -110,7 +110,7 @@ def train_mixed(rank: int, target: Target, how: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=2, enabled="scaler" in how)
     listed = [model, optimizer, *([scaler] if "scaler" in how else [])]
-    options = {"timeout": 20.0} if "timeout" in how else {}
+    options: dict[str, Any] = {"timeout": 20.0} if "timeout" in how else {}
     with Join(listed, divide_by_initial_world_size=False, **options) as join:
         mine = [batch(rank, 0, step) for step in range(UNEVEN[rank])]
         for x, y in join.iterate(mine) if "iterate" in how else mine:

@@ -97,9 +97,7 @@ def train(rank: int, target: Target, options: dict[str, Any]) -> list[Wait]:
     return found[first_steps:last_step]
 
 
-@pytest.mark.parametrize(
-    ("way", "over_group"), [*((way, False) for way in WAYS), *((way, True) for way in OVER_GROUP)]
-)
+@pytest.mark.parametrize(("way", "over_group"), [*((way, False) for way in WAYS), *((way, True) for way in OVER_GROUP)])
 def test_a_step_does_not_wait(target: Target, accelerator_pool: Pool, way: str, over_group: bool) -> None:
     options: Any = {"ranks": target.ranks(len(COUNTS)), "backend": target.backend, "over_group": over_group}
     found = accelerator_pool.run(train, target, WAYS[way], **options)

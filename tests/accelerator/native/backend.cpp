@@ -298,7 +298,8 @@ class SimulatedBackend final : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return "simccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  // Without "override": torch 2.8 has no such method in the base class.
+  c10::intrusive_ptr<Options> getBackendOptions() { return options_; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return issued_; }
   void abort() override { health_->abort(); }

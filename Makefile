@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch soak test-horovod test-frameworks check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-horovod test-frameworks check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -11,6 +11,8 @@ help:
 	@echo 'make test    run the tests, JOBS=4 at once; of cross products, each pair'
 	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
 	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
+	@echo 'make test-accelerator  run the tests of accelerators: on a simulated one, and on GPUs if there are any'
+	@echo 'make test-gpu  run those tests on GPUs only; fails where torch finds none'
 	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
 	@echo 'make check   ruff (lint and format) and pyright'
 	@echo 'make bench   run the benchmarks'
@@ -40,6 +42,14 @@ test-all: .venv/.test-installed
 TORCH ?= 2.8.0
 test-torch: .venv-torch-$(TORCH)/.installed
 	.venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS)
+
+test-accelerator: .venv/.test-installed
+	$(BIN)/python -m pytest tests/accelerator
+
+# Else all tests would be skipped where torch finds no GPU, and that would pass.
+test-gpu: .venv/.test-installed
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU here: nothing was tested")'
+	$(BIN)/python -m pytest tests/accelerator -k cuda
 
 SOAK ?= 500
 soak: .venv/.test-installed

@@ -18,7 +18,7 @@ class Model:
     kind: str | Recipe = "mlp"  # a name of tests/models.py, or a recipe
     synchronised: bool = False  # its batch norms are
     compiled: bool = False
-    device: str = "cpu"  # or "cuda": with NCCL a device for each rank, with gloo one for all
+    device: str = "cpu"  # or "cuda" or "sim": one for all ranks with gloo, else one for each
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 TOGETHER = (
+    "tests/accelerator/test_failures.py",
     "tests/two_hosts/",
     "tests/join/failure/test_ends.py",
     "tests/joinables/test_dummy_forward.py",

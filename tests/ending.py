@@ -109,6 +109,8 @@ class Ending:
         group: bool = True,
         tidies: bool = True,
         limit: float = 60.0,
+        backend: str = "gloo",
+        prepare: Callable[[int], None] | None = None,
     ) -> Running:
         """Start ``fn(rank, *args)`` in a process for each rank; several of these may run at once.
 
@@ -120,9 +122,11 @@ class Ending:
             group: whether the default process group is set up.
             tidies: whether a rank that has returned frees all that was imported; a fifth of a second of CPU.
             limit: seconds, after which those that have not ended print their stacks and are killed.
+            backend: of the default process group; with "nccl" each rank has a GPU.
+            prepare: what a rank does with its number ahead of its process group.
         """
         folder = tempfile.TemporaryDirectory(prefix="ending-")
-        call = _Call(fn, args, ranks, over_group, group, tidies, Path(folder.name))
+        call = _Call(fn, args, ranks, over_group, group, tidies, Path(folder.name), backend, prepare)
         return Running(self, folder, call, self._ask(pickle.dumps(call)), time.monotonic() + limit)
 
     def look(self) -> dict[int, tuple[int, float]]:
@@ -183,6 +187,8 @@ class _Call:
     group: bool
     tidies: bool
     folder: Path
+    backend: str
+    prepare: Callable[[int], None] | None
 
     def came_out(self, rank: int) -> tuple[str, Any, str]:
         out, err = ((self.folder / f"{name}-{rank}").read_text(errors="replace") for name in ("stdout", "stderr"))
@@ -211,13 +217,10 @@ class _Call:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         faulthandler.register(signal.SIGUSR1)
         os.environ["JOIN_SHARED_MEMORY"] = "0" if self.over_group else "1"
+        if self.prepare is not None:
+            self.prepare(rank)
         if self.group:
-            import torch.distributed as dist
-
-            store = dist.FileStore(str(self.folder / "store"), self.ranks)
-            limit = timedelta(seconds=120)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.ranks, timeout=limit)
-            dist.barrier()
+            self._set_up_group(rank)
         result = self.fn(rank, *self.args)
         (self.folder / f"result-{rank}").write_bytes(pickle.dumps(result))
         if not self.tidies:
@@ -225,6 +228,20 @@ class _Call:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             os._exit(0)
+
+    def _set_up_group(self, rank: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            self.backend,
+            store=dist.FileStore(str(self.folder / "store"), self.ranks),
+            rank=rank,
+            world_size=self.ranks,
+            timeout=timedelta(seconds=120),
+            device_id=torch.device("cuda", rank) if self.backend == "nccl" else None,
+        )
+        dist.barrier(device_ids=None if self.backend == "gloo" else [rank])
 
 
 def _serve() -> tuple[_Call, int] | None:

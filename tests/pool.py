@@ -40,10 +40,36 @@ class _Worker:
     pipe: Any
 
 
-class Pool:
-    """``SIZE`` processes that run functions as ranks of a process group."""
+@dataclass(frozen=True)
+class _Call:
+    """What a rank is to do."""
 
-    def __init__(self) -> None:
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    ranks: int
+    path: str
+    backend: str
+    over_group: bool
+    bound: bool
+
+    @property
+    def device(self) -> tuple[str, int] | None:
+        """The device that the process group is bound to, if it is."""
+        types = {"nccl": "cuda", "simccl": "sim"}
+        return (types[self.backend], self.rank) if self.bound or self.backend == "nccl" else None
+
+
+class Pool:
+    """``SIZE`` processes that run functions as ranks of a process group.
+
+    Args:
+        prepare: what a rank does with its number before each call, ahead of its process group: what is registered in a
+            process for good, such as a device, is not there for tests that use another pool.
+    """
+
+    def __init__(self, prepare: Callable[[int], None] | None = None) -> None:
+        self._prepare = prepare
         self._context = mp.get_context("forkserver")
         self._workers: list[_Worker] = []
 
@@ -55,18 +81,19 @@ class Pool:
         timeout: float = 60.0,
         backend: str = "gloo",
         over_group: bool = False,
+        bound: bool = False,
     ) -> list[Any]:
         """Run ``fn(rank, *args)`` on every rank with the default process group set up; return the results by rank.
 
-        With ``backend="nccl"`` each rank has a GPU of its own. Headers go through shared memory, or ``over_group``, as
-        they do between machines.
+        With ``backend="nccl"`` each rank has a GPU of its own, and the group is told which; with "simccl" it is if it
+        is to be ``bound``. Headers go through shared memory, or ``over_group``, as they do between machines.
         """
         self._start()
         workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(workers):
-                call = (fn, rank, ranks, str(Path(folder) / "store"), args, backend, over_group)
-                worker.pipe.send(call)
+                how = _Call(fn, args, rank, ranks, str(Path(folder) / "store"), backend, over_group, bound)
+                worker.pipe.send(how)
             results: dict[int, tuple[bool, Any]] = {}
             deadline = time.monotonic() + timeout
             pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
@@ -110,7 +137,7 @@ class Pool:
         started: list[_Worker] = []
         while len(self._workers) < SIZE:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process = self._context.Process(target=_serve, args=(there, self._prepare), daemon=True)
             process.start()
             there.close()
             self._workers.append(_Worker(process, here))
@@ -130,7 +157,7 @@ class Pool:
         self._workers.clear()
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, prepare: Callable[[int], None] | None) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     import torch
@@ -147,19 +174,21 @@ def _serve(pipe: Any) -> None:
     pipe.send("ready")
     while True:
         try:
-            fn, rank, ranks, path, args, backend, over_group = pipe.recv()
+            call: _Call = pipe.recv()
         except EOFError:
             return
-        os.environ["JOIN_SHARED_MEMORY"] = "0" if over_group else "1"
+        os.environ["JOIN_SHARED_MEMORY"] = "0" if call.over_group else "1"
         try:
+            if prepare is not None:
+                prepare(call.rank)
             dist.init_process_group(
-                backend,
-                store=dist.FileStore(path, ranks),
-                rank=rank,
-                world_size=ranks,
-                device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+                call.backend,
+                store=dist.FileStore(call.path, call.ranks),
+                rank=call.rank,
+                world_size=call.ranks,
+                device_id=torch.device(*call.device) if call.device else None,
             )
-            result = (True, fn(rank, *args))
+            result = (True, call.fn(call.rank, *call.args))
         except BaseException:
             result = (False, traceback.format_exc())
         pipe.send(result)

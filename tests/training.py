@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,8 +34,8 @@ def device_of(model: Model) -> torch.device:
     """Where this rank trains; it is the current device then, which FSDP takes."""
     if model.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(model.device, dist.get_rank() if dist.get_backend() == "nccl" else 0)
-    torch.cuda.set_device(device)
+    device = torch.device(model.device, 0 if dist.get_backend() == "gloo" else dist.get_rank())
+    torch.accelerator.set_device_index(device)
     return device
 
 
@@ -174,7 +174,7 @@ def accumulating(module: Any, wrapper: DDP | Shards, *, sync: bool) -> AbstractC
 
 
 def train(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    with sync_batch_norm_on_cpu() if case.model.device == "cpu" else nullcontext():
+    with nullcontext() if case.model.device == "cuda" else sync_batch_norm_on_cpu():
         return _train(rank, case)
 
 
@@ -273,9 +273,9 @@ def reference(case: Case) -> dict[str, torch.Tensor]:
     return flat_state(model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
 
 
-def check(pool: Pool, case: Case, **options: Any) -> None:
+def check(pool: Pool, case: Case, by: Callable[..., Any] = train, **options: Any) -> None:
     """Train on as many ranks as the case has: all end the same, bit for bit, and as one process does."""
-    states = [*pool.run(train, case, ranks=case.data.ranks, **options), reference(case)]
+    states = [*pool.run(by, case, ranks=case.data.ranks, **options), reference(case)]
     if isinstance(case.wrapper, Shards) and not case.model.synchronised:  # each rank keeps statistics of its own
         states = [{key: value for key, value in state.items() if not _is_statistic(key)} for state in states]
     *states, expected = states

@@ -223,33 +223,6 @@ def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, replace(NORMED[name], loop=LOCKSTEP))
 
 
-def on_gpus(test: Any) -> Any:
-    """Marks a test that has two ranks on one GPU, over gloo, or each on its own, over NCCL."""
-    needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
-    test = pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=needs_two)])(test)
-    return pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test)
-
-
-def on_gpu(case: Case) -> Case:
-    return replace(case, model=replace(case.model, device="cuda"))
-
-
-TWO = ((0, 3), (2, 1), (2, 4))
-CASES_ON_GPUS = {
-    "clipping, resharded": Case(wrapper=Shards(reshard=True), data=Data(TWO), step=Step(clip=True)),
-    "weights, accumulation": Case(wrapper=Shards(), data=Data(TWO[-1:], weighted=True), step=Step(accumulate=2)),
-    "SyncBatchNorm, DDP": Case(NORM, data=Data(TWO)),
-    "SyncBatchNorm, fully_shard": Case(NORM, Shards(), data=Data(TWO)),
-}
-
-
-@on_gpus
-@pytest.mark.parametrize("name", CASES_ON_GPUS)
-def test_equals_one_process_on_gpus(pool: Pool, name: str, backend: str) -> None:
-    case = CASES_ON_GPUS[name]
-    check(pool, replace(case, model=replace(case.model, device="cuda"), loop=LOCKSTEP), backend=backend)
-
-
 PAIRS = Case(data=Data(((0, 2), (3, 1), (2, 0))))
 """What one process trains; ``counts`` are those of pairs of ranks."""
 

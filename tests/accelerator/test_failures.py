@@ -1,0 +1,135 @@
+"""A rank fails on an accelerator: it shows its own exception, and all others end soon, with that as the cause.
+
+With NCCL no rank is told that a peer is gone. The device hangs in a collective. A rank that reads a value then waits
+until the communicator is aborted, or until a watchdog aborts the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from join import Join
+from tests.accelerator import simulated
+from tests.accelerator.target import Target, device_of_rank, prepare_simulated
+from tests.ending import End, Ending, Running, say
+from tests.models import batch, build
+
+SECONDS = 10.0  # that the others may take
+if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores
+    SECONDS = 30.0
+WATCHDOG = 6.0
+STALL = 1.0
+AT_ONCE = 5
+COUNTS = 6, 6, 2
+FAILS, FAILS_AT = 1, 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to fail."""
+
+    loop: str
+    how: str
+    where: str
+    reads: bool  # each rank reads its loss at each step
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.loop}, {self.how} in the {self.where}{', reads losses' if self.reads else ''}"
+
+
+CELLS = [
+    Cell(*each) for each in product(["plain", "iterate"], ["raises", "killed"], ["forward", "backward"], [False, True])
+]
+
+
+def fail(cell: Cell) -> None:
+    say("failed", time.time())
+    if cell.how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("mine")
+
+
+def train(rank: int, target: Target, cell: Cell) -> None:
+    device = device_of_rank(target)
+    model = DistributedDataParallel(build("mlp").to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = [tuple(part.to(device) for part in batch(rank, 0, step)) for step in range(COUNTS[rank])]
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+        for step, (x, y) in enumerate(join.iterate(mine) if cell.loop == "iterate" else mine):
+            fails = rank == FAILS and step == FAILS_AT
+            if step == FAILS_AT - 1 and target.is_simulated:
+                simulated.configure(stall=STALL, watchdog=WATCHDOG)  # only now: until then, ranks may come late
+            optimizer.zero_grad()
+            if fails and cell.where == "forward":
+                fail(cell)
+            loss = (model(x) - y).square().mean()
+            if fails and cell.where == "backward":
+                model.module[0].weight.register_hook(lambda gradient: fail(cell))
+            loss.backward()
+            optimizer.step()
+            if cell.reads:
+                loss.item()
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[tuple[Target, Cell], Running]]:
+    """Those that were started and not waited for yet."""
+    found: dict[tuple[Target, Cell], Running] = {}
+    yield found
+    for running in found.values():  # of tests that did not come to run
+        running.ends()
+
+
+def start(ending: Ending, target: Target, cell: Cell) -> Running:
+    prepare = prepare_simulated if target.is_simulated else None
+    ranks = target.ranks(len(COUNTS))
+    return ending.start(train, target, cell, ranks=ranks, backend=target.backend, prepare=prepare)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_end(
+    request: pytest.FixtureRequest,
+    ending: Ending,
+    started: dict[tuple[Target, Cell], Running],
+    target: Target,
+    cell: Cell,
+) -> None:
+    """The cells of the next tests are started with this one: most of what they do is to wait."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    coming = [
+        cast("Cell", item.callspec.params["cell"])
+        for item in items
+        if item.originalname == request.node.originalname and item.path == request.path
+        if item.callspec.params["target"] == target
+    ]
+    for each in coming[(at := coming.index(cell)) : at + AT_ONCE]:
+        if (target, each) not in started:
+            started[target, each] = start(ending, target, each)
+    check(cell, started.pop((target, cell)).ends())
+
+
+def check(cell: Cell, ends: list[End]) -> None:
+    told = "\n".join(f"--- rank {rank}: {end.code}\n{end.text}" for rank, end in enumerate(ends))
+    failed: Any = ends[FAILS]
+    if cell.how == "killed":
+        assert failed.code == -signal.SIGKILL, told
+    else:
+        assert failed.code == 1 and failed.error == "ValueError: mine", told
+    cause = "PeerError: rank 1 is gone" if cell.how == "killed" else "PeerError: rank 1 failed: ValueError: mine"
+    failed_at = float(failed.said("failed"))
+    for rank, end in enumerate(ends):
+        if rank != FAILS:
+            assert end.code == 1 and end.error.startswith(cause), told
+            assert end.at - failed_at < SECONDS, f"rank {rank} took {end.at - failed_at:.1f} s\n{told}"

@@ -33,19 +33,23 @@ def broadcast_tensors(
         keeps: whether this rank leaves its tensors as they are, and only takes part.
     """
     for chunk in _chunks(tensors):
-        if len(chunk) == 1 and chunk[0].numel() > 1 and chunk[0].is_contiguous() and not keeps:
-            collective.broadcast(as_bytes(chunk[0]), source).wait()
-            continue
-        sizes = [tensor.numel() for tensor in chunk]
-        if collective.rank == source:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-        else:
-            flat = chunk[0].new_empty(sum(sizes))
-        collective.broadcast(as_bytes(flat), source).wait()
-        if collective.rank != source and not keeps:
-            parts = cast("Sequence[torch.Tensor]", flat.split(sizes))
-            for tensor, part in zip(chunk, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        _broadcast_chunk(collective, chunk, source, keeps=keeps)
+
+
+def _broadcast_chunk(collective: Collective, chunk: list[torch.Tensor], source: int, *, keeps: bool) -> None:
+    if len(chunk) == 1 and chunk[0].numel() > 1 and chunk[0].is_contiguous() and not keeps:
+        collective.broadcast(as_bytes(chunk[0]), source).wait()
+        return
+    sizes = [tensor.numel() for tensor in chunk]
+    if collective.rank == source:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+    else:
+        flat = chunk[0].new_empty(sum(sizes))
+    collective.broadcast(as_bytes(flat), source).wait()
+    if collective.rank != source and not keeps:
+        parts = cast("Sequence[torch.Tensor]", flat.split(sizes))
+        for tensor, part in zip(chunk, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iterable[torch.device] = ()) -> Any:

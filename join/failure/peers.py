@@ -243,10 +243,8 @@ class Peers:
             PeerError, JoinTimeoutError: that say why the rank failed.
         """
         news = self._watch.news
-        if news.notes:
-            raise self._consequence(news.notes)
-        if self._watch.has_aborted:
-            raise self._gone(news.ended)
+        if news.notes or self._watch.has_aborted:
+            raise self._cause_in(news)
 
     def look_again(self) -> None:
         """Like :meth:`look`, after reading the board anew."""
@@ -293,6 +291,8 @@ class Peers:
         Args:
             error: as raised on this rank, by whatever.
         """
+        if self._watch.has_aborted:  # whatever is raised then comes of it
+            return self._cause_in(self._watch.news)
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
@@ -313,6 +313,9 @@ class Peers:
         alive = {rank for rank, progress in news.progress.items() if rank not in before or progress != before[rank]}
         silent = sorted(set(range(self._world_size)) - {self._rank} - alive)
         return self._gone(silent) if silent else None
+
+    def _cause_in(self, news: News) -> JoinError:
+        return self._consequence(news.notes) if news.notes else self._gone(news.ended)
 
     def _consequence(self, notes: list[Note]) -> JoinError:
         """The error of this rank, which fails because of what these notes say."""

@@ -119,8 +119,6 @@ def install() -> None:
     torch._register_device_module("sim", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend("simccl", _make_backend, devices=["sim"])
-    # As on CUDA, where a group of gloo's has a side for the GPU: torch looks for it if a device was bound to the rank.
-    dist.Backend.backend_capability["gloo"] = [*dist.Backend.backend_capability["gloo"], "sim"]
 
 
 def _make_backend(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> Any:

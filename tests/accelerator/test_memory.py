@@ -6,20 +6,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, transfer
 from tests.accelerator.target import Target, device_of_rank, memory_of
 from tests.pool import Pool
 
 SIZE = 512
 COUNTS = 3, 4, 4
-PARAMETERS = 4 * SIZE * SIZE  # bytes
+LAYERS = 4
+CHUNK = 4 * SIZE * SIZE  # bytes: a layer's weight
 
 
 def train(rank: int, target: Target) -> int:
     """How many bytes were held at most while the block ended, beyond those that were held before that."""
     device, memory = device_of_rank(target), memory_of(target)
+    transfer._CHUNK_BYTES = CHUNK  # of 64 MiB, all of this would be one
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(SIZE, SIZE, bias=False).to(device))
+    layers = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
+    model = DistributedDataParallel(layers.to(device))
     optimizer = torch.optim.Adam(model.parameters())
     with Join([model, optimizer]):
         for _ in range(COUNTS[rank]):
@@ -32,9 +35,10 @@ def train(rank: int, target: Target) -> int:
 
 
 def test_end_of_an_uneven_block(target: Target, accelerator_pool: Pool) -> None:
-    """The first rank gets the state of one that made all steps."""
+    """The first rank gets the state of one that made all steps; nobody needs more than a chunk for that."""
     extra = accelerator_pool.run(train, target, ranks=target.ranks(len(COUNTS)), backend=target.backend)
-    assert max(extra) <= 1.1 * PARAMETERS, [f"{each / PARAMETERS:.1f} x the parameters" for each in extra]
+    # One, and one that a thread of the backend may not have freed yet.
+    assert max(extra) <= 2.1 * CHUNK, [f"{each / CHUNK:.1f} chunks" for each in extra]
 
 
 def hold(rank: int, target: Target) -> tuple[int, int, int]:
@@ -51,4 +55,4 @@ def hold(rank: int, target: Target) -> tuple[int, int, int]:
 
 
 def test_memory_is_counted(target: Target, accelerator_pool: Pool) -> None:
-    assert accelerator_pool.run(hold, target, ranks=1, backend=target.backend) == [(0, PARAMETERS, 0)]
+    assert accelerator_pool.run(hold, target, ranks=1, backend=target.backend) == [(0, CHUNK, 0)]

@@ -1,52 +1,40 @@
-"""The trainer on an accelerator ends as it does on the CPU."""
+"""The trainer on an accelerator ends as it does on the CPU, and waits for the device as often as there are epochs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from joinables.trainer import DDPStrategy, Launcher, Trainer, TrainModule
-from tests.accelerator import simulated
-from tests.accelerator.target import SIMULATED, prepare_simulated
+from joinables.trainer import DDPStrategy, LaunchError, Trainer, TrainModule
+from joinables.trainer.metrics import MetricStore
+from tests.accelerator.target import CPU, SIMULATED, Target, device_of_rank, prepare_simulated, waits
+from tests.ending import Ending
+from tests.joinables.trainer.ranks import trainer
+from tests.pool import Pool
 
 SAMPLES = 50  # not as many batches on both ranks
-pytestmark = pytest.mark.skipif(bool(SIMULATED.why_not()), reason=SIMULATED.why_not())
-
-
-class SimulatedStrategy(DDPStrategy):
-    """Starts ranks on the simulated accelerator, which is registered in them before their process group is made."""
-
-    @override
-    def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
-        backend = f"cpu:gloo,{SIMULATED.device}:{SIMULATED.backend}"
-        return Launcher(world_size, start_method=self.start_method, backend=backend).launch(fn, *args)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        simulated.install()
-        self.__dict__.update(state)
-
-
-class SimulatedTrainer(Trainer):
-    @override
-    def device_of(self, rank: int) -> torch.device:
-        prepare_simulated(rank)
-        return torch.device("sim", rank)
+EPOCHS = 2
 
 
 class Regression(TrainModule):
-    def __init__(self) -> None:
+    """Trains on a device of this type, or says so."""
+
+    def __init__(self, device: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.device_type = device
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert batch[0].device.type == self.net[0].weight.device.type == self.device_type
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
@@ -60,19 +48,78 @@ class Regression(TrainModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def fit(trainer: Trainer) -> tuple[torch.Tensor, dict[str, float]]:
-    samples = TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1)))
-    module = Regression()
-    trainer.fit(module, DataLoader(samples, 6), DataLoader(samples, 6))
-    return nn.utils.parameters_to_vector(module.parameters()).detach(), trainer.metrics
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))), 6)
+
+
+def fit(rank: int, target: Target, shards: bool) -> tuple[torch.Tensor, dict[str, float], Counter[str]]:
+    strategy = {"shard_optimizers": shards}
+    fitting, module = (
+        trainer(accelerator=target.device, max_epochs=EPOCHS, strategy=strategy),
+        Regression(target.device),
+    )
+    with waits(target) as found:
+        fitting.fit(module, loader(), loader())
+    parameters = nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
+    return parameters, fitting.metrics, Counter(wait.function for wait in found if wait.is_ours)
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_fit(server: None, built: None, shards: bool) -> None:
-    strategies = [kind("forkserver", shard_optimizers=shards) for kind in (SimulatedStrategy, DDPStrategy)]
-    (found, metrics), (expected, others) = (
-        fit(cls(devices=2, accelerator="cpu", max_epochs=2, strategy=strategy))
-        for cls, strategy in zip((SimulatedTrainer, Trainer), strategies, strict=True)
-    )
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0.0)
-    assert metrics == pytest.approx(others, rel=1e-5)
+def test_fit(target: Target, accelerator_pool: Pool, pool: Pool, shards: bool) -> None:
+    backend = "gloo" if target.backend == "gloo" else f"cpu:gloo,{target.device}:{target.backend}"
+    for found, expected in zip(
+        accelerator_pool.run(fit, target, shards, ranks=2, backend=backend),
+        pool.run(fit, CPU, shards, ranks=2),
+        strict=True,
+    ):
+        torch.testing.assert_close(found[0], expected[0], atol=2e-6, rtol=0.0)
+        assert found[1] == pytest.approx(expected[1], rel=1e-5)
+        assert found[2]["joinables/trainer/metrics.py:_fetch"] <= 3 * EPOCHS  # and each epoch has 5 steps
+
+
+class Registers(DDPStrategy):
+    """Its workers know the simulated accelerator, which is registered in them before their process group is made."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        prepare_simulated(0)
+        self.__dict__.update(state)
+
+
+def launch(rank: int) -> None:
+    """A script that trains on what accelerator there is, on two devices of it."""
+    module = Regression("sim")
+    result = Trainer(devices=2, max_epochs=1, strategy=Registers()).fit(module, loader())
+    assert result.global_step == 5 and module.net[0].weight.device.type == "cpu"
+    dist.destroy_process_group()
+    with pytest.raises(LaunchError, match="this process has used its GPU"):
+        Trainer(accelerator="gpu", devices=2, strategy="ddp_fork").fit(module, loader())
+
+
+@pytest.mark.skipif(bool(SIMULATED.why_not()), reason=SIMULATED.why_not())
+def test_processes_that_are_started(ending: Ending, built: None) -> None:
+    [end] = ending.start(launch, ranks=1, prepare=prepare_simulated).ends()
+    assert end.code == 0, end.text
+
+
+def log(rank: int, target: Target) -> None:
+    """Numbers that are logged are as they were then, and are of another kind than the last ones, or refused."""
+    device, store = device_of_rank(target), MetricStore()
+    number = torch.ones((), device=device)
+    with waits(target) as found:
+        for _ in range(3):
+            store.record("number", number, 1, "sum")
+            number += 1
+        store.record("half", number.half().reshape(1, 1), 1)
+    assert not [wait for wait in found if wait.is_ours]
+    with pytest.raises(ValueError, match="reduce_fx='max' of metric 'number' must be 'sum'"):
+        store.record("number", number, 1, "max")
+    with pytest.raises((ValueError, RuntimeError), match="element"):
+        store.record("numbers", torch.ones(2, device=device), 1)
+    assert {name: fields["parts"] for name, fields in store.state_dict().items()} == {"number": [6.0], "half": [4.0]}
+    store.record("number", number, 1, "sum")
+    store.clear()
+    assert store.state_dict() == {}
+
+
+def test_what_is_logged_stays_on_the_device(target: Target, accelerator_pool: Pool) -> None:
+    accelerator_pool.run(log, target, ranks=1, backend=target.backend)

@@ -19,9 +19,7 @@ from tests.training import optimizer_of, shard
 
 # The functions that wait at each step, by the way of training in which they do. It is exact: what is mended must leave.
 EXCEPTIONS = {
-    "unused parameters": {"joinables/_torch/reducer.py:used_anywhere"},
-    "static graph": {"joinables/_torch/reducer.py:used_anywhere", "joinables/_torch/reducer.py:rebuild_buckets"},
-    "iterate, unused parameters": {"joinables/_torch/reducer.py:used_anywhere"},
+    "static graph": {"joinables/_torch/reducer.py:rebuild_buckets"},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -398,7 +398,8 @@ class SimulatedBackend final : public c10d::Backend {
     return communicators_.on(tensors.at(0).device().index());
   }
   void check_not_aborted() const {
-    TORCH_CHECK(!health_->is_aborted(), "simccl: the communicators of rank ", getRank(), " were aborted");
+    TORCH_CHECK_WITH(DistBackendError, !health_->is_aborted(), "simccl: the communicators of rank ", getRank(),
+                     " were aborted");
   }
   c10::DeviceIndex device_of_barrier(const c10d::BarrierOptions& options) {
     if (options.device && options.device->has_index()) {

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
+from join.collectives.timeouts import using
 from tests.accelerator import simulated
 from tests.accelerator.target import Target, device_of_rank, prepare_simulated
 from tests.ending import End, Ending, Running, say
@@ -43,14 +44,21 @@ class Cell:
     how: str
     where: str
     reads: bool  # each rank reads its loss at each step
+    over_group: bool = False  # headers go over a group, as between machines
 
     @override
     def __str__(self) -> str:
-        return f"{self.loop}, {self.how} in the {self.where}{', reads losses' if self.reads else ''}"
+        over = ", over a group" if self.over_group else ""
+        return f"{self.loop}, {self.how} in the {self.where}{', reads losses' if self.reads else ''}{over}"
 
 
 CELLS = [
     Cell(*each) for each in product(["plain", "iterate"], ["raises", "killed"], ["forward", "backward"], [False, True])
+]
+CELLS += [
+    Cell("plain", "killed", "backward", reads=True, over_group=True),
+    Cell("iterate", "killed", "forward", reads=True, over_group=True),
+    Cell("iterate", "raises", "backward", reads=True, over_group=True),
 ]
 
 
@@ -62,6 +70,11 @@ def fail(cell: Cell) -> None:
 
 
 def train(rank: int, target: Target, cell: Cell) -> None:
+    with using(beat=0.3, silent=2.5):  # seconds, after which a rank is taken to be gone that does not say that it lives
+        _train(rank, target, cell)
+
+
+def _train(rank: int, target: Target, cell: Cell) -> None:
     device = device_of_rank(target)
     model = DistributedDataParallel(build("mlp").to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,8 +107,8 @@ def started() -> Iterator[dict[tuple[Target, Cell], Running]]:
 
 def start(ending: Ending, target: Target, cell: Cell) -> Running:
     prepare = prepare_simulated if target.is_simulated else None
-    ranks = target.ranks(len(COUNTS))
-    return ending.start(train, target, cell, ranks=ranks, backend=target.backend, prepare=prepare)
+    how: Any = {"backend": target.backend, "prepare": prepare, "over_group": cell.over_group}
+    return ending.start(train, target, cell, ranks=target.ranks(len(COUNTS)), **how)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

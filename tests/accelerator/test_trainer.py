@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from joinables.trainer import DDPStrategy, LaunchError, Trainer, TrainModule
 from joinables.trainer.metrics import MetricStore
+from tests.accelerator import device_module
 from tests.accelerator.target import CPU, SIMULATED, Target, device_of_rank, prepare_simulated, waits
 from tests.ending import Ending
 from tests.joinables.trainer.ranks import trainer
@@ -21,6 +22,10 @@ from tests.pool import Pool
 
 SAMPLES = 50  # not as many batches on both ranks
 EPOCHS = 2
+
+
+seeded: list[int] = []
+"""The device whose random numbers this process has been given, where a trainer has started it."""
 
 
 class Regression(TrainModule):
@@ -35,6 +40,7 @@ class Regression(TrainModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         assert batch[0].device.type == self.net[0].weight.device.type == self.device_type
+        assert seeded in ([], [self.trainer.global_rank])
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
@@ -82,6 +88,7 @@ class Registers(DDPStrategy):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         prepare_simulated(0)
+        device_module.set_rng_state = lambda *_: seeded.append(device_module.current_device())
         self.__dict__.update(state)
 
 

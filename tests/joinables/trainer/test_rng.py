@@ -22,3 +22,36 @@ def test_going_on_from_a_captured_state() -> None:
     drawn = draw()
     rng.restore(state)
     assert draw() == drawn
+
+
+class Device:
+    """What torch has for an accelerator, of which this process has a part or not."""
+
+    def __init__(self, *, used: bool) -> None:
+        self.is_used, self.calls = used, list[Any]()
+
+    def is_initialized(self) -> bool:
+        return self.is_used
+
+    def get_rng_state(self) -> str:
+        return "its state"
+
+    def set_rng_state(self, state: Any) -> None:
+        self.calls.append(("state", state))
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.calls.append(("seed", seed))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_an_accelerator_goes_on_too(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
+    """One that the process has not used is not used now, as its forks would suffer from, and begins with the seed."""
+    parent, worker = Device(used=used), Device(used=False)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setattr("torch.get_device_module", lambda *_: parent)
+    state = rng.capture()
+    assert state.get("accelerator") == ("its state" if used else None)
+    monkeypatch.setattr("torch.get_device_module", lambda *_: worker)
+    rng.start_from(state)
+    assert worker.calls == [("state", "its state") if used else ("seed", torch.initial_seed())]

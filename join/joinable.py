@@ -187,6 +187,13 @@ class Burst(Joinable):
         """
         return (False,) * self.flag_count
 
+    def check_leavers(self) -> None:
+        """Check ranks that have left the block between the header before the last one and this burst, which is over.
+
+        Called on all ranks, before the next header, if there are such ranks. Those that ran the burst took these for
+        active.
+        """
+
     def fulfil(self) -> None:
         """Run the pending burst with nothing to say, leaving the object as it is; it is not pending then."""
 

@@ -21,7 +21,7 @@ each rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -85,7 +85,7 @@ class OptimizerState(Silent):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        values = group_values(self._optimizer)
+        values = group_values(self._optimizer.param_groups)
         values["number of steps made on gradients in loops over join.iterate"] = self._steps_in_loops
         counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the index of their parameter
         for index, state in self._states().items():
@@ -258,9 +258,8 @@ class State(Silent):
         return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
 
 
-def group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def group_values(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The plain values in an optimizer's parameter groups, and how many groups there are."""
-    groups: list[dict[str, Any]] = optimizer.param_groups
     values: dict[str, Any] = {"number of parameter groups": len(groups)}
     for index, group in enumerate(groups):
         plain = plain_values({name: value for name, value in group.items() if name != "params"})

@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
-from join import Join
+from join import Join, ProtocolError
+from join.agreement import check_equal
 from join.collectives._torch_private import pytree
 from join.transfer import broadcast_tree
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
+from joinables.state import group_values
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -152,9 +154,12 @@ class ZeroStep(Announcing):
 
     def _share_hyperparameters(self, *, active: bool) -> None:
         """Send the leader's numbers to joined ranks, if there are any, in the burst of the last header."""
-        if self._channel.headers.all_announced():
-            return
-        is_leader = self._channel.find_leader() == self._collective.rank
+        if self._channel.headers.active_for(self) < self._collective.world_size:
+            self._send_hyperparameters(active=active)
+        self._stepped_by = [dict(group) for group in self._zero.param_groups]
+
+    def _send_hyperparameters(self, *, active: bool) -> None:
+        is_leader = self._channel.leader_for(self) == self._collective.rank
         values, structure = pytree.tree_flatten(self._hyperparameters())
         numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
         self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # kept while it is under way
@@ -164,6 +169,15 @@ class ZeroStep(Announcing):
             sums = iter(cast("list[float]", self._sums.tolist()))
             received = [_like(value, next(sums)) if _is_number(value) else value for value in values]
             self._take_over(pytree.tree_unflatten(received, structure))
+
+    @override
+    def check_leavers(self) -> None:
+        # One that has left between the backward and this step was not sent the learning rate of the others.
+        try:
+            values = [(self.join_name, group_values(self._stepped_by))]
+            check_equal(self._collective, values, self._channel.guard.wait)
+        except ProtocolError as error:
+            self._channel.guard.raise_on_all(error)
 
 
 def _is_number(value: Any) -> bool:

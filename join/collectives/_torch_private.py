@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.utils import _pytree
 pytree = _pytree
 """Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
 
-after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+after_backward: Callable[[Callable[[], object]], None] = cast("Any", Variable._execution_engine).queue_callback
 """Runs what it is given when the backward pass that is under way has computed all gradients.
 
 Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may queue

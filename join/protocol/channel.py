@@ -6,7 +6,8 @@ block every burst of collectives is announced by one header (``join.protocol.hea
     active rank                                    joined rank
     -----------                                    -----------
     announce: apply the previous header            apply the previous header
-              header  (starts, not awaited)        header  (awaited)
+              header  (starts; awaited if it       header  (awaited)
+              announces what was not expected)
     the burst, by the user's own code              main_hook of the announced burst
     its followers, by the user's own code          main_hooks of its followers
     ...                                            ... until a header shows that no rank is active
@@ -14,8 +15,9 @@ block every burst of collectives is announced by one header (``join.protocol.hea
               apply the previous header
 
 Applying a header elects a new leader, by one more all-reduce, if the old one has left and any burst needs a leader.
-Under ``throw_on_early_termination`` or ``timeout`` each header is awaited before its burst. In a loop over
-``Join.iterate`` another mode replaces this one (``join.lockstep.mode``).
+Under ``throw_on_early_termination`` each header is awaited before its burst; under ``timeout``, that of a backward is
+awaited before the reducer waits for gradients. In a loop over ``Join.iterate`` another mode replaces this one
+(``join.lockstep.mode``).
 
 *Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); a rank that
 is about to announce another burst, or to leave, first flushes the pending one: it runs the burst and contributes
@@ -43,7 +45,7 @@ from join.collectives.base import SUMS
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import Joinable
+from join.joinable import Burst, Joinable
 from join.lockstep.progress import LateUse
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope
 from join.scaling import Scaling
@@ -143,7 +145,8 @@ class Channel:
         return not scopes
 
     def _set_roster(self, roster: Roster) -> None:
-        self.roster = self.headers.roster = roster
+        self.roster = roster
+        self.headers.use(roster)
         self.guard.timeout = roster.timeout
         self._outstanding = []
 
@@ -163,8 +166,7 @@ class Channel:
         Args:
             joinable: an announcing member.
             confirm: whether to read the header at once if its verdict matters; a burst that does something between its
-                announcement and its collectives passes ``False`` and calls ``headers.confirm`` itself. Under
-                ``timeout`` and ``throw_on_early_termination`` every header is read at once.
+                announcement and its collectives passes ``False`` and calls ``headers.confirm`` itself.
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
@@ -367,6 +369,11 @@ class Channel:
         """Return the leader from the last header's burst on; called at the same place on all ranks."""
         return self.headers.find_leader(self.mode.elect)
 
+    def leader_for(self, burst: Burst) -> int:
+        """Return the leader as far as all know that run ``burst``, as of :meth:`Headers.active_for`."""
+        foreseen = self.headers.is_foreseen(self.roster.index[id(burst)])
+        return self.headers.leader if foreseen else self.find_leader()
+
 
 class Mode(ABC):
     """The part of the protocol that depends on how ranks learn of each other's bursts; a group has one at a time.
@@ -414,10 +421,10 @@ class Announced(Mode):
 
     @override
     def announce(self, index: int, *, confirm: bool) -> Work:
-        work, roster = self._headers.send((), index), self._channel.roster
-        may_differ = confirm and len(roster.announcing) > 1 and roster.announcing[index] is not roster.ahead
-        if roster.awaits_all or may_differ:
-            self._headers.confirm()
+        headers = self._headers
+        work = headers.send((), index)
+        if confirm and (index != headers.last.expected or self._channel.roster.throws):
+            headers.confirm()
         return work
 
     @override

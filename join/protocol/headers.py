@@ -18,10 +18,22 @@ To *apply* a header is to act on one that was sent earlier: it raises what the h
 finds a new leader if the old one has left and any burst needs a leader. All ranks apply header i after burst i and
 before header i+1.
 
-*Running ahead.* A backward pass cannot stop to read its header. As long as only one burst of the group is of that kind
-(``Burst.runs_ahead``), it need not: a rank that announced another burst reads its header first, finds the difference,
-and raises :class:`ProtocolError`, of which the rank that ran ahead learns as of any failure. With several such bursts,
-each reads its header first.
+*Foreseen bursts.* Nobody waits for a header that announces what was expected. All ranks see the same headers in the
+same order, so all expect the same burst next: the one that came one period ago, or, before there is a period, the
+backward if there is one kind of them (``Burst.runs_ahead``). A rank that announces another burst than the expected one
+reads its header first, finds the difference if there is one, and raises :class:`ProtocolError`, of which those that ran
+what was expected learn as of any failure::
+
+    rank that announces what is expected           rank that announces something else
+    ------------------------------------           ----------------------------------
+    header (starts)                                header (awaited)
+    the burst                                      ProtocolError: the note says why; sends nothing more
+    its next header, or a collective breaks        .
+    PeerError                                      .
+
+What a foreseen burst must know of the ranks, it takes from the header before its own (``Headers.active_for``). A rank
+that has left between these two has not been told what the others are told in the burst, so it is checked before the
+next header (``Burst.check_leavers``).
 """
 
 from __future__ import annotations
@@ -44,6 +56,7 @@ from join.report.rank_report import BINS, EDGES
 
 ACTIVE, LEADER, STOPPING, FRESH = range(4)
 _FIXED = 4
+_LONGEST_PERIOD = 64  # bursts
 
 
 class Header:
@@ -204,13 +217,14 @@ class Roster:
         may_be_pending: those that may be announced before they run.
         code: packs the headers.
         flagged: those of ``bursts`` that have flags.
-        ahead: the one that need not wait for its header (``Burst.runs_ahead``), if there is just one of that kind.
-        early: that one, if it may be announced in the forward, before its backward runs: not under ``timeout``, where a
-            header means that the burst starts now.
+        first: the index of what is expected before anything is known: the only one that announces, but for bursts that
+            interject, or the only one that runs backwards (``Burst.runs_ahead``); ``None`` if there is no such one.
+        is_alone: whether nothing else announces, but for bursts that interject.
+        early: the backward, if there is one kind of them, and it may be announced in the forward, before it runs: not
+            under ``timeout``, where a header means that the burst starts now.
         tracks_leader: whether any burst needs to know the lowest active rank.
         throws: whether all ranks raise as soon as one has run out, as the innermost block says.
         timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
-        awaits_all: whether every header is awaited, so that no burst runs ahead of its own.
     """
 
     def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
@@ -225,11 +239,13 @@ class Roster:
         self.code = HeaderCode(flag_counts, world_size)
         self.flagged = [(index, burst) for index, burst in self.bursts if burst.flag_count]
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
-        self.awaits_all = self.throws or self.timeout is not None
         self.tracks_leader = any(burst.tracks_leader for _, burst in self.bursts)
-        running_ahead = [self.announcing[index] for index, burst in self.bursts if burst.runs_ahead]
-        self.ahead = running_ahead[0] if len(running_ahead) == 1 else None
-        self.early = self.ahead.burst if self.ahead is not None and self.timeout is None else None
+        regular = [index for index, member in enumerate(self.announcing) if not member.interjects]
+        backwards = [index for index, burst in self.bursts if burst.runs_ahead]
+        self.is_alone = len(regular) == 1
+        self.first = regular[0] if self.is_alone else backwards[0] if len(backwards) == 1 else None
+        is_early = len(backwards) == 1 and self.timeout is None
+        self.early = self.announcing[backwards[0]].burst if is_early else None
 
     def devices(self) -> list[torch.device]:
         """Those on which what is listed communicates."""
@@ -256,6 +272,7 @@ class LastHeader:
     Attributes:
         work: its sum over all ranks; ``None`` if all ranks know it without one.
         member: whose burst this rank announced in it, if any.
+        expected: the index of the member whose burst all ranks expected in it, if any.
         header: what was read of it, once it was.
         is_applied: whether it was acted on, or there is nothing to do.
         knows_leader: whether the leader from its burst on is known.
@@ -264,10 +281,50 @@ class LastHeader:
 
     work: Sum | None = None
     member: Member | None = None
+    expected: int | None = None
     header: Header | None = None
     is_applied: bool = True
     knows_leader: bool = True
     waiting: list[Callable[[int], None]] = field(default_factory=list[Callable[[int], None]])
+
+
+class Foresight:
+    """Expects bursts to go on as they did when they last were like this; the same on all ranks.
+
+    Args:
+        roster: who announces.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.expected = roster.first
+        """The index of the member that is to announce next, if that is known."""
+        self._roster = roster
+        self._past: list[int] = []
+        self._period = 0  # what came so many bursts ago comes next; 0 if that is not known
+
+    def saw(self, index: int) -> None:
+        """Note whose burst was announced."""
+        roster, past = self._roster, self._past
+        if roster.is_alone or roster.announcing[index].interjects:
+            return
+        past.append(index)
+        if index != self.expected or not self._period:
+            self._period = _period_of(past)
+        if len(past) > 4 * _LONGEST_PERIOD:
+            del past[: -2 * _LONGEST_PERIOD]
+        self.expected = past[-self._period] if self._period else roster.first
+
+
+def _period_of(past: Sequence[int]) -> int:
+    """How long ago the end of ``past`` was as it is now, for as many bursts as possible; 0 if its last one is new."""
+    best, longest, count = 0, 0, len(past)
+    for ago in range(1, min(count, _LONGEST_PERIOD)):
+        length = 0
+        while length < count - ago and past[-1 - length] == past[-1 - length - ago]:
+            length += 1
+        if length > longest:
+            best, longest = ago, length
+    return best
 
 
 class Headers:
@@ -280,13 +337,18 @@ class Headers:
     """
 
     def __init__(self, collective: Collective, guard: Guard, roster: Roster) -> None:
-        self.roster = roster
+        self.use(roster)
         self.tally = Tally()
         self.leader = 0
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
         self.last = LastHeader()
         self._collective, self._guard = collective, guard
         self._rank, self._world_size = collective.rank, collective.world_size
+        self._before: Header | None = None  # the header before the last one
+
+    def use(self, roster: Roster) -> None:
+        """Let those of another roster announce from now on; called at the same place on all ranks."""
+        self.roster, self.foresight = roster, Foresight(roster)
 
     def agree(self) -> None:
         """Find out what carries headers; called when all ranks have entered a block."""
@@ -323,7 +385,10 @@ class Headers:
                 if flag:
                     number += code.ones[place]
         member = None if index is None else roster.announcing[index]
-        self.last = LastHeader(None, member, is_applied=False, knows_leader=False)
+        self._before, foresight = self.last.header, self.foresight
+        self.last = LastHeader(None, member, foresight.expected, is_applied=False, knows_leader=False)
+        if index is not None and not roster.is_alone:
+            foresight.saw(index)
         if self._guard.timeout is not None:
             self._guard.arrive()
         with profiled("header"):
@@ -342,7 +407,7 @@ class Headers:
         member = self.roster.announcing[index]
         member.header = self.roster.code.of_all(index, leader_alive)
         # There is nothing to apply but a leader that is gone.
-        self.last = LastHeader(None, member, member.header, is_applied=leader_alive, knows_leader=leader_alive)
+        self.last = LastHeader(None, member, None, member.header, is_applied=leader_alive, knows_leader=leader_alive)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -355,11 +420,24 @@ class Headers:
             last.header = self.roster.code.unpack(last.work.total())
             for index in last.header.announcements:
                 self.roster.announcing[index].header = last.header
+                if last.member is None:
+                    self.foresight.saw(index)
         return last.header
 
-    def all_announced(self) -> bool:
-        """Return whether all ranks announced a burst in the last header, so that none has joined; waits for it."""
-        return self.read().active == self._world_size
+    def is_foreseen(self, index: int | None) -> bool:
+        """Return whether all ranks expected this burst in the last header, so that those that run it do not wait."""
+        known = index is not None and self._before is not None and not self.roster.throws
+        return known and self.last.expected == index
+
+    def active_for(self, burst: Burst) -> int:
+        """Return how many ranks are active as far as all know that run ``burst``, which is in the last header.
+
+        Where it was foreseen, that is how many announced in the header before; else in its own, for which this waits.
+        """
+        before = self._before
+        if before is not None and self.is_foreseen(self.roster.index[id(burst)]):
+            return before.active
+        return self.read().active
 
     def announced(self, burst: Burst) -> int:
         """Return how many ranks announced ``burst`` in the last header; waits for it."""
@@ -377,19 +455,21 @@ class Headers:
         header = self.read()
         return header.flags[self.roster.index[id(burst)]], header.active
 
-    def confirm(self) -> Header:
-        """Wait for the last header and make sure that all active ranks announced the same.
+    def confirm(self) -> None:
+        """Wait for the last header and make sure that all active ranks announced the same, unless that was foreseen.
 
         Raises:
             ProtocolError: if they did not.
             EarlyTerminationError: if a rank is exhausted under ``throw_on_early_termination``.
         """
+        member = self.last.member
+        if member is not None and self.is_foreseen(self.roster.index[id(member.joinable)]):
+            return
         header = self.read()
         if header.stopping:
             self._guard.raise_early_termination(exhausted=False)
         if header.diverged:
             self.raise_diverged(header)
-        return header
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
@@ -400,6 +480,11 @@ class Headers:
         if header.diverged:
             self.raise_diverged(header)
         last.is_applied = True
+        if self._before is not None and self._before.active > header.active:
+            for index in header.announcements:
+                burst = self.roster.announcing[index].burst
+                if burst is not None and self.is_foreseen(index):
+                    burst.check_leavers()
         if not (last.knows_leader or header.leader_alive):
             self.find_leader(elect)
         for use in last.waiting:

@@ -287,6 +287,8 @@ class GradientSync(DDPBurst):
         needs_end = contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
+        if channel.guard.timeout is not None and not channel.mode.all_ranks_run_bursts:
+            autograd.after_backward(channel.headers.read)  # before the reducer waits, who looks for no missing rank
         if needs_end or self._rebuild.is_due or not channel.mode.all_ranks_run_bursts:
             self._at_end(self._finish_reduction)
         else:  # nothing is done with the result, so it need not be there

@@ -123,9 +123,10 @@ def transformer() -> Training:
     return supervised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 32, 256))
 
 
-def gan() -> Training:
+def gan(*, norms: bool = False) -> Training:
     """One update of the discriminator, one of the generator; the second runs backward through both."""
-    generator = DDP(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 128)))
+    norm = [nn.BatchNorm1d(256)] if norms else []
+    generator = DDP(nn.Sequential(nn.Linear(32, 256), *norm, nn.ReLU(), nn.Linear(256, 128)))
     discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
     update_g, update_d = sgd(generator), sgd(discriminator)
     noise, real = torch.randn(256, 32), torch.randn(256, 128)

@@ -14,7 +14,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast, get_args
 
 import torch
 from typing_extensions import final, override
@@ -92,7 +92,10 @@ class RollCall(Work, Protocol):
 
 
 class Line(ABC):
-    """Sums numbers over the ranks of a group, one at a time: each sum is done before the next is started."""
+    """Sums numbers over the ranks of a group: each sum is done before ``depth`` others are started."""
+
+    depth: ClassVar[int] = 1
+    """How many sums may be under way at a time."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum:
@@ -427,6 +430,8 @@ class Collective(ABC):
 
 class GroupLine(Line):
     """A line over a collective: each sum is an all-reduce, in one order with all others on it."""
+
+    depth = 2
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective

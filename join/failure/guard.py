@@ -45,6 +45,8 @@ class Guard:
         """Seconds after which a rank that does not come is an error, if any."""
         self.doing = ""
         """What this rank waits for, where that is no header."""
+        self.awaits_header = 0
+        """The number of the header that this rank waits for, or has waited for last."""
         self._collective, self._progress, self._look = collective, progress, look
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
@@ -110,6 +112,8 @@ class Guard:
     def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
         """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
         rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
+        if not (in_collective or self.doing):  # this rank may have sent another one since
+            own = own._replace(headers=self.awaits_header)
         missing = [
             other
             for other in range(self._collective.world_size)

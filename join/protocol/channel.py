@@ -124,6 +124,8 @@ class Channel:
         if is_first:
             self.guard.begin()
         self.prepare()
+        if not self.headers.last.is_applied:
+            self.headers.apply(self.headers.last, self.mode.elect)
         if self._outstanding and (error := self._left_out_error("another block was entered")):
             self.guard.raise_alone(error)
         self._set_roster(roster)
@@ -240,8 +242,11 @@ class Channel:
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
                 self.flush(but)
-        if not self.headers.last.is_applied:
-            self.headers.apply(self.mode.elect)
+        headers = self.headers
+        if headers.depth > 1:
+            headers.apply_due(self.mode.elect)
+        elif not headers.last.is_applied:
+            headers.apply(headers.last, self.mode.elect)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run pending bursts, and, if ``complete``, the followers that go with them."""
@@ -278,8 +283,10 @@ class Channel:
     def shadow(self, header: Header) -> None:
         """Run the bursts that ``header`` announces, and contribute nothing; their followers too, unless they wait."""
         if header.diverged:
-            self.headers.raise_diverged(header)
+            self.headers.check()
         for index in header.announcements:
+            if self.headers.depth > 1:
+                self.headers.apply_before(self.mode.elect, index)
             member = self.roster.announcing[index]
             member.shadowed += 1
             self._run_main_hook(member)
@@ -423,6 +430,8 @@ class Announced(Mode):
     def announce(self, index: int, *, confirm: bool) -> Work:
         headers = self._headers
         work = headers.send((), index)
+        if headers.depth > 1:
+            headers.apply_before(self.elect, index)
         if confirm and (index != headers.last.expected or self._channel.roster.throws):
             headers.confirm()
         return work
@@ -443,6 +452,7 @@ class Announced(Mode):
             header = headers.exchange([*fields, STOPPING] if throws else fields)
             if header.active == 0:
                 headers.last.is_applied = True
+                headers.apply_before(self.elect)
                 even = header.fresh == self._world_size
                 if not even:
                     headers.leader = self.elect(fresh)

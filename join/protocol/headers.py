@@ -16,7 +16,10 @@ ranks. On gloo the cost of a small all-reduce grows with its elements.
 
 To *apply* a header is to act on one that was sent earlier: it raises what the header reports (ranks that diverged), and
 finds a new leader if the old one has left and any burst needs a leader. All ranks apply header i after burst i and
-before header i+1.
+before header i+1; or, if burst i was foreseen and headers travel in messages, which take their time,
+
+- before burst i+1 and after header i+1, if burst i+1 needs the leader, or was not foreseen itself;
+- else before header i+2.
 
 *Foreseen bursts.* Nobody waits for a header that announces what was expected. All ranks see the same headers in the
 same order, so all expect the same burst next: the one that came one period ago, or, before there is a period, the
@@ -155,7 +158,7 @@ class Member:
         times: how long the bursts took that this rank announced, each from the one before.
         burst: the joinable, if it announces by nature and not only because it comes first.
         interjects: whether its bursts come between another one and its followers.
-        header: the last one that announced it.
+        announced_in: the last header that announced it.
     """
 
     joinable: Joinable
@@ -165,7 +168,7 @@ class Member:
     times: StepTimes = field(default_factory=StepTimes)
     burst: Burst | None = field(init=False)
     interjects: bool = field(init=False)
-    header: Header = field(init=False)
+    announced_in: LastHeader = field(init=False)
 
     def __post_init__(self) -> None:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
@@ -222,7 +225,8 @@ class Roster:
         is_alone: whether nothing else announces, but for bursts that interject.
         early: the backward, if there is one kind of them, and it may be announced in the forward, before it runs: not
             under ``timeout``, where a header means that the burst starts now.
-        tracks_leader: whether any burst needs to know the lowest active rank.
+        needing_leader: the indices of bursts that may need to know the lowest active rank.
+        tracks_leader: whether there are any.
         throws: whether all ranks raise as soon as one has run out, as the innermost block says.
         timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
     """
@@ -239,13 +243,15 @@ class Roster:
         self.code = HeaderCode(flag_counts, world_size)
         self.flagged = [(index, burst) for index, burst in self.bursts if burst.flag_count]
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
-        self.tracks_leader = any(burst.tracks_leader for _, burst in self.bursts)
+        self.needing_leader = {index for index, burst in self.bursts if burst.tracks_leader}
+        self.tracks_leader = bool(self.needing_leader)
         regular = [index for index, member in enumerate(self.announcing) if not member.interjects]
         backwards = [index for index, burst in self.bursts if burst.runs_ahead]
         self.is_alone = len(regular) == 1
         self.first = regular[0] if self.is_alone else backwards[0] if len(backwards) == 1 else None
         is_early = len(backwards) == 1 and self.timeout is None
         self.early = self.announcing[backwards[0]].burst if is_early else None
+        self.needing_leader.update(backwards if is_early else ())  # one in the forward may cover buffers
 
     def devices(self) -> list[torch.device]:
         """Those on which what is listed communicates."""
@@ -270,6 +276,8 @@ class LastHeader:
     """The header that this rank has sent last, which may be under way; each one takes the place of the one before.
 
     Attributes:
+        number: how many headers this rank has sent up to it.
+        before: the one before it, until this one is applied.
         work: its sum over all ranks; ``None`` if all ranks know it without one.
         member: whose burst this rank announced in it, if any.
         expected: the index of the member whose burst all ranks expected in it, if any.
@@ -279,6 +287,8 @@ class LastHeader:
         waiting: called with that leader, once it is.
     """
 
+    number: int = 0
+    before: LastHeader | None = None
     work: Sum | None = None
     member: Member | None = None
     expected: int | None = None
@@ -305,7 +315,7 @@ class Foresight:
     def saw(self, index: int) -> None:
         """Note whose burst was announced."""
         roster, past = self._roster, self._past
-        if roster.is_alone or roster.announcing[index].interjects:
+        if roster.announcing[index].interjects:
             return
         past.append(index)
         if index != self.expected or not self._period:
@@ -328,7 +338,7 @@ def _period_of(past: Sequence[int]) -> int:
 
 
 class Headers:
-    """The headers of one group, of which one at a time is under way.
+    """The headers of one group, of which one at a time is under way, or two where they travel in messages.
 
     Args:
         collective: the ranks.
@@ -342,9 +352,10 @@ class Headers:
         self.leader = 0
         """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
         self.last = LastHeader()
+        self.depth = 1
+        """How many headers may be under way."""
         self._collective, self._guard = collective, guard
         self._rank, self._world_size = collective.rank, collective.world_size
-        self._before: Header | None = None  # the header before the last one
 
     def use(self, roster: Roster) -> None:
         """Let those of another roster announce from now on; called at the same place on all ranks."""
@@ -353,6 +364,7 @@ class Headers:
     def agree(self) -> None:
         """Find out what carries headers; called when all ranks have entered a block."""
         self._line = self._collective.line()
+        self.depth = self._line.depth
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -366,7 +378,7 @@ class Headers:
         started = time.monotonic()
         self.send(fields, active=active)
         try:
-            return self.read()
+            return self._read(self.last)
         finally:
             if not active:
                 self.tally.idle += time.monotonic() - started
@@ -385,10 +397,14 @@ class Headers:
                 if flag:
                     number += code.ones[place]
         member = None if index is None else roster.announcing[index]
-        self._before, foresight = self.last.header, self.foresight
-        self.last = LastHeader(None, member, foresight.expected, is_applied=False, knows_leader=False)
-        if index is not None and not roster.is_alone:
-            foresight.saw(index)
+        before, expected = self.last if self.last.number else None, self.foresight.expected
+        self.last = LastHeader(
+            self.tally.headers + 1, before, None, member, expected, is_applied=False, knows_leader=False
+        )
+        if member is not None and index is not None:
+            member.announced_in = self.last
+            if not roster.is_alone:
+                self.foresight.saw(index)
         if self._guard.timeout is not None:
             self._guard.arrive()
         with profiled("header"):
@@ -405,50 +421,60 @@ class Headers:
             leader_alive: whether the leader has data.
         """
         member = self.roster.announcing[index]
-        member.header = self.roster.code.of_all(index, leader_alive)
+        header = self.roster.code.of_all(index, leader_alive)
         # There is nothing to apply but a leader that is gone.
-        self.last = LastHeader(None, member, None, member.header, is_applied=leader_alive, knows_leader=leader_alive)
+        self.last = LastHeader(member=member, header=header, is_applied=leader_alive, knows_leader=leader_alive)
+        member.announced_in = self.last
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self) -> Header:
         """Wait for the last header, without passing judgement on it."""
         last = self.last
-        if last.header is None:
-            assert last.work is not None
-            self._guard.wait(last.work)
-            last.header = self.roster.code.unpack(last.work.total())
+        return last.header or self._read(last)
+
+    def _read(self, last: LastHeader) -> Header:
+        if last.before is not None and last.before.header is None:
+            self._read(last.before)
+        assert last.work is not None
+        self._guard.awaits_header = last.number
+        self._guard.wait(last.work)
+        last.header = self.roster.code.unpack(last.work.total())
+        if last.member is None:
             for index in last.header.announcements:
-                self.roster.announcing[index].header = last.header
-                if last.member is None:
+                self.roster.announcing[index].announced_in = last
+                if not self.roster.is_alone:
                     self.foresight.saw(index)
         return last.header
 
     def is_foreseen(self, index: int | None) -> bool:
         """Return whether all ranks expected this burst in the last header, so that those that run it do not wait."""
-        known = index is not None and self._before is not None and not self.roster.throws
-        return known and self.last.expected == index
+        return index is not None and index == self.last.expected and self._may_be_foreseen(self.last)
+
+    def _may_be_foreseen(self, last: LastHeader) -> bool:
+        return last.before is not None and not self.roster.throws
 
     def active_for(self, burst: Burst) -> int:
         """Return how many ranks are active as far as all know that run ``burst``, which is in the last header.
 
         Where it was foreseen, that is how many announced in the header before; else in its own, for which this waits.
         """
-        before = self._before
+        before = self.last.before
         if before is not None and self.is_foreseen(self.roster.index[id(burst)]):
-            return before.active
+            return (before.header or self._read(before)).active
         return self.read().active
 
     def announced(self, burst: Burst) -> int:
-        """Return how many ranks announced ``burst`` in the last header; waits for it."""
-        return self.read().announcements.get(self.roster.index[id(burst)], 0)
+        """Return how many ranks announced ``burst`` in the last header that announced it; waits for it."""
+        index = self.roster.index[id(burst)]
+        last = self.roster.announcing[index].announced_in
+        return (last.header or self._read(last)).announcements.get(index, 0)
 
     def flags(self, burst: Burst) -> Sequence[int]:
         """Return how many ranks set each flag of ``burst`` in the last header that announced it; waits for it."""
-        if self.last.header is None:
-            self.read()
         index = self.roster.index[id(burst)]
-        return self.roster.announcing[index].header.flags[index]
+        last = self.roster.announcing[index].announced_in
+        return (last.header or self._read(last)).flags[index]
 
     def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
         """Return how many ranks set each flag of ``burst`` in the last header of any burst; and how many announced."""
@@ -469,24 +495,46 @@ class Headers:
         if header.stopping:
             self._guard.raise_early_termination(exhausted=False)
         if header.diverged:
-            self.raise_diverged(header)
+            self._raise_diverged(self.last)
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
-    def apply(self, elect: Callable[[bool], int]) -> None:
-        """Act on the last header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
+    def apply_due(self, elect: Callable[[bool], int]) -> None:
+        """Act on headers that were not acted on before, but for the last one, if its burst was foreseen."""
+        self.apply_before(elect)
         last = self.last
-        header = last.header or self.read()
+        if not (last.is_applied or (self.depth > 1 and self._was_foreseen(last))):
+            self.apply(last, elect)
+
+    def apply_before(self, elect: Callable[[bool], int], index: int | None = None) -> None:
+        """Act on the header before the last one, if that is not done; only if it is due before burst ``index`` runs."""
+        before = self.last.before
+        if before is None or before.is_applied:
+            return
+        if index is None or index in self.roster.needing_leader or not self.is_foreseen(index):
+            self.apply(before, elect)
+
+    def _was_foreseen(self, last: LastHeader) -> bool:
+        if last.expected is None or not self._may_be_foreseen(last):
+            return False
+        if last.member is None:
+            return last.header is not None and last.expected in last.header.announcements
+        return self.roster.announcing[last.expected] is last.member
+
+    def apply(self, last: LastHeader, elect: Callable[[bool], int]) -> None:
+        """Act on a header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
+        header = last.header or self._read(last)
         if header.diverged:
-            self.raise_diverged(header)
-        last.is_applied = True
-        if self._before is not None and self._before.active > header.active:
+            self._raise_diverged(last)
+        last.is_applied, before = True, last.before
+        if before is not None and before.header is not None and before.header.active > header.active:
             for index in header.announcements:
                 burst = self.roster.announcing[index].burst
-                if burst is not None and self.is_foreseen(index):
+                if burst is not None and index == last.expected and self._may_be_foreseen(last):
                     burst.check_leavers()
+        last.before = None
         if not (last.knows_leader or header.leader_alive):
-            self.find_leader(elect)
+            self._find_leader(last, elect)
         for use in last.waiting:
             use(self.leader)
 
@@ -495,10 +543,12 @@ class Headers:
 
         Called at the same place on all ranks, if at all before the header is applied.
         """
-        last = self.last
+        return self._find_leader(self.last, elect)
+
+    def _find_leader(self, last: LastHeader, elect: Callable[[bool], int]) -> int:
         if not last.knows_leader:
             last.knows_leader = True
-            if self.roster.tracks_leader and not self.read().leader_alive:
+            if self.roster.tracks_leader and not (last.header or self._read(last)).leader_alive:
                 self.leader = elect(last.member is not None)
         return self.leader
 
@@ -509,9 +559,14 @@ class Headers:
         else:
             self.last.waiting.append(use)
 
-    def raise_diverged(self, header: Header) -> NoReturn:
-        """Active ranks announced different bursts: raise, and tell those that could not wait for their header."""
-        own, announcing = self.last.member, self.roster.announcing
+    def check(self) -> None:
+        """Raise a :class:`ProtocolError` if active ranks announced different bursts in the last header."""
+        if self.read().diverged:
+            self._raise_diverged(self.last)
+
+    def _raise_diverged(self, last: LastHeader) -> NoReturn:
+        own, announcing, header = last.member, self.roster.announcing, last.header
+        assert header is not None
         names = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         names += [f"{looping} x join.iterate"] if looping else []

@@ -186,12 +186,12 @@ def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[st
 @pytest.mark.parametrize(
     ("setup", "step"),
     [
-        # The header of one step is read at the next announcement, when it is long done.
-        ("mlp", ["forward", "wait", "all_reduce sum", "backward", "step"]),
-        ("norm", ["forward", "wait", "all_reduce sum", "backward", "step"]),
+        # The header of one step is read once the next one is sent, when it is long done.
+        ("mlp", ["forward", "all_reduce sum", "wait", "backward", "step"]),
+        ("norm", ["forward", "all_reduce sum", "wait", "backward", "step"]),
         # The number of contributors is read at the end of the backward, behind the gradients.
         ("mlp, mean", ["forward", "backward", "all_reduce sum", "wait", "step"]),
-        ("norm, mean", ["forward", "wait", "all_reduce sum", "backward", "all_reduce sum", "wait", "step"]),
+        ("norm, mean", ["forward", "all_reduce sum", "wait", "backward", "all_reduce sum", "wait", "step"]),
     ],
 )
 def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: list[str]) -> None:
@@ -200,8 +200,8 @@ def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: lis
 
 
 def test_even_inputs_exit_with_a_broadcast_of_buffers_alone(pool: Pool) -> None:
-    # the last step's header; the header that shows nobody is active; buffers, by dtype; the report
-    header, buffers, report = ["wait", "all_reduce sum", "wait"], ["broadcast", "broadcast"], ["all_reduce sum", "wait"]
+    # the header that shows nobody is active, and the last step's before; buffers, by dtype; the report
+    header, buffers, report = ["all_reduce sum", "wait"], ["broadcast", "broadcast"], ["all_reduce sum", "wait"]
     for _, on_exit in pool.run(record, "mlp", [3, 3], ranks=2, over_group=True):
         assert on_exit == header + report
     for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2, over_group=True):

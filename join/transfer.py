@@ -22,7 +22,12 @@ _CHUNK_BYTES = 64 * 2**20
 
 @torch.no_grad()
 def broadcast_tensors(
-    collective: Collective, tensors: Sequence[torch.Tensor], source: int, *, keeps: bool = False
+    collective: Collective,
+    tensors: Sequence[torch.Tensor],
+    source: int,
+    *,
+    keeps: bool = False,
+    kinds: Sequence[int] | None = None,
 ) -> None:
     """Overwrite ``tensors`` in place with those of rank ``source``; extra memory is one chunk of 64 MiB.
 
@@ -31,8 +36,10 @@ def broadcast_tensors(
         tensors: of the same shapes and dtypes on all ranks.
         source: the rank whose tensors are sent.
         keeps: whether this rank leaves its tensors as they are, and only takes part.
+        kinds: which tensors have a dtype and a device in common at ``source``, as numbers; without, those that have
+            them in common here.
     """
-    for chunk in _chunks(tensors):
+    for chunk in _chunks(tensors, kinds):
         _broadcast_chunk(collective, chunk, source, keeps=keeps)
 
 
@@ -124,12 +131,14 @@ class Slot:
         shape: of the tensor.
         dtype: of the tensor.
         device: the type alone: each rank has a device of its own.
+        kind: a number, the same for tensors that have a dtype and a device in common.
     """
 
     number: int
     shape: torch.Size
     dtype: torch.dtype
     device: str
+    kind: int
 
 
 class Inbox:
@@ -144,6 +153,7 @@ class Inbox:
         self.keeps = keeps
         self._devices = {device.type: device for device in devices}
         self._tensors: dict[int, torch.Tensor] = {}  # by the numbers of their slots
+        self._kinds: dict[int, int] = {}  # likewise
 
     def fill(self, skeleton: Any, own: Any = None, like: torch.Tensor | None = None) -> Any:
         """Return ``skeleton`` with tensors in its slots.
@@ -182,7 +192,7 @@ class Inbox:
                     base = shell if like is None or like.shape != slot.shape else like
                     tensor = torch.empty_like(base, dtype=slot.dtype, device=device)
                 taken.add(id(tensor))
-                self._tensors[slot.number] = tensor
+                self._tensors[slot.number], self._kinds[slot.number] = tensor, slot.kind
             return self._tensors[slot.number]
 
         return pytree.tree_map_with_path(place, skeleton)
@@ -190,18 +200,21 @@ class Inbox:
     def receive(self, collective: Collective, source: int) -> None:
         """Receive what rank ``source`` sends by :func:`broadcast_tensors`."""
         tensors = [self._tensors[number] for number in sorted(self._tensors)]
-        broadcast_tensors(collective, tensors, source, keeps=self.keeps)
+        kinds = [self._kinds[number] for number in sorted(self._tensors)]
+        broadcast_tensors(collective, tensors, source, keeps=self.keeps, kinds=kinds)
 
 
 def _skeleton_of(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
     numbers: dict[int, int] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
 
     def slot(tensor: torch.Tensor) -> Slot:
         number = numbers.setdefault(id(tensor), len(tensors))
         if number == len(tensors):
             tensors.append(tensor)
-        return Slot(number, tensor.shape, tensor.dtype, tensor.device.type)
+        kind = kinds.setdefault((tensor.dtype, tensor.device), len(kinds))
+        return Slot(number, tensor.shape, tensor.dtype, tensor.device.type, kind)
 
     return pytree.tree_map_only(torch.Tensor, slot, tree), tensors
 
@@ -222,13 +235,14 @@ def _filled(skeleton: Any, data: torch.Tensor) -> Any:
     return pytree.tree_map_only(Slot, take, skeleton)
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _chunks(tensors: Sequence[torch.Tensor], kinds: Sequence[int] | None) -> Iterator[list[torch.Tensor]]:
     """Tensors of one dtype and device, up to the chunk size together."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    by_kind: dict[Any, list[torch.Tensor]] = {}
+    for index, tensor in enumerate(tensors):
         if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in kinds.values():
+            kind = (tensor.dtype, tensor.device) if kinds is None else kinds[index]
+            by_kind.setdefault(kind, []).append(tensor)
+    for same in by_kind.values():
         chunk: list[torch.Tensor] = []
         size = 0
         for tensor in same:

@@ -102,7 +102,7 @@ def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Findin
 def look_at_descriptors() -> Iterator[Finding]:
     """With how many ranks a process may be connected, where NCCL's groups get one of gloo's for headers."""
     used, limit = descriptors()
-    if limit < _MANY_DESCRIPTORS:
+    if limit is not None and limit < _MANY_DESCRIPTORS:
         yield Finding(
             "note",
             f"ulimit -n is {limit}: enough for some {max(limit - used, 0) // 2} ranks on several machines, since the"

@@ -210,12 +210,11 @@ class State(Silent):
     @override
     def synchronise(self, source: int) -> None:
         state, why_not = None, ""
-        if self._collective.rank == source:
-            try:
-                state = self._stateful.state_dict()
-                why_not = unlike_others(state)
-            except Exception as failure:
-                why_not = f"rank {source} has no state of it: {described(failure)}"
+        try:
+            state = self._stateful.state_dict()  # on other ranks, what is received into
+            why_not = unlike_others(state)
+        except Exception as failure:
+            why_not = f"rank {source} has no state of it: {described(failure)}"
         sent, devices = (None if why_not else state, why_not), self._channel.roster.devices()
         state, why_not = broadcast_tree(self._collective, sent, source, devices)
         if why_not:

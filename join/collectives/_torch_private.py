@@ -113,23 +113,33 @@ def bound_to_no_device() -> Generator[None]:
         default.bound_device_id = bound
 
 
-def abort_on_devices(seconds: float) -> None:
+_aborted: list[Any] = []  # backends; kept, since whoever aborts comes again for those that were made meanwhile
+
+
+def abort_on_devices(seconds: float) -> bool:
     """Abort the operations of all process groups of this process on accelerators, and wait for that so many seconds.
 
     Stands in for ``ProcessGroup.abort`` of the backends that need it. With NCCL nothing breaks when a rank is gone: the
     device waits, and so does whoever reads a tensor from it, until the watchdog of the group ends the process. Gloo's
     operations break by themselves. All groups, since the stream may wait in any of them for a rank that waits in
     another; at once, since the abort of one may wait for another's (pytorch issue 119797).
+
+    Returns:
+        Whether there are such groups.
     """
     devices = ((group, device) for group in list(distributed_c10d._world.pg_map) for device in group._device_types)
     backends = {group._get_backend(device) for group, device in devices if device.type != "cpu"}
-    aborts = [backend.abort for backend in backends if not _is_of_gloo(backend) and hasattr(backend, "abort")]
+    # MPI's abort ends the process.
+    hanging = [backend for backend in backends if backend.name() not in ("gloo", "mpi") and hasattr(backend, "abort")]
+    aborts = [backend.abort for backend in hanging if backend not in _aborted]
+    _aborted.extend(backend for backend in hanging if backend not in _aborted)
     threads = [threading.Thread(target=abort, name="join abort", daemon=True) for abort in aborts]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    return bool(hanging)
 
 
 def _is_of_gloo(backend: Any) -> bool:

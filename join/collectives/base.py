@@ -249,11 +249,20 @@ class Collective(ABC):
         """
         return None
 
-    def abort(self) -> None:
+    @property
+    def keeps_store(self) -> bool:
+        """Whether one of the ranks keeps the store in which they post notes."""
+        return True
+
+    def abort(self) -> bool:
         """Abort what this process has under way on its accelerator with others, which may never come to its end.
 
         Called in any thread, once a rank has failed: the process groups of this process cannot be used any more.
+
+        Returns:
+            Whether there are groups to abort.
         """
+        return False
 
     def hold(self) -> None:
         """Never run the group's destructor, which would wait for an operation that no other rank joins."""

@@ -150,8 +150,9 @@ class StoreBoard(Board):
         super().__init__(rank, world_size)
         self._shared_store = store
         self._before = (rank - 1) % world_size  # whose beats this rank listens to, as another does to its own
-        self._beats, self._heard = 0, (0, time.monotonic())  # of its own; of that rank, and when it said so
         self._next_beat = 0.0
+        self._heard: int | None = None  # how often that rank has said that it lives
+        self._has_begun, self._unheard = False, 0  # whether it has in this block; how many beats it has not
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -173,11 +174,13 @@ class StoreBoard(Board):
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + timeouts().beat
-            self._beats = self._store.add(self._key(f"beat/{self.rank}"), 1)
-            if (heard := self._store.add(self._key(f"beat/{self._before}"), 0)) != self._heard[0]:
-                self._heard = heard, now
-        has_begun = self._heard[0] > 0  # a rank may enter late
-        return [self._before] if has_begun and now - self._heard[1] > timeouts().silent else []
+            self._store.add(f"board/beat/{self.rank}", 1)
+            heard = self._store.add(f"board/beat/{self._before}", 0)
+            is_new = heard != self._heard
+            self._has_begun |= is_new and self._heard is not None  # it may enter late
+            # In beats of this rank's own, not in seconds: all ranks may have been suspended.
+            self._heard, self._unheard = heard, 0 if is_new else self._unheard + 1
+        return [self._before] if self._has_begun and self._unheard * timeouts().beat >= timeouts().silent else []
 
     @override
     def _put(self, kind: Kind, text: str) -> None:

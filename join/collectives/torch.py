@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -203,9 +204,14 @@ class TorchCollective(StoreCollective):
     def limit(self, timeout: timedelta) -> timedelta | None:
         return limit(self.group, timeout)
 
+    @property
     @override
-    def abort(self) -> None:
-        abort_on_devices(timeouts().note)
+    def keeps_store(self) -> bool:
+        return 0 in distributed_c10d.get_process_group_ranks(self.group)  # under a launcher, an agent beside rank 0
+
+    @override
+    def abort(self) -> bool:
+        return abort_on_devices(timeouts().note)
 
     @override
     def hold(self) -> None:
@@ -251,9 +257,12 @@ class TorchCollective(StoreCollective):
         return store_of(self.group)
 
 
-def descriptors() -> tuple[int, int]:
-    """How many files and connections this process has open, and how many it may have."""
-    return len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def descriptors() -> tuple[int, int | None]:
+    """How many files and connections this process has open, and how many it may have; ``None`` for no known limit."""
+    limit, folder = resource.getrlimit(resource.RLIMIT_NOFILE)[0], Path("/proc/self/fd")
+    if limit == resource.RLIM_INFINITY or not folder.is_dir():
+        return 0, None
+    return len(os.listdir(folder)), limit
 
 
 def check_descriptors(world_size: int) -> None:
@@ -263,7 +272,7 @@ def check_descriptors(world_size: int) -> None:
         RuntimeError: if so; gloo's own error would name an address, and no limit.
     """
     used, limit = descriptors()
-    if used + world_size + _OTHER_DESCRIPTORS > limit:
+    if limit is not None and used + world_size + _OTHER_DESCRIPTORS > limit:
         raise RuntimeError(
             f"a gloo group of {world_size} ranks takes as many connections of each, {used} files are open, and"
             f" `ulimit -n` allows {limit}; raise it before the ranks start: ulimit -n 65536 [J501]"

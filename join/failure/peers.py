@@ -72,19 +72,28 @@ class Watch(threading.Thread):
     Args:
         board: of the block that begins.
         progress: tells how far this rank is; called in the thread.
-        abort: ends what this rank may wait for on a device; called in the thread, once another rank has failed.
+        abort: ends what this rank may wait for on a device, and tells whether there was any; called in the thread, once
+            another rank has failed, and again as long as the block is not left.
+        keeps_store: whether one of the ranks keeps the store, so that it is gone if the store is.
     """
 
-    def __init__(self, board: Board, progress: Callable[[], Progress], abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        progress: Callable[[], Progress],
+        abort: Callable[[], bool],
+        keeps_store: bool = True,
+    ) -> None:
         super().__init__(name=f"join watch of rank {board.rank}", daemon=True)
         self.news = News()
         """What it has found last."""
         self.failed = False
         """Whether it cannot reach the board any more."""
-        self.has_aborted = False
-        """Whether it has aborted what this rank had under way, since another one has failed."""
-        self._board, self._progress, self._abort = board, progress, abort
+        self.aborted_for: News | None = None
+        """What it had found when it aborted what this rank had under way on a device, if it has."""
+        self._board, self._progress, self._abort, self._keeps_store = board, progress, abort, keeps_store
         self._told = Progress()
+        self._has_told = False  # the others of a process that has ended
         self._lost_since = float("inf")  # when it saw that another rank has failed
         self._changed = threading.Condition()
         self._wanted = self._looked = 0  # how many looks were asked for, and how many of these were made
@@ -139,15 +148,16 @@ class Watch(threading.Thread):
     def run(self) -> None:
         try:
             self._look_until_the_end()
-            self._board.tell(self._told._replace(done=True))
+            if self._told.beat or self._board.outlives:  # in a store, each message is kept
+                self._board.tell(self._told._replace(done=True))
         except Exception as error:  # the store is gone, with the process that kept it
             _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
             with self._changed:
                 self.failed = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._ends, timeouts().abort)
-            if not self._ends:
-                self._abort_all()
+            if self._keeps_store and not self._ends:
+                self._abort_for(News())
 
     def _look_until_the_end(self) -> None:
         tells, beat = False, 0
@@ -181,16 +191,19 @@ class Watch(threading.Thread):
     def _abort_if_lost(self) -> None:
         """Abort what this rank waits for, if another has failed and it has not found that out within a while."""
         news, now = self.news, time.monotonic()
-        if not self.has_aborted and (news.notes or news.ended):
-            self._lost_since = min(self._lost_since, now)
-            if now - self._lost_since >= timeouts().abort:
-                if not news.notes:  # not all may see that a process has ended
-                    self._board.post(Note(self._board.rank, news.ended[0], "", _text_of_gone(news.ended)))
-                self._abort_all()
+        if not (news.notes or news.ended):
+            self._lost_since = float("inf")
+            return
+        self._lost_since = min(self._lost_since, now)
+        if now - self._lost_since >= timeouts().abort:
+            self._abort_for(news)
+            if not news.notes and not self._has_told:  # not all may see that a process has ended
+                self._has_told = True
+                self._board.post(Note(self._board.rank, news.ended[0], "", _text_of_gone(news.ended)))
 
-    def _abort_all(self) -> None:
-        self.has_aborted = True
-        self._abort()
+    def _abort_for(self, news: News) -> None:
+        if self._abort():
+            self.aborted_for = self.aborted_for or news
 
 
 class Peers:
@@ -206,12 +219,12 @@ class Peers:
         self._rank, self._world_size = collective.rank, collective.world_size
         self._block, self._progress = block, progress
         self._beats: dict[int, tuple[int | None, float]] = {}  # what each rank has told last, and since when
-        self._abort = collective.abort
+        self._abort, self._keeps_store = collective.abort, collective.keeps_store
         self._begin(collective.board())
 
     def _begin(self, board: Board) -> None:
         board.begin(self._block)
-        self._board, self._watch = board, Watch(board, self._progress, self._abort)
+        self._board, self._watch = board, Watch(board, self._progress, self._abort, self._keeps_store)
         self._watch.start()
 
     def use(self, board: Board) -> None:
@@ -243,7 +256,7 @@ class Peers:
             PeerError, JoinTimeoutError: that say why the rank failed.
         """
         news = self._watch.news
-        if news.notes or self._watch.has_aborted:
+        if news.notes or (news := self._watch.aborted_for) is not None:
             raise self._cause_in(news)
 
     def look_again(self) -> None:
@@ -291,8 +304,8 @@ class Peers:
         Args:
             error: as raised on this rank, by whatever.
         """
-        if self._watch.has_aborted:  # whatever is raised then comes of it
-            return self._cause_in(self._watch.news)
+        if isinstance(error, Exception) and (news := self._watch.aborted_for) is not None:
+            return self._cause_in(news)  # whatever is raised after that comes of it
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()

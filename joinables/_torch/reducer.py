@@ -282,17 +282,12 @@ def multiply_gradients(
         factor: the number that gradients are multiplied by.
         used: for each parameter, whether its gradient is; ``None``: all are.
     """
-    gradients, factors = list[torch.Tensor](), list[torch.Tensor]()
-    each: Any = None
-    if used is not None:  # in float64, or a factor is coarser than the gradients that it is for
-        each = torch.where(used, torch.full_like(used, factor, dtype=torch.float64), 1.0).unbind()
-    for index, parameter in enumerate(parameters):
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
-            if each is not None:
-                factors.append(each[index].to(parameter.device))
-    if gradients:
-        torch._foreach_mul_(gradients, factor if each is None else factors)
+    gradients = {index: parameter.grad for index, parameter in enumerate(parameters) if parameter.grad is not None}
+    if used is not None:  # on the device, so that nobody waits for it
+        for index, gradient in gradients.items():
+            torch.where(used[index].to(gradient.device), gradient * factor, gradient, out=gradient)
+    elif gradients:
+        torch._foreach_mul_(list(gradients.values()), factor)
 
 
 def take_out(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -109,14 +109,16 @@ def train_halves(rank: int, target: Target, kind: str) -> dict[str, torch.Tensor
     model = DistributedDataParallel(Halves(first, second) if target != CPU else Halves(CPU_DEVICE, CPU_DEVICE))
     makers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
     optimizer = makers[kind](model.parameters(), lr=0.05)
-    with Join([model, optimizer], divide_by_initial_world_size=False):
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    with Join([model, optimizer, average], divide_by_initial_world_size=False):
         for step in range((2, 5)[rank]):
             x, y = batch(rank, 0, step)
             optimizer.zero_grad()
             output = model(x.to(next(model.parameters()).device))
             (output - y.to(output.device)).square().mean().backward()
             optimizer.step()
-    return flat_state(model.module.state_dict(), optimizer.state_dict()["state"])
+            average.update_parameters(model.module)
+    return flat_state(model.module.state_dict(), optimizer.state_dict()["state"], average.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

@@ -70,7 +70,7 @@ def fail(cell: Cell) -> None:
 
 
 def train(rank: int, target: Target, cell: Cell) -> None:
-    with using(beat=0.3, silent=2.5):  # seconds, after which a rank is taken to be gone that does not say that it lives
+    with using(beat=0.5, silent=2.0):  # seconds, after which a rank is taken to be gone that does not say that it lives
         _train(rank, target, cell)
 
 
@@ -83,7 +83,8 @@ def _train(rank: int, target: Target, cell: Cell) -> None:
         for step, (x, y) in enumerate(join.iterate(mine) if cell.loop == "iterate" else mine):
             fails = rank == FAILS and step == FAILS_AT
             if step == FAILS_AT - 1 and target.is_simulated:
-                simulated.configure(stall=STALL, watchdog=WATCHDOG)  # only now: until then, ranks may come late
+                watchdog = 2 * WATCHDOG if cell.over_group else WATCHDOG
+                simulated.configure(stall=STALL, watchdog=watchdog)  # only now: until then, ranks may come late
             optimizer.zero_grad()
             if fails and cell.where == "forward":
                 fail(cell)

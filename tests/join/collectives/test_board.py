@@ -122,7 +122,7 @@ def test_a_watch_whose_store_is_gone_ends() -> None:
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=2))
     board = StoreBoard(0, 2, client)
     board.begin(1)
-    watch = Watch(board, Progress, lambda: None)
+    watch = Watch(board, Progress, lambda: False)
     watch.start()
     assert watch.refresh(5.0)
     del store

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -38,9 +39,9 @@ def board(store: dist.TCPStore, rank: int, block: int = 1) -> StoreBoard:
     return board
 
 
-def start(store: dist.TCPStore, rank: int) -> tuple[Watch, threading.Event]:
+def start(store: dist.TCPStore, rank: int, **options: Any) -> tuple[Watch, threading.Event]:
     aborted = threading.Event()
-    watch = Watch(board(store, rank), Progress, aborted.set)
+    watch = Watch(board(store, rank), Progress, lambda: aborted.set() or True, **options)
     watch.start()
     return watch, aborted
 
@@ -51,7 +52,25 @@ def test_it_aborts_some_time_after_a_note(store: dist.TCPStore) -> None:
     began = time.monotonic()
     board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
     assert aborted.wait(SECONDS) and time.monotonic() - began >= 0.3
-    assert watch.has_aborted and watch.news.notes[0].text == "rank 1 failed"
+    watch.end()
+    assert watch.aborted_for is not None and watch.aborted_for.notes[0].text == "rank 1 failed"
+
+
+def test_it_aborts_what_is_made_later(store: dist.TCPStore) -> None:
+    watch, aborted = start(store, 0)
+    board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
+    assert aborted.wait(SECONDS)
+    aborted.clear()
+    assert aborted.wait(SECONDS)
+    watch.end()
+
+
+def test_where_nothing_is_aborted_nothing_comes_of_it(store: dist.TCPStore) -> None:
+    watch = Watch(board(store, 0), Progress, lambda: False)
+    watch.start()
+    board(store, 1).post(Note(1, 1, "ValueError", "rank 1 failed"))
+    time.sleep(1.0)
+    assert watch.news.notes and watch.aborted_for is None
     watch.end()
 
 
@@ -62,6 +81,16 @@ def test_it_aborts_where_the_store_is_gone() -> None:
     assert watch.refresh(SECONDS)
     del store
     assert aborted.wait(SECONDS) and watch.failed
+
+
+def test_a_store_that_another_group_keeps_may_go() -> None:
+    store = open_store()
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    watch, aborted = start(client, 0, keeps_store=False)
+    assert watch.refresh(SECONDS)
+    del store
+    watch.join(SECONDS)
+    assert watch.failed and not aborted.is_set()
 
 
 def beat(store: dist.TCPStore, rank: int, *, done: bool) -> None:
@@ -84,6 +113,20 @@ def test_a_rank_that_says_no_more_is_gone_for_all(store: dist.TCPStore) -> None:
         watch.end()
 
 
+def test_ranks_that_are_suspended_together_live(store: dist.TCPStore) -> None:
+    first, second = board(store, 0), board(store, 1)
+    for _ in range(3):
+        assert first.ended() == second.ended() == []
+        time.sleep(0.06)
+    time.sleep(2.0)  # twice as long as a rank may be silent
+    for _ in range(5):
+        assert second.ended() == []  # and the other one goes on a little later
+        time.sleep(0.06)
+    first.ended()
+    time.sleep(0.06)
+    assert second.ended() == []
+
+
 def test_a_rank_that_has_left_its_block_may_end(store: dist.TCPStore) -> None:
     watch, aborted = start(store, 1)
     beat(store, 0, done=True)
@@ -97,7 +140,12 @@ def test_a_rank_may_enter_late(store: dist.TCPStore) -> None:
     watch.end()
 
 
-def test_it_says_that_its_rank_has_left(store: dist.TCPStore) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_it_says_that_its_rank_has_left_if_somebody_has_asked(store: dist.TCPStore, asked: bool) -> None:
+    """Else each block would leave keys in the store."""
     watch, _ = start(store, 1)
+    if asked:
+        board(store, 0).ring()
+        time.sleep(0.5)
     watch.end()
-    assert board(store, 0).progress()[1].done
+    assert [rank for rank, progress in board(store, 0).progress().items() if progress.done] == [1] * asked

@@ -114,12 +114,11 @@ class ZeroStep(Announcing):
             return
         if not self.is_pending:
             self._announce()
-        self._channel.headers.confirm()
         self.is_pending = False
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:
-        self._channel.announce(self, confirm=False)
+        self._channel.announce(self)
         self.is_pending = True
 
     @override

@@ -165,7 +165,7 @@ class Lockstep(Mode):
     # -- bursts -------------------------------------------------------------------------------------------------------
 
     @override
-    def announce(self, index: int, *, confirm: bool) -> Work:
+    def announce(self, index: int) -> Work:
         # Nothing is sent: all ranks know what headers would tell.
         member, step = self._channel.roster.announcing[index], self._channel.step
         if not member.interjects:

@@ -162,13 +162,11 @@ class Channel:
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
-    def announce(self, joinable: Joinable, *, confirm: bool = True) -> Work:
+    def announce(self, joinable: Joinable) -> Work:
         """Tell all ranks that this rank is about to run a burst of ``joinable``; return the header's sum, under way.
 
         Args:
             joinable: an announcing member.
-            confirm: whether to read the header at once if its verdict matters; a burst that does something between its
-                announcement and its collectives passes ``False`` and calls ``headers.confirm`` itself.
         """
         if self.mode.leave_broken_loop is not None:
             self.mode.leave_broken_loop()
@@ -187,7 +185,7 @@ class Channel:
             member.shadowed += 1
         else:
             member.times.step(time.monotonic())
-        return self.mode.announce(index, confirm=confirm)
+        return self.mode.announce(index)
 
     def follow(self, joinable: Joinable) -> None:
         """Note that a follower is about to run its burst."""
@@ -399,7 +397,7 @@ class Mode(ABC):
         self._rank, self._world_size = channel.collective.rank, channel.collective.world_size
 
     @abstractmethod
-    def announce(self, index: int, *, confirm: bool) -> Work:
+    def announce(self, index: int) -> Work:
         """Tell all ranks that this rank is about to run a burst of member ``index``; as of :meth:`Channel.announce`."""
 
     @abstractmethod
@@ -427,13 +425,13 @@ class Announced(Mode):
     """A rank without data learns from headers which bursts the others run."""
 
     @override
-    def announce(self, index: int, *, confirm: bool) -> Work:
+    def announce(self, index: int) -> Work:
         headers = self._headers
         work = headers.send((), index)
+        if index != headers.last.expected or self._channel.roster.throws:
+            headers.confirm()  # before anything else, which others that run what is expected would not come to
         if headers.depth > 1:
             headers.apply_before(self.elect, index)
-        if confirm and (index != headers.last.expected or self._channel.roster.throws):
-            headers.confirm()
         return work
 
     @override

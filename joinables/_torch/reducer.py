@@ -282,12 +282,16 @@ def multiply_gradients(
         factor: the number that gradients are multiplied by.
         used: for each parameter, whether its gradient is; ``None``: all are.
     """
-    gradients = {index: parameter.grad for index, parameter in enumerate(parameters) if parameter.grad is not None}
-    if used is not None:  # on the device, so that nobody waits for it
-        for index, gradient in gradients.items():
+    gradients: list[torch.Tensor] = []
+    for index, parameter in enumerate(parameters):
+        if (gradient := parameter.grad) is None:
+            continue
+        if used is None:
+            gradients.append(gradient)
+        else:  # on the device, so that nobody waits for it
             torch.where(used[index].to(gradient.device), gradient * factor, gradient, out=gradient)
-    elif gradients:
-        torch._foreach_mul_(list(gradients.values()), factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def take_out(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -28,7 +28,8 @@ COLOURS = {
     "join: wait": "#e8590c",
     "join: elect": "#9c36b5",
     "join: synchronise": "#2f9e6e",
-    "join: report": "#5c4033",
+    "join: compare": "#5c4033",
+    "join: copy": "#2b8a3e",
 }
 """What is drawn, by how its name begins: later ones over earlier ones."""
 TITLES = {"step": "your step", "gloo": "collectives of gloo"}

@@ -7,7 +7,8 @@ rates, step counts, and so on. Every rank, active or not, does the same::
     all-reduce (min) of [digest, -digest, ...]
     if the digests differ: all-gather of what each rank has; all raise
 
-A digest may ride along with another exchange, too (``join.block``).
+At the ends of a block digests ride along with other messages, or are summed on the line of headers (``join.block``). If
+not all digests are the same, a sum of them is no multiple of any, but by a chance as small as that of equal digests.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
 from join.collectives import Collective, Work
+from join.collectives.base import Line
 from join.errors import ProtocolError
 from join.joinable import Joinable
 
 Values = Sequence[tuple[str, Mapping[str, Any]]]
 """Of each joinable, its name and its values by name."""
 
+DIGEST_BITS = 56
 _MOST = 5  # differences in an error's text
 
 
@@ -59,6 +62,29 @@ def check_same(
     smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
     if smallest == -largest:
         return (shortest, -longest) if all_have_length else None
+    _raise_not_same(collective, name, parts)
+
+
+def start_check(
+    collective: Collective, line: Line, name: str, parts: Sequence[str], wait: Callable[[Work, str], None]
+) -> Callable[[], None]:
+    """Start to check what :func:`check_same` does: one sum on a line, which must be over before the line's next one.
+
+    Returns:
+        Waits for it; raises what :func:`check_same` does.
+    """
+    number, size = digest("\n".join(parts)), collective.world_size
+    work = line.sum(number, DIGEST_BITS + size.bit_length())
+
+    def finish() -> None:
+        wait(work, f"entered {name} with {', '.join(parts)}")
+        if work.total() != number * size:
+            _raise_not_same(collective, name, parts)
+
+    return finish
+
+
+def _raise_not_same(collective: Collective, name: str, parts: Sequence[str]) -> NoReturn:
     by_rank: list[list[str]] = collective.all_gather_object(list(parts))
     common = reduce(Counter[str].__and__, map(Counter, by_rank))
     own = [list((Counter(entered) - common).elements()) for entered in by_rank]
@@ -72,7 +98,7 @@ def check_same(
     )
 
 
-def values_of(joinables: Sequence[Joinable]) -> Values:
+def values_of(joinables: Sequence[Joinable]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return what all ranks should hold alike."""
     return [(joinable.join_name, joinable.equal_values()) for joinable in joinables]
 
@@ -84,7 +110,7 @@ def digest_of(values: Values) -> int:
 
 def digest(text: str) -> int:
     """Return a number of 56 bits that differs, in practice, where texts do."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[: DIGEST_BITS // 8], "big")
 
 
 def check_equal(collective: Collective, values: Values, wait: Callable[[Work], None]) -> None:

@@ -2,31 +2,41 @@
 
 What all ranks do on entering and on leaving, in this order::
 
-    enter    one all-reduce: do all ranks list the same? (``join.agreement``)
-             the first block of a group: what carries headers (shared memory: an object broadcast and an all-reduce)
+    enter    the first block of a group: one all-reduce: do all ranks list the same? (``join.agreement``); and what
+                carries headers (shared memory: an object broadcast and an all-reduce)
+             later ones: a sum on the line of headers tells; it is awaited before the first header
              joinables attach (a pending bucket rebuild of DDP is done now)
-    exit     drain: headers and shadowed bursts until nobody is active, and an election of the last joiner, if uneven
-             nothing was shadowed: an all-gather of the steps that each rank has made, and of a digest of what should be
-                equal (``join.agreement``); ranks whose steps differ are uneven, too
-             uneven: each joinable's ``synchronise``, from the last joiner; else each one's ``synchronise_own``
+    exit     drain: headers and shadowed bursts until nobody is active
+             an all-gather on the line of headers: who was last, a digest of what should be equal
+                (``join.agreement``) and of the steps that each rank has made, and the report
+             meanwhile, if nothing was shadowed: a broadcast of what each rank has for itself (``OwnTensors``)
+             ranks whose steps differ are uneven, too
+             uneven: one copy of all state from a last joiner (``join.transfer``), each joinable's ``synchronise``
+             else: tensors of other sizes than last time, each joinable's ``synchronise_own``
              each hook's ``post_hook``
-             one all-reduce for the report
+
+All of it is the same on an active and on a joined rank, which has no other rank to wait for by then.
+
+*Entering does not wait.* A block that is entered with what an earlier one on the group was entered with
+(``Collective.agreed``) sends its digest and goes on; it waits for those of others when it sends its first header. Only
+then may a burst begin, and ranks that list different objects have sent nothing that could be mistaken. Other blocks,
+and those inside others, wait at once.
 """
 
 from __future__ import annotations
 
 import atexit
+import struct
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple
 
-import torch
-
-from join.agreement import check_same, digest_of, raise_difference, values_of
+from join.agreement import Values, check_same, digest, digest_of, raise_difference, start_check, values_of
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
@@ -37,6 +47,7 @@ from join.lockstep.loop import Loops
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Scope
 from join.report import JoinReport, RankReport
+from join.transfer import Exchange, OwnTensors, copy_state
 
 channels: dict[int, Channel] = {}
 """One channel for each group on which blocks are open, by the ``id`` of its collective."""
@@ -84,6 +95,31 @@ def tell_not_entered(collective: Collective, error: BaseException) -> None:
         peers.end()
 
 
+class _End(NamedTuple):
+    """What a rank tells when all have run out, ahead of its row of the report.
+
+    Attributes:
+        last: whether it was among the last that had data.
+        headers: how many headers it sent.
+        total_steps: if nothing was shadowed, how many steps it made by itself (``Joinable.own_steps``),
+        own_steps: and a digest of how many with each joinable,
+        values: and a digest of what all ranks should hold alike.
+    """
+
+    last: bool
+    headers: int
+    total_steps: int = 0
+    own_steps: int = 0
+    values: int = 0
+
+
+_END = struct.Struct("<?4q")
+
+
+def _report_of(rows: Sequence[bytes], even: bool) -> JoinReport:
+    return JoinReport(tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), even)
+
+
 class OpenBlock:
     """A block that this rank has entered and not left.
 
@@ -111,15 +147,26 @@ class OpenBlock:
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def begin(self, entered_with: Sequence[str]) -> None:
-        """Wait until all ranks have entered, and check that they list the same.
+        """Check that all ranks list the same; wait for that if it is new, else before the first header.
 
         Raises:
             ProtocolError: on all ranks, if they have not entered with the same.
         """
+        collective, channel, agreed = self._collective, self.channel, self._collective.agreed
+        self._digest = digest("\n".join(entered_with))
+        is_first = not agreed
         try:
             with profiled("enter"):
-                check_same(self._collective, "Join", entered_with, self.channel.guard.wait)
-                self.channel.agree()
+                if is_first:
+                    check_same(collective, "Join", entered_with, channel.guard.wait)
+                channel.agree()
+                if not is_first:
+                    check = start_check(collective, channel.headers.line, "Join", entered_with, channel.guard.wait)
+                    if self._digest in agreed and len(channel.roster.scopes) == 1:
+                        channel.headers.before_next = check
+                    else:
+                        check()
+                agreed.setdefault(self._digest, ())
         except JoinError:
             raise
         except BaseException as error:  # of which this rank alone knows, while the others wait for it
@@ -172,7 +219,7 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, loops: Loops) -> JoinReport | None:
+    def end(self, error: BaseException | None, loops: Loops) -> Callable[[], JoinReport] | None:
         """Take part in what others still do; called when the user's code has come to its end.
 
         Args:
@@ -180,7 +227,7 @@ class OpenBlock:
             loops: those over ``Join.iterate``.
 
         Returns:
-            What has happened on all ranks, if there was no error.
+            Tells what has happened on all ranks, if there was no error.
         """
         if error is not None:
             if loops.running is not None:
@@ -202,71 +249,83 @@ class OpenBlock:
         if cause is not None:
             raise cause from error
 
-    def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> JoinReport:
-        """Synchronise state, and gather the report; called when all ranks have run out."""
-        joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
-        headers, members = self.channel.headers, self._scope.members
-        if outcome.shadowed:
-            self.channel.keeps_own_state = outcome.last
-        else:
-            outcome = self._compare(outcome)
-            # If their steps differ, each rank has made steps of its own, and just one is taken over.
-            self.channel.keeps_own_state = headers.leader == self._collective.rank
-        self._restore_limit()  # state may take its time
+    def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> Callable[[], JoinReport]:
+        """Gather the report, and synchronise state; called when all ranks have run out."""
+        headers, collective = self.channel.headers, self._collective
+        row = self._row(ran_out, loops)
+        joinables = [member.joinable for member in self._scope.members]
+        end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
-            for member in members:
-                with profiled("synchronise", member.joinable.join_name):
-                    member.joinable.synchronise_own(headers.leader)
-        else:  # everything was shadowed, so everything is synchronised: also what belongs to a block around this one
-            for member in self.channel.roster.listed:
-                with profiled("synchronise", member.joinable.join_name):
-                    member.joinable.synchronise(headers.leader)
-        for member in members:
+            values, own_steps = values_of(joinables), [joinable.own_steps for joinable in joinables]
+            end = end._replace(total_steps=sum(own_steps), own_steps=digest(repr(own_steps)), values=digest_of(values))
+        work = headers.line.gather(_END.pack(*end) + row.packed())
+        own: OwnTensors | None = None
+        if not outcome.shadowed:
+            tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
+            own = OwnTensors(collective, tensors, headers.leader, collective.agreed[self._digest])
+        with profiled("compare"):
+            self.channel.guard.wait(work, "has left its block")
+        rows = work.rows()
+        outcome = self._compare(outcome, [_End(*_END.unpack_from(row)) for row in rows], values)
+        self._restore_limit()  # state may take its time
+        if own is None or outcome.shadowed:
+            self._copy_all(headers.leader)
+        else:
+            collective.agreed[self._digest] = own.layout
+            self.channel.synchronise_own(own, joinables, headers.leader)
+        for member in self._scope.members:
             member.hook.post_hook(outcome.last)
-        spent, announcing = headers.tally.since(self._tally), self._scope.announcing
+        return partial(_report_of, rows, outcome.even)
+
+    def _row(self, ran_out: float, loops: Loops) -> RankReport:
+        """Return this rank's row of the report."""
+        joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
+        spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
         busiest = max(announcing, key=lambda member: member.times.total + member.shadowed)  # the same on all ranks
         steps, shadowed = busiest.times.total, busiest.shadowed
         if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
             steps, shadowed = loops.steps
-        row = RankReport(
-            rank=self._collective.rank,
-            steps=steps,
-            shadowed=shadowed,
-            joined_at=joined_at,
-            ended_at=ended_at,
-            idle=spent.idle,
-            headers=spent.headers,
-            header_bytes=spent.nbytes,
-            step_times=tuple(busiest.times.counts),
-        )
-        with profiled("report"):
-            report = JoinReport.gather(self._collective, row, outcome.even)
-        if len({row.headers for row in report.ranks}) > 1:
-            raise ProtocolError(
-                "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
-                f" {[row.headers for row in report.ranks]} headers. Run them after the block, or make them a joinable"
-                " [J079]"
-            )
-        return report
+        sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times.counts)
+        return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
 
-    def _compare(self, outcome: Outcome) -> Outcome:
-        """Ranks that ran out together may have made different numbers of steps that nobody announces.
+    def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> Outcome:
+        """Find out from whom state is copied, if from anybody: ranks that ran out together may have made other steps.
 
         Raises:
-            ProtocolError: if they have made the same, and do not hold the same.
+            ProtocolError: if ranks have made the same steps, and do not hold the same.
         """
-        joinables = [member.joinable for member in self._scope.members]
-        values = values_of(joinables)
-        own = torch.tensor([*(joinable.own_steps for joinable in joinables), digest_of(values)], device="cpu")
-        ranks = [cast("list[int]", row.tolist()) for row in self._collective.all_gather(own)]
-        made = [row[:-1] for row in ranks]
-        if made.count(made[0]) == len(made):
-            if ranks.count(ranks[0]) < len(ranks):
-                raise_difference(self._collective, values)
-            return outcome
-        most = max(made, key=sum)
-        self.channel.headers.leader = made.index(most)
-        return Outcome(even=False, last=made[self._collective.rank] == most, shadowed=True)
+        if len({end.headers for end in ends}) > 1:
+            raise ProtocolError(
+                "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
+                f" {[end.headers for end in ends]} headers. Run them after the block, or make them a joinable [J079]"
+            )
+        headers, rank = self.channel.headers, self._collective.rank
+        if outcome.shadowed:
+            self.channel.keeps_own_state = outcome.last
+            headers.leader = next(rank for rank, end in enumerate(ends) if end.last)
+        elif len({end.own_steps for end in ends}) > 1:  # steps that nobody announces
+            headers.leader = max(range(len(ends)), key=lambda rank: ends[rank].total_steps)
+            # Each rank has made steps of its own, and just one is copied.
+            self.channel.keeps_own_state = headers.leader == rank
+            last = ends[rank].own_steps == ends[headers.leader].own_steps
+            return Outcome(even=False, last=last, shadowed=True)
+        elif len({end.values for end in ends}) > 1:
+            raise_difference(self._collective, values)
+        return outcome
+
+    def _copy_all(self, source: int) -> None:
+        """Copy all state, also of a block around this one: everything was shadowed."""
+        listed, exchanges = self.channel.roster.listed, list[tuple[str, Exchange]]()
+        for member in listed:
+            exchange = member.joinable.exchange(source)
+            if exchange is not None:
+                exchanges.append((member.joinable.join_name, exchange))
+        if exchanges:
+            with profiled("copy"):
+                copy_state(self._collective, exchanges, source, self.channel.roster.devices())
+        for member in listed:
+            with profiled("synchronise", member.joinable.join_name):
+                member.joinable.synchronise(source)
 
     def _restore_limit(self) -> None:
         if self._limit_before is not None:

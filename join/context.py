@@ -112,7 +112,7 @@ class Join:
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group)
         self._loops = Loops()
-        self._report: JoinReport | None = None
+        self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Join:
         """Who did what in the last block, rank by rank; available if that ended without an exception."""
         if self._report is None:
             raise JoinError("there is no report: read it after a block that has ended without an exception [J051]")
-        return self._report
+        return self._report()
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Work | None:
@@ -388,7 +388,7 @@ class Join:
                 raise JoinError(f"{joinable.join_name} is inside another Join block already; leave that first [J059]")
         if not self._enable:
             put_inside(self, self._joinables, enable=False, throw=False)
-            self._report = JoinReport()
+            self._report = JoinReport
             return self
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]

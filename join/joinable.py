@@ -22,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from typing_extensions import override
 
+from join.transfer import Exchange
+
 
 class JoinConfig(NamedTuple):
     """How a joinable takes part in the block it is in; all ``False`` outside a block.
@@ -117,16 +119,32 @@ class Joinable(ABC):
     def detach(self) -> None:
         """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
 
-    def synchronise(self, source: int) -> None:
-        """Take over the state of rank ``source``, a last joiner.
+    def exchange(self, source: int) -> Exchange | None:
+        """This object's part in the one copy of the state of all objects from rank ``source``, a last joiner.
 
-        Called on all ranks at the end of a block in which some have shadowed the bursts of others.
+        Called on all ranks at the end of a block in which some have shadowed the bursts of others. ``None`` if the
+        object has no part in it.
+        """
+        return None
+
+    def own_tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that each rank has for itself where all ran the same: BatchNorm's buffers.
+
+        They are copied from one rank at the end of each loop over ``Join.iterate``, and of a block in which nothing was
+        shadowed, those of all objects together.
+        """
+        return ()
+
+    def synchronise(self, source: int) -> None:
+        """Take over what else there is of the state of rank ``source``, with messages of its own.
+
+        Called on all ranks after ``exchange`` has come to its end.
         """
 
     def synchronise_own(self, source: int) -> None:
-        """Take over from rank ``source`` what each rank has for itself where all ran the same: BatchNorm's buffers.
+        """Take over what else each rank has for itself from rank ``source``, with messages of its own.
 
-        Called on all ranks at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
+        Called on all ranks after ``own_tensors`` were copied.
         """
 
     def equal_values(self) -> Mapping[str, Any]:

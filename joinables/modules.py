@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch
 
 from join.batch import tensors_in
-from join.collectives import Collective
 from join.collectives._torch_private import pytree
-from join.transfer import broadcast_tensors
+from join.transfer import Inbox
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
 
 
@@ -107,41 +106,23 @@ def hides_tensors(tree: Any) -> bool:
 
 
 def adopt_gradients(
-    collective: Collective,
-    parameters: Sequence[torch.nn.Parameter],
-    source: int,
-    *,
-    accumulated: bool,
-    also: Any,
-) -> Any:
-    """Copy the gradients of rank ``source`` to the other ranks: two broadcasts of what there is, and the gradients.
+    inbox: Inbox, parameters: Sequence[torch.nn.Parameter], present: Sequence[bool], sent: Any, *, keeps: bool
+) -> None:
+    """Let parameters receive the gradients of another rank; in place where they fit: they may be views of buckets.
 
     Args:
-        collective: the group.
+        inbox: receives them.
         parameters: the same on all ranks.
-        source: a last joiner.
-        accumulated: whether this rank's gradients are its own, still to be reduced; then they are left alone. As
-            ``source``, it only tells which parameters have one.
-        also: what else there is to tell of the gradients.
-
-    Returns:
-        ``source``'s ``also``.
+        present: which of them have a gradient on that rank; others have none afterwards.
+        sent: the skeleton of these gradients; empty if they are still to be reduced there: they are 0 here, then.
+        keeps: whether this rank leaves its gradients alone.
     """
-    own = [parameter.grad is not None for parameter in parameters], not accumulated, also
-    present, sends, also = collective.broadcast_object(own, source)
-    gradients: list[torch.Tensor] = []
+    if keeps:
+        inbox.fill(sent, keeps=True)
+        return
+    there = [(each, each.grad) for each, is_there in zip(parameters, present, strict=True) if is_there]
+    # Of another dtype as a hook leaves it that compresses.
+    own = [torch.zeros_like(each) if held is None or held.dtype != each.dtype else held for each, held in there]
+    gradients = iter(inbox.fill(sent, own) if sent else [gradient.zero_() for gradient in own])
     for parameter, is_there in zip(parameters, present, strict=True):
-        gradient = parameter.grad
-        if collective.rank != source and not accumulated:
-            if not is_there:
-                gradient = None
-            elif gradient is None or gradient.dtype != parameter.dtype:  # as a hook leaves it that compresses
-                gradient = torch.zeros_like(parameter)
-            elif not sends:
-                gradient.zero_()
-            parameter.grad = gradient
-        if is_there:
-            gradients.append((parameter if accumulated or gradient is None else gradient).to(parameter.dtype))
-    if sends:  # in place: they may be views of buckets
-        broadcast_tensors(collective, gradients, source, keeps=accumulated)
-    return also
+        parameter.grad = next(gradients) if is_there else None

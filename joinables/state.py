@@ -3,16 +3,13 @@
 Nothing is sent in the loop. At the end of a block in which some ranks have shadowed others, their state is stale. That
 of an optimizer is copied in place::
 
-    last joiner                                          other ranks
-    -----------                                          -----------
-    description of its state (``join.transfer``)         the same
-    all-reduce: can all take it over?                    all-reduce
-    one does not: an all-gather of reasons; all raise    the same
-    tensors, by dtype and device                         into their own tensors, where these fit
+    last joiner                                   other ranks
+    -----------                                   -----------
+    its state, in the one copy of all state       into their own tensors, where these fit
+    (``join.transfer.copy_state``)
 
 Ranks that were last themselves take part, and keep theirs. LR schedulers, GradScalers, EMA copies, and other objects
-with ``state_dict`` and ``load_state_dict`` load the state of the last joiner: tensors are sent as flat buffers, the
-rest of the state dict is pickled.
+with ``state_dict`` and ``load_state_dict`` load the state of the last joiner, which travels in the same copy.
 
 In a block in which nothing was shadowed, values of parameter groups, step counts and the states of schedulers and
 scalers are compared (``join.agreement``). Tensors of an EMA copy that match buffers are copied, because buffers are
@@ -22,17 +19,18 @@ each rank's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, JoinError
+from join import Join
 from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
-from join.transfer import Inbox, broadcast_skeleton, broadcast_tensors, broadcast_tree
+from join.transfer import Exchange, broadcast_tensors
 from joinables._torch.objects import has_stepped, mark_stepped
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
@@ -102,35 +100,27 @@ class OptimizerState(Silent):
     # -- copying ------------------------------------------------------------------------------------------------------
 
     @override
-    def synchronise(self, source: int) -> None:
-        collective, optimizer = self._collective, self._optimizer
+    def exchange(self, source: int) -> Exchange:
+        optimizer, keeps = self._optimizer, self._channel.keeps_own_state
         groups, states, parameters = self._groups(), self._states(), self._parameters
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
         why_not = unlike_others((groups, states, parameters))
-        sent: Any = ([], {}) if why_not else (groups, states)
-        own = sent, (shapes, has_stepped(optimizer), self.equal_values(), bool(why_not))
-        received, tensors = broadcast_skeleton(collective, own, source)
-        their_groups: list[dict[str, Any]] = received[0][0]
-        their_states: dict[Any, Any] = received[0][1]
-        their_shapes, stepped, equal, refused = received[1]
+        values: Mapping[str, Any] = self.equal_values() if keeps else {}
+        inbox = yield ([], {}) if why_not else (groups, states), (shapes, has_stepped(optimizer), values, bool(why_not))
+        (their_groups, their_states), (their_shapes, stepped, equal, refused) = inbox.skeleton
         if not (why_not or refused):
             why_not = self._why_not(states, their_states, shapes, their_shapes)
-        if not why_not and self._channel.keeps_own_state:
-            values = {source: equal, collective.rank: self.equal_values()}
-            why_not = differences({rank: [(self.join_name, held)] for rank, held in values.items()})
-        self._raise_if_any_cannot(why_not)
-        if collective.rank == source:
-            broadcast_tensors(collective, tensors, source)
-            return
-        inbox, first = Inbox(keeps=self._channel.keeps_own_state), next(iter(parameters), None)
-        likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
-        groups = [inbox.fill(*group) for group in zip(their_groups, groups, likes, strict=True)]
-        states = {
-            key: inbox.fill(state, states.get(key), parameters[key] if isinstance(key, int) else first)
-            for key, state in their_states.items()
-        }
-        inbox.receive(collective, source)
-        if not inbox.keeps:
+        if not why_not and keeps:
+            ranks = {source: equal, self._collective.rank: values}
+            why_not = differences({rank: [(self.join_name, held)] for rank, held in ranks.items()})
+        if not (why_not or refused):
+            first, fill = next(iter(parameters), None), partial(inbox.fill, keeps=keeps)
+            likes = [next(iter(group["params"]), first) for group in optimizer.param_groups]
+            groups = [fill(*group) for group in zip(their_groups, groups, likes, strict=True)]
+            of_key = {key: parameters[key] if isinstance(key, int) else first for key in their_states}
+            states = {key: fill(state, states.get(key), of_key[key]) for key, state in their_states.items()}
+        yield why_not
+        if not keeps:
             self._take_over(groups, states)
             if stepped:
                 mark_stepped(optimizer)
@@ -152,12 +142,6 @@ class OptimizerState(Silent):
         if extra:
             return f"it has state for parameters {extra} (by index), for which the last rank with data has none"
         return ""
-
-    def _raise_if_any_cannot(self, why_not: str) -> None:
-        if self._collective.reduce_boolean_decision(bool(why_not), all=False):
-            reasons: list[str] = self._collective.all_gather_object(why_not)
-            why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
-            raise_not_copied(self.join_name, why)
 
     # -- the parts ----------------------------------------------------------------------------------------------------
 
@@ -208,29 +192,30 @@ class State(Silent):
         self._stateful = stateful
 
     @override
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> Exchange:
         state, why_not = None, ""
         try:
             state = self._stateful.state_dict()  # on other ranks, what is received into
             why_not = unlike_others(state)
         except Exception as failure:
-            why_not = f"rank {source} has no state of it: {described(failure)}"
-        sent, devices = (None if why_not else state, why_not), self._channel.roster.devices()
-        state, why_not = broadcast_tree(self._collective, sent, source, devices)
-        if why_not:
-            raise_not_copied(self.join_name, why_not)
+            why_not = f"it has no state: {described(failure)}"
+        inbox = yield None if why_not else state
+        received = inbox.fill(inbox.skeleton, state)
+        yield why_not if self._collective.rank == source else ""
         if self._collective.rank != source:
-            self._stateful.load_state_dict(state)
+            self._stateful.load_state_dict(received)
+
+    @override
+    def own_tensors(self) -> Sequence[torch.Tensor]:
+        stateful = self._stateful
+        if not isinstance(stateful, torch.nn.Module):
+            return ()
+        return [buffer for buffer in stateful.buffers() if is_plain(buffer)]
 
     @override
     def synchronise_own(self, source: int) -> None:
-        stateful = self._stateful
-        if isinstance(stateful, torch.nn.Module):
-            buffers = [buffer for buffer in stateful.buffers() if is_plain(buffer)]
-            broadcast_tensors(self._collective, buffers, source)
-            return
-        names = self._names_of_buffers()
-        if not names or is_compared(stateful):
+        stateful, names = self._stateful, self._names_of_buffers()
+        if isinstance(stateful, torch.nn.Module) or not names or is_compared(stateful):
             return
         state = stateful.state_dict()
         matching: list[torch.Tensor] = []
@@ -302,11 +287,3 @@ def unlike_others(tree: Any) -> str:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is dense, and of no subclass."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-
-
-def raise_not_copied(name: str, why: str) -> None:
-    """Raise the error, on all ranks, for state that cannot be copied to ranks that ran out of data early."""
-    raise JoinError(
-        f"the state of {name} cannot be copied from a rank that ran out of data last to the others: {why}; loop over"
-        " join.iterate, which copies nothing [J440]"
-    )

@@ -35,7 +35,7 @@ from typing_extensions import override
 from join import Join, ProtocolError
 from join.agreement import check_equal
 from join.collectives._torch_private import pytree
-from join.transfer import broadcast_tree
+from join.transfer import Exchange
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
 from joinables.state import group_values
@@ -95,9 +95,13 @@ class ZeroStep(Announcing):
         ]
 
     @override
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> Exchange:
         """Take over what schedulers have changed; the shards are up to date on all ranks."""
-        self._take_over(broadcast_tree(self._collective, self._hyperparameters(), source))
+        own = self._hyperparameters()
+        inbox = yield own
+        received = inbox.fill(inbox.skeleton, own)
+        yield ""
+        self._take_over(received)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 

@@ -32,9 +32,9 @@ LIMITS = {
     ("step", ""): (35, 11, 23),
     ("step", "norm"): (56, 12, 34),
     ("step", "weighed"): (58, 13, 34),
-    ("exit", ""): (397, 25, 150),
-    ("exit", "norm"): (551, 25, 222),
-    ("exit", "weighed"): (427, 25, 171),
+    ("exit", ""): (383, 25, 140),
+    ("exit", "norm"): (494, 24, 195),
+    ("exit", "weighed"): (413, 25, 161),
     ("step with data", ""): (49, 16, 32),
     ("step with data", "norm"): (57, 17, 38),
     ("step with data", "weighed"): (53, 17, 35),
@@ -54,6 +54,8 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         file = frame.f_code.co_filename
+        if threading.current_thread().name.startswith("join "):  # it watches the others
+            return
         if not self.is_on or event != "call" or not file.startswith(OURS) or frame.f_code.co_name in POLLS:
             return
         caller = frame.f_back

@@ -14,6 +14,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast, get_args
 
 import torch
@@ -91,6 +92,14 @@ class RollCall(Work, Protocol):
         ...
 
 
+class Gather(Work, Protocol):
+    """A few bytes of each rank, under way."""
+
+    def rows(self) -> list[bytes]:
+        """What each rank gave, by rank, once it is there."""
+        ...
+
+
 class Line(ABC):
     """Sums numbers over the ranks of a group: each sum is done before ``depth`` others are started."""
 
@@ -113,6 +122,10 @@ class Line(ABC):
     @abstractmethod
     def roll_call(self, largest: int) -> RollCall:
         """A roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
+
+    @abstractmethod
+    def gather(self, data: bytes) -> Gather:
+        """Start gathering a few bytes of each rank, of the same number on all. That counts as one sum of this line."""
 
     def restart(self) -> None:
         """Take back what this rank gave to sums that others may not have come to.
@@ -208,6 +221,14 @@ class Collective(ABC):
         """Add to a counter in the store and return its new value."""
 
     _blocks = 0
+
+    @cached_property
+    def agreed(self) -> dict[int, Any]:
+        """What ranks have agreed on in earlier blocks, by the digest of what these were entered with (``join.block``).
+
+        The same on all ranks. The first block finds nothing here.
+        """
+        return {}
 
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
@@ -462,6 +483,23 @@ class GroupLine(Line):
     def roll_call(self, largest: int) -> RollCall:
         return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest)
 
+    @override
+    def gather(self, data: bytes) -> Gather:
+        return _GroupGather(self._collective, data)
+
+
+class _GroupGather:
+    """An all-gather of bytes."""
+
+    def __init__(self, collective: Collective, data: bytes) -> None:
+        self._data, self._size = bytearray(collective.world_size * len(data)), len(data)
+        rows = cast("Sequence[torch.Tensor]", torch.frombuffer(self._data, dtype=torch.uint8).split(self._size))
+        work = collective.all_gather_into(torch.frombuffer(bytearray(data), dtype=torch.uint8), rows)
+        self.wait, self.is_completed = work.wait, work.is_completed
+
+    def rows(self) -> list[bytes]:
+        return [bytes(self._data[begin : begin + self._size]) for begin in range(0, len(self._data), self._size)]
+
 
 class _GroupSum:
     """An all-reduce of words of some bits each."""
@@ -510,7 +548,7 @@ def check_op(op: str, known: tuple[str, ...] = get_args(ReduceOp)) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, flat: what is only copied can travel so, whatever dtypes a backend knows."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element has any stride
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:

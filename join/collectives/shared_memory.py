@@ -37,7 +37,7 @@ from typing import NamedTuple
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS, Collective, FloatSum, Line, RollCall, Sum
+from join.collectives.base import SUMS, Collective, FloatSum, Gather, Line, RollCall, Sum
 from join.collectives.board import Board, Kind
 from join.collectives.broken import BrokenCollective
 from join.collectives.timeouts import timeouts
@@ -48,7 +48,7 @@ SWITCH = "JOIN_SHARED_MEMORY"
 _LANES = SUMS + 1
 PLACES = 4
 """How many numbers of a rank a lane holds: each is written to the place of the oldest."""
-CELLS = 64
+CELLS = 80
 """How many cells a place has. A number that needs more goes over the process group."""
 BITS = 32
 """How many bits of a cell hold a part of the number; the others hold the count."""
@@ -223,6 +223,15 @@ class SharedMemoryLine(Line):
         return self._otherwise().roll_call(largest) if width > CELLS else _Numbers(self._lane, width)
 
     @override
+    def gather(self, data: bytes) -> Gather:
+        width = -(-8 * len(data) // BITS)
+        if width > CELLS:
+            return self._otherwise().gather(data)
+        work = _Gather(self._lane, width, len(data))
+        work.call(int.from_bytes(data, "little"))
+        return work
+
+    @override
     def restart(self) -> None:
         lane = self._lane
         lane.count, first = 0, lane.places[0][lane.rank]
@@ -342,6 +351,19 @@ class _FloatSum(_Numbers):
     def total(self) -> float:
         """The sum."""
         return sum(struct.unpack(f"{len(self._numbers)}d", struct.pack(f"{len(self._numbers)}Q", *self._numbers)))
+
+
+@final
+class _Gather(_Numbers):
+    """Some bytes of each rank."""
+
+    def __init__(self, lane: Lane, width: int, size: int) -> None:
+        super().__init__(lane, width)
+        self._size = size
+
+    def rows(self) -> list[bytes]:
+        """What each rank gave."""
+        return [number.to_bytes(self._size, "little") for number in self._numbers]
 
 
 # -- the board ---------------------------------------------------------------------------------------------------------

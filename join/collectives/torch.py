@@ -55,6 +55,8 @@ class _Shared:
     """Whether the ranks have tried to connect through shared memory."""
     segment: Segment | None = None
     """The shared memory that connects the ranks; ``None`` where not all can reach it."""
+    agreed: dict[int, Any] = field(default_factory=dict[int, Any])
+    """What ranks have agreed on in earlier blocks."""
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
     """The lanes of the shared memory that are in use, by the number of their line."""
 
@@ -106,6 +108,7 @@ class TorchCollective(StoreCollective):
         self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
+        vars(self)["agreed"] = self._shared.agreed  # the cached property
         let_go_before_exit(group)
 
     @property

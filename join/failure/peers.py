@@ -36,6 +36,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from typing_extensions import override
@@ -64,6 +65,29 @@ class News:
     notes: list[Note] = field(default_factory=list[Note])
     progress: dict[int, Progress] = field(default_factory=dict[int, Progress])
     ended: list[int] = field(default_factory=list[int])
+
+
+class _Starter(threading.Thread):
+    """Starts watches whose blocks last: to start a thread and to end it takes longer than a short block.
+
+    There is one in a process, which is never woken up, since that takes as long.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="join starter", daemon=True)
+        self.waiting: set[Watch] = set()
+        self.start()
+
+    @override
+    def run(self) -> None:
+        while True:
+            time.sleep(timeouts().look)
+            for watch in list(self.waiting):
+                with suppress(RuntimeError):  # the interpreter is being shut down
+                    watch.start()
+
+
+_starters: list[_Starter] = []
 
 
 class Watch(threading.Thread):
@@ -98,12 +122,27 @@ class Watch(threading.Thread):
         self._changed = threading.Condition()
         self._wanted = self._looked = 0  # how many looks were asked for, and how many of these were made
         self._note: Note | None = None  # what is to be left
-        self._is_rung = self._ends = False
+        self._is_rung = self._is_started = self._ends = False
+
+    def begin(self) -> None:
+        """Start the thread, or let it be started in a while if the board is in memory and needs no thread."""
+        if not self._board.outlives:
+            self.start()
+            return
+        if not (_starters and _starters[0].is_alive()):  # the process may be a fork
+            _starters[:] = [_Starter()]
+        _starters[0].waiting.add(self)
 
     @override
     def start(self) -> None:
-        super().start()
-        atexit.register(self.end)  # of a block that is never left: a thread in a store may abort the interpreter
+        with self._changed:
+            if not (self._is_started or self._ends):
+                self._is_started = True
+                super().start()
+                # Of a block that is never left: a thread in a store may abort the interpreter.
+                atexit.register(self.end)
+        for starter in _starters:
+            starter.waiting.discard(self)
 
     def refresh(self, seconds: float, *, ring: bool = False) -> bool:
         """Look at the board; whether that was possible within so many seconds.
@@ -112,6 +151,7 @@ class Watch(threading.Thread):
             seconds: how long to wait.
             ring: whether the others are to tell how far they are.
         """
+        self.start()
         with self._changed:
             self._is_rung |= ring
             self._wanted += 1
@@ -136,10 +176,14 @@ class Watch(threading.Thread):
 
     def end(self) -> None:
         """End the thread; called when the block is over."""
-        atexit.unregister(self.end)
         with self._changed:
             self._ends = True
+            if not self._is_started:
+                self.start()  # it is not wanted any more
+                self._board.tell(self._told._replace(done=True))
+                return
             self._changed.notify_all()
+        atexit.unregister(self.end)
         self.join(timeouts().look)  # it may be held up by a store
         if self.is_alive():  # which must not answer while the interpreter takes itself down
             atexit.register(self.join, timeouts().note)
@@ -225,7 +269,7 @@ class Peers:
     def _begin(self, board: Board) -> None:
         board.begin(self._block)
         self._board, self._watch = board, Watch(board, self._progress, self._abort, self._keeps_store)
-        self._watch.start()
+        self._watch.begin()
 
     def use(self, board: Board) -> None:
         """Use another board from now on, if it is of another kind."""

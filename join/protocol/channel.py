@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -49,6 +49,7 @@ from join.joinable import Burst, Joinable
 from join.lockstep.progress import LateUse
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope
 from join.scaling import Scaling
+from join.transfer import OwnTensors
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Channel:
         self._set_roster(roster)
 
     def agree(self) -> None:
-        """Exchange what ranks must know of each other; called when all have entered."""
+        """Find out what carries messages; called when all ranks have entered the group's first block."""
         self.headers.agree()
         self._sums = self.collective.line(SUMS)
         self.guard.peers.use(self.collective.board())
@@ -339,7 +340,14 @@ class Channel:
             check_equal(self.collective, values_of(listed), self.guard.wait)
         except ProtocolError as error:
             self.guard.raise_on_all(error)
-        for joinable in listed:
+        tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
+        self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), listed, source)
+
+    def synchronise_own(self, tensors: OwnTensors, joinables: Sequence[Joinable], source: int) -> None:
+        """Copy what each rank has for itself, from rank ``source``, where nothing was shadowed."""
+        with profiled("copy"):
+            tensors.receive()
+        for joinable in joinables:
             with profiled("synchronise", joinable.join_name):
                 joinable.synchronise_own(source)
 
@@ -452,8 +460,6 @@ class Announced(Mode):
                 headers.last.is_applied = True
                 headers.apply_before(self.elect)
                 even = header.fresh == self._world_size
-                if not even:
-                    headers.leader = self.elect(fresh)
                 return Outcome(even=even, last=fresh, shadowed=not even)
             if throws:
                 self._guard.raise_early_termination(exhausted=True)

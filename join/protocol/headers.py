@@ -52,7 +52,7 @@ import torch
 
 from join.collectives import Collective, Sum
 from join.collectives._torch_private import profiled
-from join.errors import ProtocolError
+from join.errors import ProtocolError, described
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable, JoinHook
 from join.report.rank_report import BINS, EDGES
@@ -354,6 +354,8 @@ class Headers:
         self.last = LastHeader()
         self.depth = 1
         """How many headers may be under way."""
+        self.before_next: Callable[[], None] | None = None
+        """Called once, before the next header: checks what ranks have entered with, by a sum on the same line."""
         self._collective, self._guard = collective, guard
         self._rank, self._world_size = collective.rank, collective.world_size
 
@@ -362,9 +364,19 @@ class Headers:
         self.roster, self.foresight = roster, Foresight(roster)
 
     def agree(self) -> None:
-        """Find out what carries headers; called when all ranks have entered a block."""
-        self._line = self._collective.line()
-        self.depth = self._line.depth
+        """Find out what carries headers; called when all ranks have entered the group's first block."""
+        self.line = self._collective.line()
+        self.depth = self.line.depth
+
+    def make_ready(self) -> None:
+        """See to it that all ranks are known to have entered with the same, before anything is sent in the block."""
+        if self.before_next is not None:
+            check, self.before_next = self.before_next, None
+            try:
+                check()
+            except ProtocolError as error:
+                self._guard.closed = described(error)  # all ranks find that out here
+                raise
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -385,6 +397,8 @@ class Headers:
 
     def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
         """Start a header, in which this rank announces member ``index``, if any."""
+        if self.before_next is not None:
+            self.make_ready()
         roster, code, number = self.roster, self.roster.code, 0
         for place in fields:
             number += code.ones[place]
@@ -408,7 +422,7 @@ class Headers:
         if self._guard.timeout is not None:
             self._guard.arrive()
         with profiled("header"):
-            work = self.last.work = self._line.sum(number, code.bits)
+            work = self.last.work = self.line.sum(number, code.bits)
         self.tally.headers += 1
         self.tally.nbytes += work.nbytes
         return work

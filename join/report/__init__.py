@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from join.collectives import Collective
 from join.errors import JoinError
 from join.report.rank_report import RankReport
 
@@ -26,16 +22,6 @@ class JoinReport:
 
     ranks: tuple[RankReport, ...] = ()
     even: bool = True
-
-    @classmethod
-    def gather(cls, collective: Collective, own: RankReport, even: bool) -> JoinReport:
-        """Collect all rows: one all-reduce of a matrix in which each rank fills its own row."""
-        *values, step_times = astuple(own)
-        row = torch.tensor([*values, *step_times], dtype=torch.float64, device="cpu")
-        rows = torch.zeros(collective.world_size, len(row), dtype=torch.float64, device="cpu")
-        rows[own.rank] = row
-        collective.all_reduce(rows).wait()
-        return cls(tuple(_row(values) for values in cast("list[list[float]]", rows.tolist())), even)
 
     @property
     def steps(self) -> int:
@@ -85,18 +71,3 @@ class JoinReport:
         ]  # fmt: skip
         widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in (head, *body))
-
-
-def _row(values: Sequence[float]) -> RankReport:
-    rank, steps, shadowed, joined_at, ended_at, idle, headers, header_bytes, *step_times = values
-    return RankReport(
-        rank=round(rank),
-        steps=round(steps),
-        shadowed=round(shadowed),
-        joined_at=joined_at,
-        ended_at=ended_at,
-        idle=idle,
-        headers=round(headers),
-        header_bytes=round(header_bytes),
-        step_times=tuple(map(round, step_times)),
-    )

@@ -6,7 +6,9 @@ So any run takes as little room. Bins are as wide as a third of what they hold (
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
+from typing import Any
 
 PER_DECADE = 8
 _SHORTEST = 1e-4  # seconds
@@ -15,6 +17,8 @@ _DECADES = 6
 BINS = PER_DECADE * _DECADES
 EDGES = tuple(_SHORTEST * 10 ** (edge / PER_DECADE) for edge in range(BINS + 1))
 """Where the bins begin and end, in seconds; bin ``i`` lies between ``EDGES[i]`` and ``EDGES[i + 1]``."""
+
+_PACKED = struct.Struct(f"<2q3d2q{BINS}I")
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,15 @@ class RankReport:
     headers: int
     header_bytes: int
     step_times: tuple[int, ...]
+
+    def packed(self) -> bytes:
+        """The row without its rank, to be sent."""
+        _, *values, step_times = vars(self).values()  # in the order above
+        return _PACKED.pack(*values, *step_times)
+
+    @classmethod
+    def of(cls, rank: int, data: bytes) -> RankReport:
+        """Return the row that this rank has packed."""
+        values = _PACKED.unpack(data)
+        fields: Any = rank, *values[:-BINS], values[-BINS:]
+        return cls(*fields)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, ProtocolError
-from join.transfer import broadcast_tensors, broadcast_tree
+from join.transfer import Exchange, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
 from joinables.state import shapes_of
@@ -143,8 +143,10 @@ class BufferSync(DDPBurst):
     def _take_over(self, source: int) -> None:
         """Take over the buffers of rank ``source``, with their shapes."""
         received = broadcast_tree(self._collective, reducer.buffers(self._ddp), source)
-        if self._collective.rank != source:
-            reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
+        self._have_taken_over(received)
+
+    def _have_taken_over(self, received: Mapping[str, torch.Tensor]) -> None:
+        reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
         self._changed, self._shapes = [], self._shapes_now()
 
     @override
@@ -163,16 +165,20 @@ class BufferSync(DDPBurst):
             self._run()
 
     @override
-    def synchronise(self, source: int) -> None:
-        self._take_over(source)
+    def exchange(self, source: int) -> Exchange:
+        buffers = reducer.buffers(self._ddp)
+        inbox = yield buffers
+        received = inbox.fill(inbox.skeleton, buffers)
+        yield ""
+        self._have_taken_over(received)
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
         return shapes_of(reducer.buffers(self._ddp))
 
     @override
-    def synchronise_own(self, source: int) -> None:
-        broadcast_tensors(self._collective, list(reducer.buffers(self._ddp).values()), source)
+    def own_tensors(self) -> Sequence[torch.Tensor]:
+        return list(reducer.buffers(self._ddp).values())
 
 
 class BucketRebuild(DDPBurst):
@@ -186,6 +192,8 @@ class BucketRebuild(DDPBurst):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        if reducer.will_rebuild_buckets(self._ddp):
+            join.channel.headers.make_ready()  # nothing is sent before all are known to list the same
         self.main_hook()  # pending from a backward before the block; the same on all ranks
 
     @override

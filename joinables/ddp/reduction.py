@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.collectives import Collective
-from join.transfer import broadcast_tensors
+from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
@@ -146,15 +146,22 @@ class GradientSync(DDPBurst):
         return mixing(self.join_name, self._forwards.norms)
 
     @override
-    def synchronise(self, source: int) -> None:
+    def exchange(self, source: int) -> Exchange:
         """Copy parameters from the last joiner; gradients too, but for those that are still to be reduced.
 
         Which parameters have a gradient is the same on all ranks afterwards: ``_begin_forward`` depends on it.
         """
-        broadcast_tensors(self._collective, reducer.parameters(self._ddp), source)
         unreduced, result = self._contributions.holds_unreduced, self._contributions.last_result
-        kept = adopt_gradients(self._collective, self._parameters, source, accumulated=unreduced, also=result.kept)
-        if not unreduced:
+        keeps, parameters = unreduced or self._collective.rank == source, reducer.parameters(self._ddp)
+        present = [parameter.grad is not None for parameter in self._parameters]
+        held = [(parameter.grad, parameter.dtype) for parameter in self._parameters if not unreduced]
+        gradients = [gradient.to(dtype) for gradient, dtype in held if gradient is not None]
+        inbox = yield parameters, present, gradients, result.kept
+        theirs, present, gradients, kept = inbox.skeleton
+        inbox.fill(theirs, parameters)
+        adopt_gradients(inbox, self._parameters, present, gradients, keeps=keeps)
+        yield ""
+        if not keeps:
             result.kept = kept
 
     @override

@@ -1,14 +1,17 @@
-"""Trees of tensors from all ranks to all."""
+"""Trees of tensors from all ranks to all, and state from one rank to all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from join import JoinError, transfer
 from join.collectives import ThreadCollective, run_threads
-from join.transfer import gather_trees
+from join.transfer import Exchange, broadcast_tensors, copy_state, gather_trees
 
 DTYPES = [torch.bool, torch.int8, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
 
@@ -49,3 +52,76 @@ def test_what_cannot_travel_is_an_error_on_all_ranks() -> None:
         return str(caught.value)
 
     assert all("rank 1: " in text for text in run_threads(2, rank_main))
+
+
+class Counting:
+    """Counts the broadcasts of one rank."""
+
+    def __init__(self, collective: ThreadCollective) -> None:
+        self.sizes: list[int] = []
+        self._broadcast = collective.broadcast
+        collective.broadcast = self  # type: ignore[method-assign]
+
+    def __call__(self, tensor: torch.Tensor, source: int) -> Any:
+        self.sizes.append(tensor.numel() * tensor.element_size())
+        return self._broadcast(tensor, source)
+
+
+def mixed(rank: int) -> list[torch.Tensor]:
+    """Tensors of all sizes of elements, in an order in which they would not be aligned."""
+    sizes = enumerate((3, 1, 5, 0, 7, 2, 9), start=1)
+    tensors = [(torch.arange(count) % 2 + number * rank).to(DTYPES[number - 1]) for number, count in sizes]
+    return [*tensors, torch.full((2, 3), float(rank)).t(), torch.tensor(rank, dtype=torch.float16).expand(1)]
+
+
+@pytest.mark.parametrize(("chunk", "messages"), [(64 * 2**20, 1), (40, 4), (1, 8)])
+def test_tensors_of_a_device_are_one_message(chunk: int, messages: int) -> None:
+    def rank_main(collective: ThreadCollective) -> tuple[list[torch.Tensor], list[int]]:
+        counting, tensors = Counting(collective), mixed(collective.rank)
+        broadcast_tensors(collective, tensors, 1)
+        return tensors, counting.sizes
+
+    with mock.patch.object(transfer, "_CHUNK_BYTES", chunk):
+        for tensors, sizes in run_threads(3, rank_main):
+            assert len(sizes) == messages
+            assert sum(sizes) == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            assert all(map(torch.equal, tensors, mixed(1)))
+
+
+def copied(reason: str) -> Callable[[ThreadCollective], list[Any]]:
+    """Objects that are copied from rank 1: one that fits, one of another shape, one that rank 2 keeps."""
+
+    def rank_main(collective: ThreadCollective) -> list[Any]:
+        rank, received = collective.rank, list[Any]()
+
+        def part(own: Any, *, keeps: bool = False, why_not: str = "") -> Exchange:
+            inbox = yield own
+            filled = inbox.fill(inbox.skeleton, own, keeps=keeps)
+            yield why_not
+            received.append(own if keeps else filled)
+
+        fitting, kept = torch.full((3,), float(rank)), torch.full((2,), rank)
+        parts = [
+            ("first", part({"weight": fitting, "name": f"of {rank}"})),
+            ("second", part([torch.full((rank + 1,), rank), fitting], why_not=reason if rank == 2 else "")),
+            ("third", part(kept, keeps=rank == 2)),
+        ]
+        counting = Counting(collective)
+        copy_state(collective, parts, 1, ())
+        assert len(counting.sizes) == 3  # two for the skeletons
+        assert received[0]["weight"] is fitting or rank == 1
+        return received
+
+    return rank_main
+
+
+def test_all_state_travels_together() -> None:
+    for rank, (first, second, third) in enumerate(run_threads(3, copied(""))):
+        assert (first["weight"].tolist(), first["name"]) == ([1.0] * 3, "of 1")
+        assert [each.tolist() for each in second] == [[1] * 2, [1.0] * 3]
+        assert third.tolist() == [rank if rank == 2 else 1] * 2
+
+
+def test_state_that_one_rank_cannot_copy() -> None:
+    with pytest.raises(JoinError, match=r"the state of second cannot be copied .*: on rank 2, it is full; loop"):
+        run_threads(3, copied("it is full"))

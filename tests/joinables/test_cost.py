@@ -151,6 +151,10 @@ class Recorder(TorchCollective):
     def companion(self) -> Any:
         return self
 
+    def all_gather_into(self, tensor: torch.Tensor, outputs: Any) -> Any:
+        self.log.append("all_gather")
+        return super().all_gather_into(tensor, outputs)
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
         self.log.append("broadcast")
         return super().broadcast(tensor, source)
@@ -200,12 +204,12 @@ def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: lis
 
 
 def test_even_inputs_exit_with_a_broadcast_of_buffers_alone(pool: Pool) -> None:
-    # the header that shows nobody is active, and the last step's before; buffers, by dtype; the report
-    header, buffers, report = ["all_reduce sum", "wait"], ["broadcast", "broadcast"], ["all_reduce sum", "wait"]
+    # the header that shows nobody is active, and the last step's before; what is compared, with the report; all buffers
+    header, compared, buffers = ["all_reduce sum", "wait"], ["all_gather"], ["broadcast"]
     for _, on_exit in pool.run(record, "mlp", [3, 3], ranks=2, over_group=True):
-        assert on_exit == header + report
+        assert on_exit == header + compared
     for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2, over_group=True):
-        assert on_exit == header + buffers + report
+        assert on_exit == header + compared + buffers
     for _, on_exit in pool.run(record, "norm", [3, 1], ranks=2, over_group=True):
         assert "broadcast" in on_exit
 

@@ -39,7 +39,7 @@ def sums_in_order(collective: Collective, line: Line) -> None:
 def sums_of_any_length(collective: Collective, line: Line) -> None:
     """Also where there is something to carry at every place."""
     rank, size = collective.rank, collective.world_size
-    for bits in (1, 31, 32, 33, 62, 63, 64, 65, 500, 2047, 2048, 2049, 5000):
+    for bits in (1, 31, 32, 33, 62, 63, 64, 65, 500, 2559, 2560, 2561, 5000):
         largest = ((1 << bits) - 1) // size
         work = line.sum(largest - (rank if bits > 20 else 0), bits)
         work.wait()
@@ -96,12 +96,12 @@ def lines_can_be_used_at_the_same_time(collective: Collective, line: Line) -> No
 def long_sums_do_not_mix_with_the_group(collective: Collective, line: Line) -> None:
     ones = torch.ones(1)
     if collective.rank == 0:
-        work, other = line.sum(1 << 2400, 2500), collective.all_reduce(ones)
+        work, other = line.sum(1 << 2600, 2700), collective.all_reduce(ones)
     else:
-        other, work = collective.all_reduce(ones), line.sum(1 << 2400, 2500)
+        other, work = collective.all_reduce(ones), line.sum(1 << 2600, 2700)
     work.wait()
     other.wait()
-    assert work.total() == collective.world_size << 2400
+    assert work.total() == collective.world_size << 2600
     assert ones.item() == collective.world_size
 
 
@@ -137,6 +137,19 @@ def roll_calls_and_sums_take_turns(collective: Collective, line: Line) -> None:
         assert roll_call.answers() == [call // 5] * collective.world_size
 
 
+def bytes_are_gathered(collective: Collective, line: Line) -> None:
+    rank, size = collective.rank, collective.world_size
+    for length in (1, 4, 273, 1000):  # the last does not fit into shared memory
+        rows = [bytes((each + at) % 256 for at in range(length)) for each in range(size)]
+        work = line.gather(rows[rank])
+        work.wait()
+        assert work.is_completed()
+        assert work.rows() == rows
+        total = line.sum(1, 9)  # each counts as one sum
+        total.wait()
+        assert total.total() == size
+
+
 CHECKS: list[Callable[[Collective, Line], None]] = [
     sums_in_order,
     sums_of_floats,
@@ -147,6 +160,7 @@ CHECKS: list[Callable[[Collective, Line], None]] = [
     sums_do_not_mix_with_the_group,
     everybody_answers,
     roll_calls_and_sums_take_turns,
+    bytes_are_gathered,
 ]
 
 

@@ -140,6 +140,44 @@ def test_a_rank_may_enter_late(store: dist.TCPStore) -> None:
     watch.end()
 
 
+class Memory(StoreBoard):
+    """A board that no rank has to wait for."""
+
+    outlives = True
+
+
+def test_a_short_block_needs_no_thread(store: dist.TCPStore) -> None:
+    short, lasting = Memory(0, 3, store), Memory(1, 3, store)
+    for each in (short, lasting):
+        each.begin(1)
+    with using(look=0.5):
+        watch = Watch(short, Progress, lambda: False)
+        watch.begin()
+        watch.end()
+        assert board(store, 1).progress()[0].done
+        other = Watch(lasting, Progress, lambda: False)
+        other.begin()
+        assert not other.is_alive() and not watch.is_alive()
+        deadline = time.monotonic() + SECONDS
+        while not other.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        other.end()
+        assert watch.ident is None
+    assert board(store, 0).progress()[1].done
+
+
+def test_a_note_in_a_short_block_starts_the_thread(store: dist.TCPStore) -> None:
+    memory = Memory(0, 3, store)
+    memory.begin(1)
+    with using(look=5.0):
+        watch = Watch(memory, Progress, lambda: False)
+        watch.begin()
+        watch.post(Note(0, 0, "ValueError", "rank 0 failed"), SECONDS)
+        assert [note.text for note in board(store, 1).notes()] == ["rank 0 failed"]
+        watch.end()
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_says_that_its_rank_has_left_if_somebody_has_asked(store: dist.TCPStore, asked: bool) -> None:
     """Else each block would leave keys in the store."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join, PeerError
+from join import Join, JoinError, PeerError
 from joinables import ZeroStep
 from tests.ending import Ending, assert_blamed
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
@@ -147,3 +147,43 @@ def decay_less(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     group = optimizer.param_groups[0]
     group["weight_decay"] = 0.1 if "step" not in group else group["weight_decay"] - 0.01
     group["step"] = True
+
+
+def leave_before_the_step(rank: int, changes: bool) -> tuple[str, list[torch.Tensor]]:
+    """Rank 1 leaves the block between its fourth backward and the step, for which the others may change the rate."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    error = ""
+    try:
+        with Join([ddp, optimizer]):
+            for step in range(6):
+                x, y = batch(rank, 0, step)
+                optimizer.zero_grad()
+                (ddp(x) - y).square().mean().backward()
+                if step == 3 and rank == 1:
+                    break
+                if step == 3 and changes:
+                    for group in optimizer.param_groups:
+                        group["lr"] = 0.05
+                optimizer.step()
+    except JoinError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return error, [parameter.detach() for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_a_rank_that_leaves_before_a_step_that_others_make_at_another_rate(pool: Pool, over_group: bool) -> None:
+    texts = [text for text, _ in pool.run(leave_before_the_step, True, over_group=over_group)]
+    for text in texts:
+        assert text.startswith("ProtocolError: all ranks must hold the same")
+        assert "['lr'] of parameter group 0 of the step of ZeroRedundancyOptimizer is 0.05 on rank 0, 0.1 on" in text
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_a_rank_that_leaves_before_a_step(pool: Pool, over_group: bool) -> None:
+    (error, first), *others = pool.run(leave_before_the_step, False, over_group=over_group)
+    assert error == ""
+    for other, parameters in others:
+        assert other == "" and all(map(torch.equal, first, parameters))

@@ -176,6 +176,10 @@ class Burst(Joinable):
     runs_ahead: ClassVar[bool] = False
     """Whether the burst cannot wait for its header's verdict, because foreign code starts it (autograd)."""
 
+    breaks_in_time: ClassVar[bool] = False
+    """Whether its collectives break under ``timeout`` if a rank does not come to them. Else its header is awaited then,
+    in which a missing rank is looked for."""
+
     flag_count: ClassVar[int] = 0
     """How many flags this burst adds to every header."""
 

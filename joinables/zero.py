@@ -61,6 +61,7 @@ class ZeroStep(Announcing):
             where it cannot be shadowed.
     """
 
+    breaks_in_time = True  # by the time limit of the group
     tracks_leader = True  # whose hyperparameters joined ranks take over
 
     def __init__(

@@ -119,6 +119,7 @@ SIGNATURES = {
     "JoinHook.main_hook": "self",
     "JoinHook.post_hook": "self, is_last_joiner",
     "Burst.flags": "self, active",
+    "Burst.check_leavers": "self",
     "Burst.fulfil": "self",
     "JoinConfig": "enable, throw_on_early_termination, is_first_joinable",
     "JoinConfig.construct_disabled_join_config": "",

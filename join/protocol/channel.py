@@ -15,9 +15,9 @@ block every burst of collectives is announced by one header (``join.protocol.hea
               apply the previous header
 
 Applying a header elects a new leader, by one more all-reduce, if the old one has left and any burst needs a leader.
-Under ``throw_on_early_termination`` each header is awaited before its burst; under ``timeout``, that of a backward is
-awaited before the reducer waits for gradients. In a loop over ``Join.iterate`` another mode replaces this one
-(``join.lockstep.mode``).
+Under ``throw_on_early_termination`` each header is awaited before its burst. So it is under ``timeout``, but for DDP's
+and ZeRO's, whose collectives break; that of a backward is awaited before the reducer waits for gradients. In a loop
+over ``Join.iterate`` another mode replaces this one (``join.lockstep.mode``).
 
 *Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); a rank that
 is about to announce another burst, or to leave, first flushes the pending one: it runs the burst and contributes
@@ -47,7 +47,7 @@ from join.errors import JoinError, ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable
 from join.lockstep.progress import LateUse
-from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope
+from join.protocol.headers import FRESH, STOPPING, Header, Headers, LastHeader, Member, Roster, Scope
 from join.scaling import Scaling
 from join.transfer import OwnTensors
 
@@ -142,8 +142,10 @@ class Channel:
         self.has_run_out = False  # of a block around this one
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size))
+        for member in scope.announcing:  # or they and the last header hold each other
+            member.announced_in = LastHeader()
         if not scopes:
-            self.headers.last.member = None
+            self.headers.last = LastHeader()
             self.guard.end()
         return not scopes
 
@@ -438,6 +440,8 @@ class Announced(Mode):
         work = headers.send((), index)
         if index != headers.last.expected or self._channel.roster.throws:
             headers.confirm()  # before anything else, which others that run what is expected would not come to
+        elif index in self._channel.roster.awaited:
+            headers.read()
         if headers.depth > 1:
             headers.apply_before(self.elect, index)
         return work

@@ -229,6 +229,7 @@ class Roster:
         tracks_leader: whether there are any.
         throws: whether all ranks raise as soon as one has run out, as the innermost block says.
         timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
+        awaited: the indices of those whose headers are awaited for that (``Burst.breaks_in_time``).
     """
 
     def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
@@ -245,6 +246,8 @@ class Roster:
         self.throws, self.timeout = (scopes[-1].throw, scopes[-1].timeout) if scopes else (False, None)
         self.needing_leader = {index for index, burst in self.bursts if burst.tracks_leader}
         self.tracks_leader = bool(self.needing_leader)
+        limited = {index for index, burst in self.bursts if burst.breaks_in_time}
+        self.awaited = set(range(len(self.announcing))) - limited if self.timeout is not None else set[int]()
         regular = [index for index, member in enumerate(self.announcing) if not member.interjects]
         backwards = [index for index, burst in self.bursts if burst.runs_ahead]
         self.is_alone = len(regular) == 1

@@ -27,6 +27,7 @@ class DDPBurst(Announcing):
     """What the bursts of a DDP module have in common: the module they stand for."""
 
     what: ClassVar[str]
+    breaks_in_time = True  # by the time limit of the group
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)

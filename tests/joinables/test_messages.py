@@ -179,7 +179,8 @@ def test_buffers_of_other_sizes_than_last_time(pool: Pool) -> None:
         assert found == [[[True] * lengths[count - 1][0], {1}, {0.5}]] * 2
 
 
-def test_buffers_that_differ_in_size(pool: Pool) -> None:
-    for (text,) in pool.run(lengthen, [(3, 3), (3, 3), (3, 200)], ranks=2):
+@pytest.mark.parametrize("last", [(3, 200), (200, 3)])
+def test_buffers_that_differ_in_size(pool: Pool, last: tuple[int, int]) -> None:
+    for (text,) in pool.run(lengthen, [(3, 3), (3, 3), last], ranks=2):
         assert "the shape of buffer mask of the buffer broadcast" in text
-        assert "[3] on rank 0, [200] on rank 1" in text
+        assert f"[{last[0]}] on rank 0, [{last[1]}] on rank 1" in text

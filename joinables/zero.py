@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
-from join import Join, ProtocolError
-from join.agreement import check_equal
+from join import Join
 from join.collectives._torch_private import pytree
 from join.transfer import Exchange
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
@@ -177,11 +176,7 @@ class ZeroStep(Announcing):
     @override
     def check_leavers(self) -> None:
         # One that has left between the backward and this step was not sent the learning rate of the others.
-        try:
-            values = [(self.join_name, group_values(self._stepped_by))]
-            check_equal(self._collective, values, self._channel.guard.wait)
-        except ProtocolError as error:
-            self._channel.guard.raise_on_all(error)
+        self._channel.check_equal([(self.join_name, group_values(self._stepped_by))])
 
 
 def _is_number(value: Any) -> bool:

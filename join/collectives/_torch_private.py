@@ -131,9 +131,9 @@ def abort_on_devices(seconds: float) -> bool:
     backends = {group._get_backend(device) for group, device in devices if device.type != "cpu"}
     # MPI's abort ends the process.
     hanging = [backend for backend in backends if backend.name() not in ("gloo", "mpi") and hasattr(backend, "abort")]
-    aborts = [backend.abort for backend in hanging if backend not in _aborted]
-    _aborted.extend(backend for backend in hanging if backend not in _aborted)
-    threads = [threading.Thread(target=abort, name="join abort", daemon=True) for abort in aborts]
+    new = [backend for backend in hanging if backend not in _aborted]
+    _aborted.extend(new)
+    threads = [threading.Thread(target=backend.abort, name="join abort", daemon=True) for backend in new]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds

@@ -14,7 +14,6 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast, get_args
 
 import torch
@@ -222,13 +221,13 @@ class Collective(ABC):
 
     _blocks = 0
 
-    @cached_property
+    @property
     def agreed(self) -> dict[int, Any]:
         """What ranks have agreed on in earlier blocks, by the digest of what these were entered with (``join.block``).
 
         The same on all ranks. The first block finds nothing here.
         """
-        return {}
+        return vars(self).setdefault("_agreed", {})
 
     def next_block(self) -> int:
         """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""

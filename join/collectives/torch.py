@@ -108,7 +108,6 @@ class TorchCollective(StoreCollective):
         self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
-        vars(self)["agreed"] = self._shared.agreed  # the cached property
         let_go_before_exit(group)
 
     @property
@@ -248,6 +247,11 @@ class TorchCollective(StoreCollective):
         # As bytes, since gloo does not know every dtype and copying needs none.
         group = self._cpu_group if tensor.is_cpu else self.group
         return group.allgather([[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())])
+
+    @property
+    @override
+    def agreed(self) -> dict[int, Any]:
+        return self._shared.agreed
 
     @override
     def next_block(self) -> int:

@@ -37,7 +37,7 @@ from typing import NoReturn
 import torch
 from typing_extensions import override
 
-from join.agreement import check_equal, values_of
+from join.agreement import Values, check_equal, values_of
 from join.batch import Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
@@ -338,12 +338,20 @@ class Channel:
         self._last_loop = LastLoop(place, uneven, source, had_data, self.headers.tally.headers)
         self._outstanding = []  # in a loop, a follower may be left out
         listed = [member.joinable for member in self.roster.listed]
-        try:
-            check_equal(self.collective, values_of(listed), self.guard.wait)
-        except ProtocolError as error:
-            self.guard.raise_on_all(error)
+        self.check_equal(values_of(listed))
         tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
         self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), listed, source)
+
+    def check_equal(self, values: Values) -> None:
+        """Make sure that all ranks hold the same values; called at the same place on all.
+
+        Raises:
+            ProtocolError: on all ranks, if they do not.
+        """
+        try:
+            check_equal(self.collective, values, self.guard.wait)
+        except ProtocolError as error:
+            self.guard.raise_on_all(error)
 
     def synchronise_own(self, tensors: OwnTensors, joinables: Sequence[Joinable], source: int) -> None:
         """Copy what each rank has for itself, from rank ``source``, where nothing was shadowed."""

@@ -464,12 +464,15 @@ class Headers:
                     self.foresight.saw(index)
         return last.header
 
-    def is_foreseen(self, index: int | None) -> bool:
-        """Return whether all ranks expected this burst in the last header, so that those that run it do not wait."""
-        return index is not None and index == self.last.expected and self._may_be_foreseen(self.last)
+    def is_foreseen(self, index: int, last: LastHeader | None = None) -> bool:
+        """Return whether all ranks expected this burst in the last header, so that those that run it do not wait.
 
-    def _may_be_foreseen(self, last: LastHeader) -> bool:
-        return last.before is not None and not self.roster.throws
+        Args:
+            index: that of the member whose burst it is.
+            last: another header than the last one, if it is in that.
+        """
+        last = last or self.last
+        return index == last.expected and last.before is not None and not self.roster.throws
 
     def active_for(self, burst: Burst) -> int:
         """Return how many ranks are active as far as all know that run ``burst``, which is in the last header.
@@ -511,8 +514,7 @@ class Headers:
         header = self.read()
         if header.stopping:
             self._guard.raise_early_termination(exhausted=False)
-        if header.diverged:
-            self._raise_diverged(self.last)
+        self.check()
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
@@ -520,7 +522,7 @@ class Headers:
         """Act on headers that were not acted on before, but for the last one, if its burst was foreseen."""
         self.apply_before(elect)
         last = self.last
-        if not (last.is_applied or (self.depth > 1 and self._was_foreseen(last))):
+        if not (last.is_applied or self._was_foreseen(last)):
             self.apply(last, elect)
 
     def apply_before(self, elect: Callable[[bool], int], index: int | None = None) -> None:
@@ -532,7 +534,7 @@ class Headers:
             self.apply(before, elect)
 
     def _was_foreseen(self, last: LastHeader) -> bool:
-        if last.expected is None or not self._may_be_foreseen(last):
+        if last.expected is None or not self.is_foreseen(last.expected, last):
             return False
         if last.member is None:
             return last.header is not None and last.expected in last.header.announcements
@@ -547,7 +549,7 @@ class Headers:
         if before is not None and before.header is not None and before.header.active > header.active:
             for index in header.announcements:
                 burst = self.roster.announcing[index].burst
-                if burst is not None and index == last.expected and self._may_be_foreseen(last):
+                if burst is not None and self.is_foreseen(index, last):
                     burst.check_leavers()
         last.before = None
         if not (last.knows_leader or header.leader_alive):

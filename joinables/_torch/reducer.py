@@ -296,9 +296,10 @@ def multiply_gradients(
 
 def take_out(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Set tensors to 0, all at once where a device can; copies of what they held. Stands in for public calls, too."""
-    copies = torch._foreach_mul(tensors, 1.0) if tensors else []
-    if tensors:
-        torch._foreach_zero_(tensors)
+    if not tensors:
+        return []
+    copies = torch._foreach_mul(tensors, 1.0)
+    torch._foreach_zero_(tensors)
     return copies
 
 

@@ -9,41 +9,27 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from typing_extensions import override
 
-from join import Burst, Join, JoinError, JoinHook
+from join import Burst, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
 from join.collectives.timeouts import using
+from join.joinable import OnGroup
 
 SEEDS = 40 * int(os.environ.get("SOAK", "1"))
 AT_ONCE = 10  # programs in a test
 
 
-class Sum(Burst, JoinHook):
+class Sum(OnGroup, Burst):
     """Sums over all ranks; the leader then tells all that it leads, if it is to."""
 
     def __init__(self, collective: ThreadCollective, size: int, tells: bool) -> None:
-        super().__init__()
+        super().__init__(collective)
         self.collective, self.size, self.tracks_leader = collective, size, tells  # type: ignore[misc]
         self.total, self.leaders = 0, list[int]()
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return self
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> ThreadCollective:
-        return self.collective
 
     @property
     @override

@@ -7,6 +7,7 @@ program like any script; it is judged from outside.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import fcntl
 import importlib
@@ -169,11 +170,11 @@ class Running:
             return [End(*ended[number], *call.came_out(rank)) for rank, (number, _) in enumerate(self._started)]
 
     def _end_by_force(self, pids: list[int]) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(pid, number)
+            time.sleep(0.5)
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,8 @@ class StoreBoard(Board):
         self._shared_store = store
         self._before = (rank - 1) % world_size  # whose beats this rank listens to, as another does to its own
         self._next_beat = 0.0
-        self._heard: int | None = None  # how often that rank has said that it lives
-        self._has_begun, self._unheard = False, 0  # whether it has in this block; how many beats it has not
+        self._beats = 0  # how often this rank has said that it lives
+        self._heard, self._unheard = "", 0  # what that rank has said last; for how many beats nothing else
 
     @cached_property
     def _store(self) -> dist.Store:
@@ -174,13 +174,22 @@ class StoreBoard(Board):
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + timeouts().beat
-            self._store.add(f"board/beat/{self.rank}", 1)
-            heard = self._store.add(f"board/beat/{self._before}", 0)
-            is_new = heard != self._heard
-            self._has_begun |= is_new and self._heard is not None  # it may enter late
-            # In beats of this rank's own, not in seconds: all ranks may have been suspended.
-            self._heard, self._unheard = heard, 0 if is_new else self._unheard + 1
-        return [self._before] if self._has_begun and self._unheard * timeouts().beat >= timeouts().silent else []
+            self._beats += 1
+            self._store.set(self._beat_of(self.rank), f"{self.block} {self._beats}")
+            heard = self._beat_said_by(self._before)
+            # A rank may enter late. Silence is counted in beats of this rank's own, not in seconds: all ranks may have
+            # been suspended.
+            is_here = heard.startswith(f"{self.block} ")
+            self._unheard = self._unheard + 1 if is_here and heard == self._heard else 0
+            self._heard = heard
+        return [self._before] if self._unheard * timeouts().beat >= timeouts().silent else []
+
+    def _beat_of(self, rank: int) -> str:
+        return f"board/beat/{rank}"  # the same key in all blocks, so that no keys are left
+
+    def _beat_said_by(self, rank: int) -> str:
+        key = self._beat_of(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     @override
     def _put(self, kind: Kind, text: str) -> None:

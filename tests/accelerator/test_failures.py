@@ -29,7 +29,6 @@ from tests.models import batch, build
 SECONDS = 10.0  # that the others may take
 if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores
     SECONDS = 30.0
-WATCHDOG = 6.0
 STALL = 1.0
 AT_ONCE = 5
 COUNTS = 6, 6, 2
@@ -65,6 +64,8 @@ CELLS += [
 def fail(cell: Cell) -> None:
     say("failed", time.time())
     if cell.how == "killed":
+        if cell.over_group:
+            time.sleep(1.0)  # until its watch has said once that it lives: without that, it may be about to enter
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("mine")
 
@@ -83,8 +84,7 @@ def _train(rank: int, target: Target, cell: Cell) -> None:
         for step, (x, y) in enumerate(join.iterate(mine) if cell.loop == "iterate" else mine):
             fails = rank == FAILS and step == FAILS_AT
             if step == FAILS_AT - 1 and target.is_simulated:
-                watchdog = 2 * WATCHDOG if cell.over_group else WATCHDOG
-                simulated.configure(stall=STALL, watchdog=watchdog)  # only now: until then, ranks may come late
+                simulated.configure(stall=STALL, watchdog=2 * SECONDS)  # only now: until then, ranks may come late
             optimizer.zero_grad()
             if fails and cell.where == "forward":
                 fail(cell)

@@ -113,6 +113,22 @@ def test_a_rank_that_says_no_more_is_gone_for_all(store: dist.TCPStore) -> None:
         watch.end()
 
 
+def test_a_rank_that_ends_at_once_is_gone(store: dist.TCPStore) -> None:
+    """It has said once that it lives."""
+    board(store, 0).ended()
+    watch, aborted = start(store, 1)
+    assert aborted.wait(SECONDS) and watch.news.ended == [0]
+    watch.end()
+
+
+def test_a_rank_may_be_in_an_earlier_block(store: dist.TCPStore) -> None:
+    board(store, 0, block=1).ended()
+    second = board(store, 1, block=2)
+    for _ in range(25):
+        assert second.ended() == []
+        time.sleep(0.06)
+
+
 def test_ranks_that_are_suspended_together_live(store: dist.TCPStore) -> None:
     first, second = board(store, 0), board(store, 1)
     for _ in range(3):

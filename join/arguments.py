@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
-from join.collectives import Collective, collective_of
+from join.collectives import Collective, SingleCollective, collective_of
 from join.joinable import Joinable, JoinHook
 from join.registry import joinables_of
 
@@ -104,7 +106,7 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
 
     Raises:
         TypeError: if one cannot join.
-        ValueError: if one is there twice, or none communicates.
+        ValueError: if one is there twice.
     """
     expanded: list[Joinable] = []
     seen: dict[int, int] = {}
@@ -120,12 +122,6 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
                 )
             seen[id(target)] = position
         expanded += joinables
-    if not any(joinable.communicates for joinable in expanded):
-        names = ", ".join(joinable.join_name for joinable in expanded)
-        raise ValueError(
-            f"joinables=[{names}] has no object that communicates; list the module wrapped in DistributedDataParallel"
-            " (or another Joinable) too [J013]"
-        )
     return expanded
 
 
@@ -141,17 +137,26 @@ def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
     raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook [J014]")
 
 
-def common_collective(joinables: Sequence[Joinable], group: Any) -> Collective:
-    """Return the collective of the joinables' group.
+def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool) -> Collective:
+    """Return the collective of the joinables' group; one of this process alone if nothing has to communicate.
 
     Args:
         joinables: those listed.
         group: the group that ``Join`` was given; ``...`` if none was.
+        enable: whether the block does anything.
 
     Raises:
-        ValueError: if they have several.
+        ValueError: if they have several, or if none communicates and there are other processes.
     """
     communicating = [joinable for joinable in joinables if joinable.communicates]
+    if not communicating:
+        if enable and (dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1"):
+            names = ", ".join(joinable.join_name for joinable in joinables)
+            raise ValueError(
+                f"joinables=[{names}] has no object that communicates; list the module wrapped in"
+                " DistributedDataParallel (or another Joinable) too [J013]"
+            )
+        return SingleCollective() if group is ... else collective_of(group)
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating
     collective = collective_of(first.join_process_group)
     for other in others:

@@ -62,7 +62,8 @@ class Join:
     Args:
         joinables: DDP modules, optimizers, schedulers, scalers, :class:`Joinable` objects of your own, torch's. What is
             trained and not listed is not kept in step. ``[]``: for loops over :meth:`iterate` that train nothing.
-        enable: ``False`` makes the block do nothing, for inputs known to be even.
+        enable: ``False`` makes the block do nothing, for inputs known to be even. In one process, without a process
+            group, it does nothing if nothing that is listed communicates: a plain module, say.
         throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
         timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
             active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
@@ -75,7 +76,8 @@ class Join:
             divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
 
     Raises:
-        ValueError: no joinable and no group, none that communicates, one given twice, or two process groups.
+        ValueError: no joinable and no group, none that communicates on many ranks, one given twice, or two process
+            groups.
         TypeError: an object that cannot join, a ``Joinable`` whose constructor did not call ``Joinable.__init__``, or a
             keyword that no hook takes.
         ProtocolError: on entering, on all ranks, if they list different objects or give different arguments.
@@ -97,11 +99,12 @@ class Join:
         self._timeout = checked_timeout(timeout)
         self._objects, self._group = listed(joinables, process_group), process_group
         self._block: OpenBlock | None = None  # while the block is open
+        self._enable = enable
         self._begin_anew()
         check_keywords(self._joinables, kwargs)
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
-        self._enable, self._throw, self._kwargs = enable, throw_on_early_termination, kwargs
+        self._throw, self._kwargs = throw_on_early_termination, kwargs
         self._divisor = checked_divisor(loss_divided_by)
         self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
         self._weight: float | None = None
@@ -110,7 +113,8 @@ class Join:
     def _begin_anew(self) -> None:
         """Make new joinables for the objects, and a new report: the old ones remember the last block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
-        self._collective = common_collective(self._joinables, self._group)
+        self._collective = common_collective(self._joinables, self._group, enable=self._enable)
+        self._enable = self._enable and any(joinable.communicates for joinable in self._joinables)
         self._loops = Loops()
         self._report: Callable[[], JoinReport] | None = None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 
@@ -22,7 +24,8 @@ class LossGate(torch.nn.Module):
                 ddp(module.loss(batch)).backward()
                 optimizer.step()
 
-    DDP finds the parameters behind the loss. It needs ``find_unused_parameters=True`` if a loss may reach only some.
+    DDP finds the parameters behind the loss. It needs ``find_unused_parameters=True`` if a loss may reach only some. A
+    loss that reaches none, such as ``torch.tensor(0.0, requires_grad=True)``, gives gradients of 0.
 
     Args:
         trained: the module; its parameters and buffers are those that DDP sees, with ``trained.`` before their names.
@@ -35,7 +38,23 @@ class LossGate(torch.nn.Module):
     def __init__(self, trained: torch.nn.Module) -> None:
         super().__init__()
         self.trained = trained
+        self._trained_ids = {id(parameter) for parameter in trained.parameters() if parameter.requires_grad}
 
     @override
     def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss
+        if not loss.requires_grad or self._is_reached_from(loss):
+            return loss
+        return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in self.trained.parameters())
+
+    def _is_reached_from(self, loss: torch.Tensor) -> bool:
+        """Whether a backward of the loss comes to a parameter, or may: the nearest is mostly some nodes away."""
+        nodes: list[Any] = [get_gradient_edge(loss).node]
+        seen = {None, *nodes}
+        for node in nodes:  # to which those behind it are added
+            # A function in Python may run a backward of its own, as a reentrant checkpoint does.
+            if isinstance(node, BackwardCFunction) or id(getattr(node, "variable", None)) in self._trained_ids:
+                return True
+            behind = {each for each, _ in node.next_functions} - seen
+            seen |= behind
+            nodes += behind
+        return False

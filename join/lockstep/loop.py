@@ -398,6 +398,9 @@ def check_loader(loader: Any) -> None:
     """Raise a ``TypeError`` for what cannot be iterated."""
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader={loader!r} cannot be iterated; give a DataLoader, a list or a generator [J068]")
+    if getattr(loader, "__name__", "") == "log_every":  # the generator of a MetricLogger, wherever that is from
+        #: Write ``log_every(join.iterate(loader))``.
+        raise TypeError("log_every(...) would log each batch before the loop's body; put it around join.iterate [J524]")
 
 
 # -- dummies ----------------------------------------------------------------------------------------------------------

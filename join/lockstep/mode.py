@@ -85,13 +85,13 @@ class Lockstep(Mode):
         self.is_uneven = False
         """Whether some rank had no data in the last step in which others had."""
         collective, timeout = channel.collective, self._guard.timeout
-        self.barrier = None if timeout is None else collective.line(BARRIERS)
+        self._meetings = collective.line(BARRIERS)
+        self.barrier = None if timeout is None else self._meetings
         """The line on which all ranks wait for each other, with a ``timeout``."""
         self.roll_calls = collective.line(ROLL_CALLS)
         """The line on which the loop's roll calls are held."""
-        for line in (self.roll_calls, self.barrier):  # and all ranks meet once more before they use them
-            if line is not None:
-                line.restart()
+        for line in (self.roll_calls, self._meetings):  # and all ranks meet once more before they use them
+            line.restart()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -106,6 +106,15 @@ class Lockstep(Mode):
         self._channel.prepare()
         progress = self.progress
         progress.ended, progress.begun_by_then = progress.steps, progress.begun
+
+    def meet(self) -> None:
+        """End the step with all ranks: what communicates next does not know of the loop, or who left something out.
+
+        Raises:
+            ProtocolError: on this rank, if it left something out of the step; on the others, PeerError.
+        """
+        self.end_step()
+        self._guard.wait(self._meetings.sum(0, 1), f"ended step {self.progress.steps} of join.iterate")
 
     def end(self) -> None:
         """All ranks leave the loop together."""

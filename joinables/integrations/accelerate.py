@@ -16,8 +16,11 @@ In the block, ``accelerator.backward`` scales each loss by the weight of its bat
 
 A loop over ``join.iterate`` reads ahead, so Accelerate's own loader says too early that it has come to its end; and on
 each rank at another step. In such a loop ``accelerator.accumulate`` asks the block, whose windows of accumulation end
-at the same step on all ranks. In a plain loop each rank's window ends with its own loader, and the last reductions have
-fewer micro-batches.
+at the same step on all ranks, and so does whoever asks for ``end_of_dataloader`` or saves the state of a loader. In a
+plain loop each rank's window ends with its own loader, and the last reductions have fewer micro-batches.
+
+A dummy is the rank's last batch itself, of weight 0: the body of a script for a framework seldom expects empty ones. So
+what a rank with a dummy gives to ``gather_for_metrics`` and ``reduce`` is left out.
 
 Tried on Accelerate 1.15.0.
 """
@@ -28,18 +31,19 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, override
 
 from join import Join, JoinError
+from join.batch import map_tensors
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
 from join.lockstep.loop import Batches
@@ -73,7 +77,9 @@ def join_uneven_inputs(
     ``accelerate.data_loader.prepare_data_loader(loader, num_processes=1, process_index=0)``.
 
     In a loop over ``join.iterate``, ``accelerator.gather_for_metrics`` returns the rows of all ranks that have data,
-    also where their numbers differ. In a plain one, where ranks without data never come to it, it raises.
+    also where their numbers differ; ``accelerator.reduce`` is over these ranks; ``accelerator.gather`` raises, since it
+    would have rows of dummies. In a plain loop, where ranks without data never come to them, they raise. The dummies
+    are ``dummy="last"`` by default, but ``"empty"`` where the model has SyncBatchNorm.
 
     Args:
         accelerator: an ``accelerate.Accelerator``: of one process, or of many with DDP or FSDP2.
@@ -117,6 +123,7 @@ class AcceleratedJoin(Join):
             self.weight = 1.0
         self._accelerator, self._even_batches = accelerator, even_batches
         self._restore = ExitStack()
+        self._loader: Any = None  # of the last loop over iterate
 
     @override
     def __enter__(self) -> Self:
@@ -135,7 +142,8 @@ class AcceleratedJoin(Join):
         if self._block is not None:  # else enable=False
             for loader in accelerator._dataloaders:
                 self._set_evenness(loader)
-            undo.enter_context(gathering_rows(accelerator, self, self._has_no_rows))
+            undo.enter_context(counting_no_dummies(accelerator, self))
+            undo.enter_context(replaced(accelerator, "save_state", partial(self._save_state, accelerator.save_state)))
 
     @override
     def __exit__(
@@ -143,6 +151,8 @@ class AcceleratedJoin(Join):
     ) -> None:
         with self._restore:
             super().__exit__(kind, error, traceback)
+        if hasattr(self._loader, "dl_state_dict"):  # it was ahead where the loop was left by a break
+            self._loader.dl_state_dict, self._loader = self.loader_state(), None
 
     def _set_evenness(self, loader: Any) -> None:
         module: Any = importlib.import_module("accelerate.data_loader")
@@ -161,18 +171,21 @@ class AcceleratedJoin(Join):
                 " it out of accelerator.prepare, and let each rank read a stream of its own"
             )
 
-    def _has_no_rows(self) -> bool:
-        """Whether ``gather_for_metrics`` has no rows of this rank in this step.
-
-        Raises:
-            JoinError: outside a loop over ``iterate``.
-        """
-        if self._step is None:
+    def _save_state(self, as_usual: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Save the state, with that of the loader of the loop under way as of the batch in hand."""
+        if hasattr(self._loader, "dl_state_dict"):
+            ends = set(self.collective.all_gather_object(self.loader_state().get("_iterator_finished", False)))
+            is_wrong, state = len(ends) > 1, replaced(self._loader, "state_dict", self.loader_state)
+        else:
+            read: list[Any] = self._accelerator.gradient_state.dataloader_references
+            state, is_wrong = nullcontext(), bool(self._step) and any(hasattr(each, "dl_state_dict") for each in read)
+        if is_wrong:
             raise JoinError(
-                "ranks without data never come to gather_for_metrics in a plain loop, nor before or after it in the"
-                " block; loop over join.iterate(loader), or gather after the block [J116]"
+                "save_state has one place for all ranks, and some are at their end, or the loader is wrapped; save"
+                " earlier, loop over the prepared loader itself, or save join.loader_state() of each rank [J520]"
             )
-        return self.shadowing
+        with state:
+            return as_usual(*args, **named)
 
     def _set_sync_gradients(self, as_usual: Callable[[], None]) -> None:
         """Tell Accelerate whether gradients are reduced in the micro-batch that begins."""
@@ -183,8 +196,11 @@ class AcceleratedJoin(Join):
 
     @override
     def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:
-        """As of :class:`Join`; without ``window``, one has Accelerate's ``gradient_accumulation_steps``."""
+        """As of :class:`Join`; a window has Accelerate's ``gradient_accumulation_steps``, dummies are last batches."""
+        mixes_ranks = self._block is not None and any(b.mixes_ranks for _, b in self.channel.roster.bursts)
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
+        options.setdefault("dummy", "empty" if mixes_ranks else "last")
+        self._loader = loader
         return super().iterate(loader, until, **options)
 
 
@@ -205,25 +221,56 @@ def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]
     return replaced(accelerator, "backward", scaled_backward)
 
 
-def gathering_rows(accelerator: Any, join: Join, has_none: Callable[[], bool]) -> AbstractContextManager[None]:
-    """A context in which ``accelerator.gather_for_metrics`` is :func:`gather_rows`, or the same of a list of objects.
+@contextmanager
+def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
+    """A context in which an accelerator's collectives leave out what dummies give, and its loaders end with the loop.
 
     Args:
-        accelerator: the object that is asked to gather.
+        accelerator: the object that is asked.
         join: the block whose loop over ``iterate`` is under way.
-        has_none: whether this rank has no rows.
     """
+    as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
-    def gather(input_data: Any, use_gather_object: bool = False) -> Any:
-        none = has_none()
+    def is_at_end(_: object) -> bool:
+        return join.is_last_step if join.channel.is_in_loop_body else cast("Any", state).end_of_dataloader
+
+    # One of Accelerate's, all of which have the same attributes.
+    gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
+
+    def gather(tensor: Any) -> Any:
+        raise JoinError(
+            "accelerator.gather has rows of dummies, too; call accelerator.gather_for_metrics, which has not [J521]"
+        )
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         if not use_gather_object:
-            return gather_rows(join, input_data, none=none)
-        return list(chain.from_iterable(join.collective.all_gather_object([] if none else list(input_data))))
+            return gather_rows(join, input_data)
+        own: list[Any] = [] if join.shadowing else list(input_data)
+        return list(chain.from_iterable(join.collective.all_gather_object(own)))
 
-    return replaced(accelerator, "gather_for_metrics", gather)
+    def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if tensor is accelerator.flag_tensor:  # of set_trigger, on any rank
+            return as_usual(tensor, reduction, scale)
+        over = {"mean": torch.mean, "max": torch.amax}.get(reduction, torch.sum)
+        ranks = gather_rows(join, map_tensors(lambda each: each[None], tensor))
+        return map_tensors(lambda rows: over(rows, 0), ranks)
+
+    def in_loop(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if not join.channel.is_in_loop_body:
+            raise JoinError(
+                f"ranks without data never come to accelerator.{call.__name__} outside of a loop over join.iterate; use"
+                " one, or call it after the block [J116]"
+            )
+        return call(*args, **named)
+
+    with ExitStack() as undo:
+        undo.enter_context(replaced(accelerator, "gradient_state", gradient_state))
+        for call in (gather, gather_for_metrics, reduce):
+            undo.enter_context(replaced(accelerator, call.__name__, partial(in_loop, call)))
+        yield
 
 
-def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
+def gather_rows(join: Join, data: Any) -> Any:
     """The rows of ``data`` of all ranks with data in this step, in rank order; ranks may have different numbers.
 
     All ranks call it in the same step. Without it, what a dummy gives would count as a sample.
@@ -232,14 +279,13 @@ def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
         join: the block whose loop over ``iterate`` is under way.
         data: tensors in lists, tuples and dicts, ``[rows, ...]`` each, all but the rows alike on all ranks; a tensor
             without dimensions is a row.
-        none: whether this rank has no rows; by default, whether it has a dummy in this step.
 
     Returns:
         The same, with the rows of all ranks.
     """
     leaves, spec = pytree.tree_flatten(data)
     rows: list[torch.Tensor] = [leaf if leaf.dim() else leaf[None] for leaf in leaves]
-    if join.shadowing if none is None else none:
+    if join.shadowing:
         rows = [tensor[:0] for tensor in rows]
     ranks = gather_trees(join.collective, rows)
     return pytree.tree_unflatten(
@@ -250,8 +296,12 @@ def gather_rows(join: Join, data: Any, *, none: bool | None = None) -> Any:
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def check_accelerator(accelerator: Any) -> None:
+def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> None:
     """Refuse what is no accelerator, or one that cannot train on uneven inputs.
+
+    Args:
+        accelerator: what was given.
+        caller: the name of what it was given to, for the error.
 
     Raises:
         TypeError, ValueError, ImportError: as :func:`join_uneven_inputs`.
@@ -264,24 +314,29 @@ def check_accelerator(accelerator: Any) -> None:
         )
     version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if version < OLDEST:
-        raise ImportError(
-            f"join_uneven_inputs needs Accelerate 1.15 or newer, not {library.__version__}; upgrade it [J118]"
-        )
+        raise ImportError(f"{caller} needs Accelerate 1.15 or newer, not {library.__version__}; upgrade it [J118]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
-        raise ValueError(f"join_uneven_inputs cannot train with {kind}; use DDP or FSDP2 [J119]")
+        raise ValueError(f"{caller} cannot train with {kind}; use DDP or FSDP2 [J119]")
     if kind == "FSDP" and not accelerator.is_fsdp2:
-        raise ValueError("FSDP1 cannot join; give FullyShardedDataParallelPlugin(fsdp_version=2) [J120]")
+        raise ValueError(
+            "FSDP1 cannot join; give FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_config={'version': 2} to a"
+            " Trainer [J120]"
+        )
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise ValueError(
             "sync_each_batch=True reduces each micro-batch by itself, where no mean over the window can be made; leave"
-            " it out [J121]"
+            " it out of GradientAccumulationPlugin, or of gradient_accumulation_kwargs [J121]"
         )
 
 
-def check_wrapping(module: Any) -> None:
-    """Raise a ``ValueError`` for a module that is wrapped twice."""
+def check_wrapping(module: Any, way_out: str = "give accelerator.prepare the plain one") -> None:
+    """Raise a ``ValueError`` for a module that is wrapped twice.
+
+    Args:
+        module: what is trained.
+        way_out: what to do, for the error.
+    """
     if isinstance(module, DistributedDataParallel) and isinstance(module.module, DistributedDataParallel):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel twice; give accelerator.prepare the plain one [J122]"
-        )
+        #: Give what wraps the model the plain one.
+        raise ValueError(f"the model is wrapped in DistributedDataParallel twice; {way_out} [J122]")

@@ -1,10 +1,10 @@
-"""Uneven inputs with Transformers: :class:`JoinTrainer`, a mixin for ``transformers.Trainer`` and its subclasses.
+"""Uneven inputs with Transformers: :class:`JoinTrainer`, and :class:`JoinTrainerMixin` for subclasses of ``Trainer``.
 
 ::
 
-    class MyTrainer(JoinTrainer, Trainer): ...
+    JoinTrainer(model, args, train_dataset=stream_of_this_rank, eval_dataset=another).train()
 
-    MyTrainer(model, args, train_dataset=stream_of_this_rank, eval_dataset=another).train()
+    class MyTrainer(JoinTrainerMixin, SFTTrainer): ...
 
 Each rank reads its own stream, as long as it is: nothing is dispatched, cut off or repeated. What makes a training
 exact is Transformers' own arithmetic, which already counts tokens over a window of accumulation on all ranks, once the
@@ -13,7 +13,7 @@ ranks run the same windows::
     rank with batches                                rank that has run out
     -----------------                                ---------------------
     roll call of ``Join.iterate``                    the same
-    a window of up to k micro-batches, and as many   a window of k dummies, whose labels count no token
+    a window of up to k micro-batches, and as many   a window of k dummies, the last batch with loss 0
       dummies as are missing
     all-gather of the numbers of tokens; where none  the same, with 0
       are counted, all-reduce of micro-batches
@@ -36,6 +36,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -47,17 +48,21 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from join import Join, JoinReport
-from join.batch import samples_in
+from join.batch import samples_in, tensors_in
 from join.collectives import collective_of
 from join.lockstep.loop import emptied
 from join.lockstep.read_ahead import length_of
-from joinables.integrations.accelerate import check_accelerator, check_wrapping, gathering_rows, scaling_losses
+from joinables.integrations.accelerate import check_accelerator, check_wrapping, counting_no_dummies, scaling_losses
 from joinables.modules import replaced
 from joinables.wrapped import unwrapped
 
-__all__ = ["JoinTrainer"]
+__all__ = ["JoinTrainer", "JoinTrainerMixin"]
 
 _Base: Any = Any if TYPE_CHECKING else object
+try:
+    _library: Any = importlib.import_module("transformers")
+except ImportError as missing:
+    raise ImportError("JoinTrainer needs Transformers: pip install 'joinables[transformers]' [J133]") from missing
 
 HOOKS = (
     "_get_num_items_in_batch",
@@ -74,10 +79,10 @@ PREPARED = "_is_accelerate_prepared"
 """Accelerate's mark on a model."""
 
 
-class JoinTrainer(_Base):
+class JoinTrainerMixin(_Base):
     """Lets ranks train and evaluate on streams of different lengths, with the result of one process.
 
-    List it first: ``class MyTrainer(JoinTrainer, Trainer)``, or any subclass of ``Trainer`` in its place. All arguments
+    List it first: ``class MyTrainer(JoinTrainerMixin, SFTTrainer)``, with any subclass of ``Trainer``. All arguments
     are the Trainer's. An ``IterableDataset`` is read by each rank as it is, so give each rank its own; of a map-style
     data set each rank reads its share, of which no sample is repeated. With DDP or FSDP2; in one process it is the
     Trainer that it is mixed into.
@@ -85,7 +90,7 @@ class JoinTrainer(_Base):
     The loss of a window of accumulation is the mean over the tokens that all ranks have in it, or over micro-batches
     where the model counts no tokens. A window at the end of an epoch that is not full makes a step, too. ``max_steps``
     counts optimizer steps, which all ranks make. Where a subclass has a ``training_step`` of its own, it calls
-    ``super().training_step``.
+    ``super().training_step``; where it keeps sums of its own, it asks :attr:`shadowing`.
 
     An exception in the loop, in a callback too, is raised on its rank, and :class:`join.PeerError` on the others.
 
@@ -105,24 +110,25 @@ class JoinTrainer(_Base):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        try:
-            library: Any = importlib.import_module("transformers")
-        except ImportError as missing:
-            raise ImportError(
-                "JoinTrainer needs Transformers: pip install 'joinables[transformers]' [J133]"
-            ) from missing
         order = cls.__mro__
-        if library.Trainer not in order or order.index(library.Trainer) < order.index(JoinTrainer):
+        trainers = [base for base in order if issubclass(base, _library.Trainer)]
+        before = order[: order.index(JoinTrainerMixin)]
+        if not trainers or any(base in before and not issubclass(base, JoinTrainerMixin) for base in trainers):
             raise TypeError(
-                f"{cls.__name__} must list JoinTrainer before transformers.Trainer, or a subclass of it: class"
-                f" {cls.__name__}(JoinTrainer, Trainer) [J134]"
+                f"{cls.__name__} must list JoinTrainerMixin before transformers.Trainer, or a subclass of it: class"
+                f" {cls.__name__}(JoinTrainerMixin, Trainer) [J134]"
             )
-        missing_hooks = [name for name in HOOKS if not hasattr(library.Trainer, name)]
+        missing_hooks = [name for name in HOOKS if not hasattr(_library.Trainer, name)]
         if missing_hooks:
             raise ImportError(
-                f"JoinTrainer does not know the Trainer of Transformers {library.__version__}, which has no"
+                f"JoinTrainer does not know the Trainer of Transformers {_library.__version__}, which has no"
                 f" {missing_hooks[0]}; install transformers 5.23 [J135]"
             )
+
+    @property
+    def shadowing(self) -> bool:
+        """Whether the batch in hand is a dummy, which must not count; its loss is 0 already."""
+        return self._windows is not None and self._windows.join.shadowing
 
     @property
     def _plain(self) -> Any:
@@ -166,8 +172,7 @@ class JoinTrainer(_Base):
         file = Path(resume or "", "trainer_state.json")
         if resume is None or num_update_steps_per_epoch != max_steps or not self._is_distributed or not file.is_file():
             return start
-        library: Any = importlib.import_module("transformers")
-        saved = library.TrainerState.load_from_json(str(file))
+        saved = _library.TrainerState.load_from_json(str(file))
         part, epoch = math.modf(saved.epoch or 0.0)
         if self.args.ignore_data_skip:
             return int(epoch), 0
@@ -182,8 +187,7 @@ class JoinTrainer(_Base):
         self._check_arguments(model)
         size = self.args.gradient_accumulation_steps
         join = Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size)
-        counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        self._windows = Windows(join, size, without_tokens=counts_tokens)
+        self._windows = Windows(join, size)
         try:
             with join:
                 self._plain._run_epoch(model, *arguments, **named)
@@ -200,8 +204,12 @@ class JoinTrainer(_Base):
         batches = windows.begin(epoch_iterator)
         if not batches:
             return [], None
-        num_items = self._get_num_items_in_batch(batches, device)
-        if num_items is None:
+        num_items = self._get_num_items_in_batch(
+            [without_labels(batch) for batch in batches] if windows.join.shadowing else batches, device
+        )
+        if num_items is not None:  # if there is nothing to learn in the window of any rank, gradients are 0
+            num_items = num_items.clamp(min=1)
+        else:
             count = torch.tensor(0 if windows.join.shadowing else len(batches), device="cpu")
             windows.join.collective.all_reduce(count).wait()
             self._batches_per_rank = int(count) / self.args.world_size
@@ -214,20 +222,16 @@ class JoinTrainer(_Base):
         if num_items_in_batch is None:  # the mean over ranks is then that over the micro-batches there are
             self.current_gradient_accumulation_steps = self._batches_per_rank
         join = self._windows.join
-        with gathering_rows(self.accelerator, join, lambda: join.shadowing), scaling_losses(self.accelerator, join):
+        with counting_no_dummies(self.accelerator, join), scaling_losses(self.accelerator, join):
             loss = self._plain.training_step(model, inputs, num_items_in_batch)
         return torch.zeros_like(loss) if join.shadowing else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The operations of a micro-batch; 0 for a dummy."""
-        return 0 if self._is_at_dummy else self._plain.floating_point_ops(inputs)
+        return 0 if self.shadowing else self._plain.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        self._plain._track_num_input_tokens(emptied(inputs) if self._is_at_dummy else inputs)
-
-    @property
-    def _is_at_dummy(self) -> bool:
-        return self._windows is not None and self._windows.join.shadowing
+        self._plain._track_num_input_tokens(emptied(inputs) if self.shadowing else inputs)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class JoinTrainer(_Base):
 
         with (
             Join([], process_group=group) as join,
-            gathering_rows(self.accelerator, join, lambda: join.shadowing),
+            counting_no_dummies(self.accelerator, join),
             replaced(self, "gather_function", self.accelerator.gather_for_metrics),
             replaced(self.args, "average_tokens_across_devices", False),  # each batch has its own mean
         ):
@@ -274,16 +278,16 @@ class JoinTrainer(_Base):
         return self.args.world_size > 1
 
     def _check_arguments(self, model: Any) -> None:
-        check_accelerator(self.accelerator)
-        check_wrapping(unwrapped(model))
+        check_accelerator(self.accelerator, "JoinTrainer")
+        check_wrapping(unwrapped(model), "give the Trainer the plain one")
         args = self.args
         if not args.average_tokens_across_devices:
             raise ValueError(
                 "average_tokens_across_devices=False weighs each rank's mean alike, also that of no tokens; leave it"
-                " True [J136]"
+                " True in TrainingArguments [J136]"
             )
         if args.accelerator_config.dispatch_batches:
-            raise ValueError("dispatch_batches=True has rank 0 read for all ranks; leave it out [J137]")
+            raise ValueError("dispatch_batches=True has rank 0 read for all; leave it out of accelerator_config [J137]")
         if args.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size=True begins again on the rank that is out of memory, and not on the others; leave"
@@ -298,6 +302,13 @@ class JoinTrainer(_Base):
 # -- windows of accumulation ------------------------------------------------------------------------------------------
 
 
+class JoinTrainer(JoinTrainerMixin, _library.Trainer):
+    """A ``transformers.Trainer`` for streams of different lengths: ``JoinTrainer(model, args, ...)``, as that is made.
+
+    What it does is told at :class:`JoinTrainerMixin`.
+    """
+
+
 class Windows:
     """An epoch's windows on this rank, filled up with dummies, all of one size; iterated over, the one under way.
 
@@ -307,11 +318,10 @@ class Windows:
     Args:
         join: the block of the epoch.
         size: how many micro-batches make a window.
-        without_tokens: whether labels of dummies are taken away, since tokens are counted.
     """
 
-    def __init__(self, join: Join, size: int, *, without_tokens: bool) -> None:
-        self.join, self._size, self._without_tokens = join, size, without_tokens
+    def __init__(self, join: Join, size: int) -> None:
+        self.join, self._size = join, size
         self._steps: Iterator[Any] | None = None  # before the first
         self._first: list[Any] = []  # the first micro-batch of the window, if there is any
 
@@ -321,10 +331,11 @@ class Windows:
         Args:
             batches: this rank's, the same iterator in all windows.
         """
-        if self._steps is None:
-            dummy = without_labels if self._without_tokens else "last"
-            self._steps = iter(self.join.iterate(batches, dummy=dummy, window=self._size, fill_window=True))
+        if is_first := self._steps is None:
+            self._steps = iter(self.join.iterate(batches, dummy="last", window=self._size, fill_window=True))
         self._first = list(islice(self._steps, 1))
+        if is_first:
+            warn_of_same_streams([] if self.join.shadowing else self._first)
         return self._first + ([] if self.join.shadowing else self.join.pending[: self._size - 1])
 
     def __len__(self) -> int:
@@ -356,6 +367,23 @@ def without_labels(batch: Any) -> Any:
 def is_stream(loader: Any) -> bool:
     """Whether a loader, or what it is made of, is of an ``IterableDataset``."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def warn_of_same_streams(batch: Any) -> None:
+    """Warn if ranks begin with the same batch: they read the same stream, and each sample counts several times.
+
+    Args:
+        batch: this rank's first one; an empty list without data. All ranks call this.
+    """
+    norms = [tensor.double().square().sum().item() for tensor in tensors_in(batch)]
+    firsts = collective_of(None).all_gather_object(norms)
+    ranks = [rank for rank, first in enumerate(firsts) if first and firsts.count(first) > 1]
+    if ranks:
+        warnings.warn(
+            f"the train_dataset of ranks {ranks} begins with the same batch, and all train on it; give each another"
+            " stream, such as datasets.distributed.split_dataset_by_node(stream, rank, world_size)",
+            stacklevel=2,
+        )
 
 
 def own_streams(accelerator: Any) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ def use_accelerate() -> None:
 
 
 def use_transformers() -> None:
-    type("Mine", (import_module("joinables.integrations.transformers").JoinTrainer,), {})
+    import_module("joinables.integrations.transformers")
 
 
 @pytest.mark.parametrize("use", [use_lightning, use_accelerate, use_transformers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,13 @@ def test_accelerate(pool: Pool) -> None:
 
 
 def train_in_transformers(rank: int) -> dict[str, torch.Tensor]:
-    from transformers import Trainer
-
     from tests.integrations.transformers.lm import Stream, llama, sentences
     from tests.integrations.transformers.training import parameters, trainer_of
 
     with launched(), tempfile.TemporaryDirectory() as folder:
-        names = {"Trainer": Trainer, "model": llama(), "arguments": trainer_of(rank, "tokens", folder).args}
-        names["stream"] = Stream(sentences, rank)
+        made = trainer_of(rank, "tokens", folder)
+        names: dict[str, Any] = {"model": llama(), "arguments": made.args}
+        names["stream_of_rank"] = partial(Stream, sentences)
         exec(code_after("Transformers"), names)
         return parameters(names["trainer"])
 

@@ -59,10 +59,28 @@ def test_object_that_cannot_join() -> None:
         Join([{}])
 
 
-def test_only_state() -> None:
+def test_only_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match=r"joinables=\[SGD\] has no object that communicates"):
         Join([optimizer])
+
+
+@pytest.mark.parametrize(("enable", "world_size"), [(True, "1"), (False, "1"), (False, "2")])
+def test_only_state_where_there_is_nothing_to_join(
+    monkeypatch: pytest.MonkeyPatch, enable: bool, world_size: str
+) -> None:
+    """One process, or a block that is not enabled: it does nothing, and a loop in it has its windows and weights."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    join = Join([net, optimizer], enable=enable, divide_by_initial_world_size=False)
+    for _ in range(2):
+        with join:
+            data = [torch.ones(1, 1), torch.ones(3, 1)]
+            found = [(len(x), join.weight, join.ends_window) for x in join.iterate(data, weigh=len, window=2)]
+            assert not Join.is_open_on(None)
+        assert found == [(1, 1.0, False), (3, 3.0, True)]
 
 
 def test_same_object_twice() -> None:

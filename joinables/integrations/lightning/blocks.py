@@ -6,7 +6,7 @@ validation begins, and another is opened for the next training step::
     rank with data                                     rank without
     --------------                                     ------------
     the first step: the block opens                    the same
-    each step: a batch                                 a dummy
+    each step: a batch                                 a dummy: its last batch, of weight 0
     a validation or a checkpoint: the block closes,    the same
       state is synchronised                            gets the state of a rank with data
     the next step: another opens                       the same
@@ -15,13 +15,14 @@ validation begins, and another is opened for the next training step::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from typing_extensions import Self
 
 from join import Join
 from join.batch import samples_in
+from join.lockstep.mode import Lockstep
 
 
 class Blocks:
@@ -48,8 +49,8 @@ class Blocks:
         """Whether the step under way has no batch of this rank's."""
         self.weight = 1.0
         """What its batch counts; 0 for a dummy, and outside any step the same on all ranks."""
-        self.is_logging = False
-        """Whether a value of the step is logged just now: its mean over ranks weighs as the step does."""
+        self.in_step = False
+        """Whether a step is under way, or a value of it is logged: what is gathered then counts as its batch does."""
 
     def begin(self, join: Join, batches: Iterable[Any], *, trains: bool, window: int = 1) -> None:
         """Open a block in the place of the one that is open, and begin a loop in it.
@@ -63,7 +64,7 @@ class Blocks:
         self.close()
         self._join, self.trains = join.open(), trains
         weigh = self._weigh if trains or self._weigh is None else samples_in
-        self._batches = iter(join.iterate(batches, weigh=weigh, window=window))
+        self._batches = iter(join.iterate(batches, dummy="last", weigh=weigh, window=window))
 
     def __iter__(self) -> Self:
         return self
@@ -85,6 +86,12 @@ class Blocks:
         assert self._join is not None
         return self._join.scale(loss)
 
+    def end_step(self) -> None:
+        """End a step; in a training, with all ranks: Lightning broadcasts next, and does not look who is there."""
+        self.in_step = False
+        if self._join is not None and self.trains:
+            cast("Lockstep", self._join.channel.mode).meet()
+
     @property
     def is_last_step(self) -> bool:
         """Whether no other step follows in the loop, on any rank."""
@@ -98,7 +105,7 @@ class Blocks:
     def end(self) -> None:
         """Close the block, and forget the step under way; called when the loop is over."""
         self.close()
-        self.is_dummy, self.weight = False, 1.0
+        self.in_step, self.is_dummy, self.weight = False, False, 1.0
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the block that is open, if any, on all ranks at the same step.

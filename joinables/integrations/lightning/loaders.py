@@ -194,6 +194,15 @@ class Fetcher(DataFetcher):
         self._blocks, self._make_join, self._trainer, self._trains = blocks, make_join, trainer, trains
 
     @override
+    def setup(self, combined_loader: Any) -> None:
+        super().setup(combined_loader)
+        if self._trains and combined_loader._mode == "min_size":  # the longest of the ranks' shortest loaders
+            own = min(length_of(part.loader) or 0 for part in combined_loader.flattened)
+            longest = max(collective_of(None).all_gather_object(own))
+            for part in combined_loader.flattened:
+                part.length = part.length and longest  # None where a rank has a stream
+
+    @override
     def reset(self) -> None:
         self.fetched, self.length, self.done = 0, None, False
 

@@ -29,6 +29,7 @@ from join.collectives._torch_private import pytree
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.names import ResultCollection
 from joinables.metrics import MetricAtEnd, is_mergeable, metrics_in
+from joinables.modules import replaced
 
 
 class LoggedValues(ResultCollection):
@@ -45,17 +46,14 @@ class LoggedValues(ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        blocks, logged = self._blocks, cast("Any", self[key])
-        blocks.is_logging = True
-        try:
-            if not (blocks.is_dummy and logged.is_tensor):
+        logged = cast("Any", self[key])
+        with replaced(self._blocks, "in_step", True):
+            if not (self._blocks.is_dummy and logged.is_tensor):
                 super().update_metrics(key, value, batch_size)
             elif logged.meta.sync.should:
                 super().update_metrics(key, _nothing(value, logged.meta), 0)
             elif not logged.update_called:
                 logged.has_reset = True  # there is no value
-        finally:
-            blocks.is_logging = False
 
 
 def _nothing(value: torch.Tensor, meta: Any) -> torch.Tensor:
@@ -73,10 +71,7 @@ class LoggedMetric(MetricAtEnd):
     def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._join.shadowing or method.__name__ == "update":
             return super()._see(method, *args, **kwargs)
-        try:  # of the same keys as the other ranks', if it has any
-            return _twin_of(self._target)(*args, **kwargs)
-        except Exception:  # not all metrics can say something of no samples
-            return torch.tensor(float("nan"), device="cpu")
+        return _twin_of(self._target)(*args, **kwargs)  # of the same keys as the other ranks', if it has any
 
 
 def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:

@@ -1,7 +1,10 @@
 """Uneven loaders in Lightning's ``Trainer``: :class:`JoinStrategy`.
 
-Lightning has no hook for the fetchers of its loops: ``_select_data_fetcher`` of the loops' modules is replaced, once,
-by :func:`select_fetcher`.
+Lightning has no hook for the fetchers of its loops: ``_select_data_fetcher`` of the loops' modules is replaced by
+:func:`select_fetcher` while a trainer with this strategy runs.
+
+Its loops broadcast something before each fetch, where nobody looks who is missing. So all ranks meet at the end of each
+training step: one that has left out a backward finds that there.
 """
 
 # What Lightning's methods return is unknown where types are checked.
@@ -10,7 +13,9 @@ by :func:`select_fetcher`.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
+from join.errors import add_note
 from join.joinable import NothingListed
 from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
@@ -27,14 +33,23 @@ from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Load
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
 from joinables.integrations.lightning.names import LOOPS, Callback, DDPStrategy, StrategyRegistry, select_data_fetcher
 from joinables.loss_gate import LossGate
+from joinables.modules import replaced
+
+WAYS_OUT = {
+    "J093|J113|by returning None": "return loss * 0 if nothing is to be learnt, and call manual_backward on all ranks;"
+    " or leave such batches out by JoinStrategy(weigh=function), which returns 0 for them",
+    "J104": "Trainer(sync_batchnorm=False)",
+    "J473": "Trainer(strategy='join_find_unused_parameters_true')",
+}
+"""What errors of ``Join``, and one of Lightning's own, mean to a user of Lightning, by words in their texts."""
 
 
 class JoinStrategy(DDPStrategy):
     """DDP for loaders of any lengths, also none: ``Trainer(strategy=JoinStrategy(), devices=2)``.
 
-    All ranks run the trainer's loops equally often. A rank that has run out of batches gets dummies, with no samples in
-    them, that count nothing: not in gradients, not in buffers, not in what is logged. In ``predict``, each rank runs
-    as often as it has batches.
+    All ranks run the trainer's loops equally often. A rank that has run out of batches gets dummies, its last batch
+    again, that count nothing: not in gradients, not in buffers, not in what is logged. A step that keeps sums of its
+    own asks :attr:`shadowing`. In ``predict``, each rank runs as often as it has batches.
 
     Args:
         weigh: what a batch counts in gradients and in logged means over ranks: ``"samples"``, its number of samples;
@@ -60,6 +75,7 @@ class JoinStrategy(DDPStrategy):
         self._failure: BaseException | None = None  # raised on closing the block of a run that has failed
         self._trainer: Any = None
         self._first = FirstCallback()
+        self._replaced = ExitStack()
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -73,6 +89,8 @@ class JoinStrategy(DDPStrategy):
                     " JoinStrategy wraps the whole LightningModule; hand it over bare [J129]"
                 )
         super().setup(trainer)
+        for module in LOOPS:
+            self._replaced.enter_context(replaced(module, "_select_data_fetcher", select_fetcher))
         if self._first not in trainer.callbacks:
             trainer.callbacks.insert(0, self._first)
         fit = trainer.fit_loop.epoch_loop
@@ -97,9 +115,15 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self._replaced.close()
         if self._trainer is not None and self._first in self._trainer.callbacks:
             self._trainer.callbacks.remove(self._first)
         super().teardown()
+
+    @property
+    def shadowing(self) -> bool:
+        """Whether the batch in hand is a dummy, which must not count: ``self.trainer.strategy.shadowing`` in a step."""
+        return self._blocks.is_dummy
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -146,13 +170,13 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self._blocks.is_dummy and self.lightning_module.automatic_optimization):
-            return super().training_step(*args, **kwargs)
-        before = reducer.copied_buffers(self.model)
+        restores = self._blocks.is_dummy and self.lightning_module.automatic_optimization
+        before = reducer.copied_buffers(self.model) if restores else {}
         try:
             return super().training_step(*args, **kwargs)
         finally:  # in a window of accumulation, those of a rank with data come with its last backward only
-            reducer.restore_buffers(self.model, before)
+            if restores:
+                reducer.restore_buffers(self.model, before)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -169,14 +193,21 @@ class JoinStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):
-            if self._blocks.is_logging:
-                weight = self._blocks.weight
-                sums = torch.stack([tensor * weight, torch.full_like(tensor, weight)])
-                dist.all_reduce(sums, group=group)
-                return sums[0] / sums[1]
             if not tensor.is_floating_point():  # Lightning rounds a mean of whole numbers down
                 tensor = tensor.to(torch.get_default_dtype())
+            if self._blocks.in_step:
+                weight = self._blocks.weight
+                value = tensor * weight if weight else torch.zeros_like(tensor)
+                sums = torch.stack([value, torch.full_like(tensor, weight)])
+                dist.all_reduce(sums, group=group)
+                return sums[0] / sums[1]
         return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        if self._blocks.in_step:
+            raise TypeError("self.all_gather in a step has rows of dummies; call self.log(..., sync_dist=True) [J522]")
+        return super().all_gather(tensor, *args, **named)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
@@ -196,11 +227,24 @@ class FirstCallback(Callback):
     """The first callback of a trainer: the others find state in step on all ranks, or know the error of all ranks."""
 
     @override
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy._blocks.in_step = True
+
+    @override
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy._blocks.end_step()
+
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
+    on_validation_batch_end = on_test_batch_end = on_train_batch_end
+
+    @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.strategy._blocks.end()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        for words in filter(lambda words: re.search(words, str(exception)), WAYS_OUT):
+            add_note(exception, f"In Lightning: {WAYS_OUT[words]}")
         try:
             trainer.strategy._blocks.close(exception)  # which tells the other ranks
         except Exception as failure:  # of another rank, and the cause of this one's
@@ -218,8 +262,6 @@ def select_fetcher(trainer: Any, stage: Any) -> Any:
     return select_data_fetcher(trainer, stage) if fetcher is None else fetcher(stage)
 
 
-for loop in LOOPS:
-    loop._select_data_fetcher = select_fetcher
 StrategyRegistry.register(
     "join", JoinStrategy, description="DDP for uneven and empty loaders, weighed by samples", override=True
 )

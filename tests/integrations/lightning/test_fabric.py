@@ -64,3 +64,25 @@ def test_as_one_process(ending: Ending, counts: tuple[int, int], iterate: bool) 
     case = Case(counts=counts)
     for state in ending.run(train, case, iterate, ranks=2):
         torch.testing.assert_close(state, in_one_process(case), rtol=1e-4, atol=2e-6)
+
+
+def train_on_one_device(rank: int, case: Case) -> list[torch.Tensor]:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net = build(case)
+    optimizer, scheduler = optimizers_of(net)
+    model, wrapped = fabric.setup(net, optimizer)
+    for epoch in range(case.epochs):
+        with Join([model, wrapped, scheduler], divide_by_initial_world_size=False) as join:
+            batches = [batch(1, step, epoch) for step in range(case.counts[1])]
+            for x, y in join.iterate(batches, weigh=lambda data: len(data[0])):
+                wrapped.zero_grad()
+                fabric.backward(join.scale(nn.functional.mse_loss(model(x), y)))
+                wrapped.step()
+                scheduler.step()
+    return flat(net, optimizer)
+
+
+def test_on_one_device(ending: Ending) -> None:
+    case = Case(counts=(0, 3))
+    (state,) = ending.run(train_on_one_device, case, ranks=1, group=False)
+    torch.testing.assert_close(state, in_one_process(case), rtol=1e-4, atol=2e-6)

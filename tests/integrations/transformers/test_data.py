@@ -82,15 +82,19 @@ def test_what_is_refused(pool: Pool) -> None:
 
 
 def test_classes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from joinables.integrations.transformers import JoinTrainer
+    from joinables.integrations.transformers import JoinTrainer, JoinTrainerMixin
 
-    with pytest.raises(TypeError, match="Wrong must list JoinTrainer before"):
-        type("Wrong", (transformers.Trainer, JoinTrainer), {})
-    with pytest.raises(TypeError, match="Alone must list JoinTrainer before"):
-        type("Alone", (JoinTrainer,), {})
+    class Tuner(transformers.Trainer):
+        pass
+
+    for bases in ((transformers.Trainer, JoinTrainerMixin), (JoinTrainerMixin,), (Tuner, JoinTrainer)):
+        with pytest.raises(TypeError, match="Wrong must list JoinTrainerMixin before"):
+            type("Wrong", bases, {})
+    for bases in ((JoinTrainerMixin, Tuner), (JoinTrainer, transformers.Trainer), (JoinTrainer,)):
+        type("Right", bases, {})
     monkeypatch.delattr(transformers.Trainer, "_run_epoch")
     with pytest.raises(ImportError, match=r"has no _run_epoch; install transformers 5\.23"):
-        type("Old", (JoinTrainer, transformers.Trainer), {})
+        type("Old", (JoinTrainerMixin, transformers.Trainer), {})
 
 
 def test_one_process() -> None:

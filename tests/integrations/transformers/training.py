@@ -27,9 +27,9 @@ def trainer_of(
 ) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    from joinables.integrations.transformers import JoinTrainer
+    from joinables.integrations.transformers import JoinTrainerMixin
 
-    class Trained(JoinTrainer, base or Trainer):  # pyright: ignore[reportGeneralTypeIssues]
+    class Trained(JoinTrainerMixin, base or Trainer):  # pyright: ignore[reportGeneralTypeIssues]
         pass
 
     given = {"max_steps": STEPS[1], "save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 1} | more

@@ -730,3 +730,27 @@ def test_waiting_for_others_to_begin_is_not_idle() -> None:
         return join.report.ranks[0].idle
 
     assert max(run_threads(2, run)) < 0.4
+
+
+def log_every(loader: Any, seen: list[str]) -> Iterator[Any]:
+    """As that of the MetricLogger of torchvision's references, DETR, DINO and MAE."""
+    for step, batch in enumerate(loader):
+        yield batch
+        seen.append(f"logged {step + 1}/{len(loader)}")
+
+
+def test_a_logger_around_the_loop_and_not_inside() -> None:
+    counts = [3, 1, 0]
+
+    def run(collective: ThreadCollective) -> list[str]:
+        seen: list[str] = []
+        data = [torch.ones(2)] * counts[collective.rank]
+        with Join([Counter(collective)]) as join:
+            with pytest.raises(TypeError, match=r"log_every\(...\) would log each batch before the loop's body"):
+                join.iterate(log_every(data, seen))
+            for step, _ in enumerate(log_every(join.iterate(data), seen)):
+                seen.append(f"ran {step + 1}")
+        return seen
+
+    expected = [text for step in (1, 2, 3) for text in (f"ran {step}", f"logged {step}/3")]
+    assert run_threads(3, run) == [expected] * 3

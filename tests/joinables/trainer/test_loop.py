@@ -367,6 +367,45 @@ def test_all_ranks_raise_where_none_may_run_out(pool: Pool, counts: tuple[int, .
     assert {steps for _, steps, _ in pool.run(stream, "error", (2, 2, 2), ranks=3)} == {4}
 
 
+class LearnsNothing(Classifier):
+    """Its loss reaches no parameter in the first step of rank 2, which has data until then; its frozen part is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 1).requires_grad_(False)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index or torch.distributed.get_rank() != 2:
+            return super().training_step(batch, index)
+        return self.frozen(batch[0].clone().requires_grad_()).mean()
+
+
+def learn_nothing(rank: int, counts: tuple[int, ...]) -> Any:
+    run = trainer(max_epochs=1)
+    module = LearnsNothing()
+    run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
+    return flat_state(module.body.state_dict())
+
+
+def test_a_loss_that_reaches_no_parameter_counts_as_0(pool: Pool) -> None:
+    counts = (2, 0, 1)
+    module = Classifier()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    for step in range(2):
+        batches: list[Any] = []
+        for rank in (rank for rank, count in enumerate(counts) if step < count):
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            size = 2 + (rank + step) % 3
+            x = torch.randn(size, 6, generator=generator)
+            batches.append((x, torch.randint(3, (size,), generator=generator)))
+        x, y = batches[0]  # the other one is in the mean, and has gradients of 0
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(module.body(x), y) * len(x) / sum(len(x) for x, _ in batches)).backward()
+        optimizer.step()
+    for state in pool.run(learn_nothing, counts, ranks=3):
+        assert_same(state, flat_state(module.body.state_dict()), TOLERANCE)
+
+
 class Gan(TrainModule):
     """Manual optimization: two updates of the critic for one of the generator."""
 

@@ -480,7 +480,7 @@ class GroupLine(Line):
 
     @override
     def roll_call(self, largest: int) -> RollCall:
-        return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest)
+        return SumRollCall(self, self._collective.rank, self._collective.world_size, largest)
 
     @override
     def gather(self, data: bytes) -> Gather:
@@ -519,7 +519,7 @@ class _GroupFloatSum:
         self.total = number.item
 
 
-class _GroupRollCall:
+class SumRollCall:
     """A roll call in which a call is one sum: each rank fills bits of its own.
 
     For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.

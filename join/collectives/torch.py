@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import override
 
+from join.collectives import messages, shared_memory
 from join.collectives._torch_private import (
     abort_on_devices,
     bound_to_no_device,
@@ -36,7 +38,8 @@ from join.collectives._torch_private import (
 )
 from join.collectives.base import HEADERS, Line, ReduceOp, Work, as_bytes, check_op
 from join.collectives.board import Board
-from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine, connect
+from join.collectives.messages import Mesh, MessageLine
+from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
 from join.collectives.store import StoreCollective, fresh_store
 from join.collectives.timeouts import timeouts
 
@@ -52,9 +55,11 @@ class _Shared:
     blocks: int = 0
     companion: TorchCollective | None = None
     has_tried: bool = False
-    """Whether the ranks have tried to connect through shared memory."""
+    """Whether the ranks have tried to connect through shared memory, or else by messages."""
     segment: Segment | None = None
     """The shared memory that connects the ranks; ``None`` where not all can reach it."""
+    mesh: Mesh | None = None
+    """The connections between the ranks, where these share no memory; ``None`` if not all can be reached."""
     agreed: dict[int, Any] = field(default_factory=dict[int, Any])
     """What ranks have agreed on in earlier blocks."""
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
@@ -185,10 +190,13 @@ class TorchCollective(StoreCollective):
     def line(self, number: int = HEADERS) -> Line:
         shared = self._shared
         if not shared.has_tried:
-            shared.has_tried, shared.segment = True, connect(self)
+            shared.has_tried, shared.segment = True, shared_memory.connect(self)
+            if shared.segment is None and (mesh := messages.connect(self, shared.timeout)) is not None:
+                shared.mesh = mesh
+                weakref.finalize(self.group, mesh.close)
         over_group = partial(super().line, number)
         if shared.segment is None:
-            return over_group()
+            return over_group() if shared.mesh is None else MessageLine(shared.mesh, number)
         if number not in shared.lanes:
             shared.lanes[number] = Lane(shared.segment, number, shared.timeout)
         return SharedMemoryLine(shared.lanes[number], over_group)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
-from join.collectives import TorchCollective
+from join.collectives import Line, TorchCollective
+from join.collectives.messages import Mesh
 from tests.models import batch, build
 from tests.pool import Pool
 from tests.training import mesh_of
@@ -29,7 +31,7 @@ def fully_sharded(model: Any) -> Any:
 
 
 def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
-    """Collectives per step by kind, once everything is warm."""
+    """Collectives and messages per step by kind, once everything is warm."""
     torch.manual_seed(0)
     model = build("norm" if "norm" in setup else "mlp")
     ddp: Any = fully_sharded(model) if "sharded" in setup else DistributedDataParallel(model)
@@ -57,6 +59,14 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
     x, y = batch(rank, 0, 9)
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
     block: Any = nullcontext()
+    sent: list[Any] = []
+    send = Mesh.send
+
+    def noted(*args: Any) -> None:
+        sent.append(args)
+        send(*args)
+
+    sends = mock.patch.object(Mesh, "send", noted)
     if joining:
         block = Join([ddp, optimizer], divide_by_initial_world_size=initial)
     with block as join:
@@ -72,41 +82,43 @@ def profile_steps(rank: int, setup: str, joining: bool) -> dict[str, float]:
                 time.sleep(0.1)  # what is under way is counted when it is done
             if number == 2:
                 profile.start()
+                sends.start()
             if number == 2 + STEPS:
                 profile.stop()
+                sends.stop()
             if 2 <= number < 2 + STEPS:
                 step(number - 2, scale)
             else:
                 optimizer.zero_grad()
                 scale(((ddp(x) - y) ** 2).mean()).backward()
                 optimizer.step()
-    counts: dict[str, float] = {}
+    counts: dict[str, float] = {"messages": len(sent) / STEPS} if sent else {}
     for event in profile.events() or []:
         if event.name.startswith("gloo:"):
             counts[event.name] = counts.get(event.name, 0) + 1 / STEPS
     return counts
 
 
-# With headers over the group.
+# With headers in messages.
 COSTS: dict[str, dict[str, float]] = {
-    "mlp": {"gloo:all_reduce": 1},
-    "mlp, mean over contributors": {"gloo:all_reduce": 1},
-    "norm": {"gloo:all_reduce": 1},
-    "norm, mean over contributors": {"gloo:all_reduce": 2},
-    "mlp, zero": {"gloo:all_reduce": 2},
-    "norm, zero": {"gloo:all_reduce": 2},
-    "mlp, sharded, lockstep": {"gloo:all_reduce": 1},
+    "mlp": {"messages": 1},
+    "mlp, mean over contributors": {"messages": 1},
+    "norm": {"messages": 1},
+    "norm, mean over contributors": {"messages": 2},
+    "mlp, zero": {"messages": 2},
+    "norm, zero": {"messages": 2},
+    "mlp, sharded, lockstep": {"messages": 1},
     "mlp, no_sync": {},
     "mlp, eval": {},
     "norm, eval": {},
-    "mlp, lockstep": {"gloo:all_reduce": 1},
-    "norm, mean over contributors, lockstep": {"gloo:all_reduce": 1},
-    "norm, zero, lockstep": {"gloo:all_reduce": 1},
-    "mlp, mean over contributors, lockstep, lookahead": {"gloo:all_reduce": 1 / STEPS},
+    "mlp, lockstep": {"messages": 1},
+    "norm, mean over contributors, lockstep": {"messages": 1},
+    "norm, zero, lockstep": {"messages": 1},
+    "mlp, mean over contributors, lockstep, lookahead": {"messages": 1 / STEPS},
     # One more with weights, or contributors where a header covers buffers too: their sum.
-    "mlp, weights": {"gloo:all_reduce": 2},
-    "norm, zero, weights": {"gloo:all_reduce": 3},
-    "mlp, weights, lockstep": {"gloo:all_reduce": 1},
+    "mlp, weights": {"messages": 2},
+    "norm, zero, weights": {"messages": 3},
+    "mlp, weights, lockstep": {"messages": 1},
 }
 
 
@@ -127,33 +139,52 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
         assert extra == [COSTS[setup], {}]  # the second: nothing, where ranks share memory
 
 
+class Watched:
+    """A sum or the like under way, which notes when it is waited for."""
+
+    def __init__(self, work: Any, recorder: Recorder) -> None:
+        self._work, self._recorder = work, recorder
+
+    def wait(self, *args: Any) -> bool:
+        if self._recorder.log[-1:] != ["wait"]:
+            self._recorder.log.append("wait")
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class WatchedLine(Line):
+    """A line that notes what is started on it."""
+
+    depth = 2
+
+    def __init__(self, line: Line, recorder: Recorder) -> None:
+        self._line, self._recorder = line, recorder
+
+    def sum(self, number: int, bits: int) -> Any:
+        self._recorder.log.append("sum")
+        return Watched(self._line.sum(number, bits), self._recorder)
+
+    def sum_float(self, number: float) -> Any:
+        self._recorder.log.append("sum")
+        return Watched(self._line.sum_float(number), self._recorder)
+
+    def gather(self, data: bytes) -> Any:
+        self._recorder.log.append("gather")
+        return Watched(self._line.gather(data), self._recorder)
+
+    def roll_call(self, largest: int) -> Any:
+        return self._line.roll_call(largest)
+
+
 class Recorder(TorchCollective):
     """Notes what is done, and which headers were not done yet when they were waited for."""
 
     log: list[str]
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Any:
-        self.log.append(f"all_reduce {op}")
-        work = super().all_reduce(tensor, op)
-        recorder = self
-
-        class Watched:
-            def wait(self, *args: Any) -> bool:
-                if recorder.log[-1:] != ["wait"]:
-                    recorder.log.append("wait")
-                return work.wait(*args)
-
-            def is_completed(self) -> bool:
-                return work.is_completed()
-
-        return Watched()
-
-    def companion(self) -> Any:
-        return self
-
-    def all_gather_into(self, tensor: torch.Tensor, outputs: Any) -> Any:
-        self.log.append("all_gather")
-        return super().all_gather_into(tensor, outputs)
+    def line(self, number: int = 0) -> Line:
+        return WatchedLine(super().line(number), self)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
         self.log.append("broadcast")
@@ -191,11 +222,11 @@ def record(rank: int, setup: str, counts: list[int]) -> tuple[list[str], list[st
     ("setup", "step"),
     [
         # The header of one step is read once the next one is sent, when it is long done.
-        ("mlp", ["forward", "all_reduce sum", "wait", "backward", "step"]),
-        ("norm", ["forward", "all_reduce sum", "wait", "backward", "step"]),
+        ("mlp", ["forward", "sum", "wait", "backward", "step"]),
+        ("norm", ["forward", "sum", "wait", "backward", "step"]),
         # The number of contributors is read at the end of the backward, behind the gradients.
-        ("mlp, mean", ["forward", "backward", "all_reduce sum", "wait", "step"]),
-        ("norm, mean", ["forward", "all_reduce sum", "wait", "backward", "all_reduce sum", "wait", "step"]),
+        ("mlp, mean", ["forward", "backward", "sum", "wait", "step"]),
+        ("norm, mean", ["forward", "sum", "wait", "backward", "sum", "wait", "step"]),
     ],
 )
 def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: list[str]) -> None:
@@ -205,7 +236,7 @@ def test_no_header_is_awaited_before_its_burst(pool: Pool, setup: str, step: lis
 
 def test_even_inputs_exit_with_a_broadcast_of_buffers_alone(pool: Pool) -> None:
     # the header that shows nobody is active, and the last step's before; what is compared, with the report; all buffers
-    header, compared, buffers = ["all_reduce sum", "wait"], ["all_gather"], ["broadcast"]
+    header, compared, buffers = ["sum", "wait"], ["gather", "wait"], ["broadcast"]
     for _, on_exit in pool.run(record, "mlp", [3, 3], ranks=2, over_group=True):
         assert on_exit == header + compared
     for _, on_exit in pool.run(record, "norm", [3, 3], ranks=2, over_group=True):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from join import Join
 from join.collectives import Collective, Line, SingleCollective, collective_of, run_threads
 from join.collectives import shared_memory as memory
-from join.collectives.base import GroupLine
 from join.collectives.broken import BrokenCollective
+from join.collectives.messages import MessageLine
 from join.collectives.shared_memory import SharedMemoryLine
 from tests.ending import Ending
 from tests.join.counter import Counter
@@ -190,7 +190,7 @@ def test_threads(ranks: int) -> None:
 @pytest.mark.parametrize("over_group", [False, True])
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_gloo(pool: Pool, ranks: int, over_group: bool) -> None:
-    kind = GroupLine if over_group else SharedMemoryLine
+    kind = MessageLine if over_group else SharedMemoryLine
     pool.run(over_gloo, kind, ranks=ranks, over_group=over_group)
 
 
@@ -212,7 +212,7 @@ def one_cannot(rank: int, how: str) -> None:
             line = collective.line()
     else:
         line = collective.line()
-    assert isinstance(line, GroupLine)
+    assert isinstance(line, MessageLine)
     assert memory_files() == before
     sums_in_order(collective, line)
 

@@ -1,0 +1,406 @@
+"""Lines between machines: messages over TCP connections of their own, in as many hops as the logarithm of the ranks.
+
+Gloo's all-reduce goes round all ranks twice, however little it sums. Here each rank knows, after one message, what two
+ranks give, after the next what four give, and so on. Of ``N`` ranks, rank ``r`` holds the sum over a *window*, the
+``m`` ranks up to ``r`` (counted in a circle), and ``m`` grows bit by bit from 1 to ``N``::
+
+    rank r sends                                rank r receives, and knows then
+    ------------                                -------------------------------
+    its window of m, to rank r+m                that of rank r-m: a window of 2m
+    its own number, to rank r+2m (at once)      that of rank r-2m: a window of 2m+1, if the next bit of N is 1
+
+That is ``floor(log2 N)`` hops, each of which waits for the one before: 9 for 1,000 ranks, 13 for 10,000. All ranks do
+the same, and connect only with those that they send to: at most twice as many. Nothing in it grows with ``N``, but for
+what is gathered.
+
+A rank sends its first messages when it gives its number. A thread does the rest, which sleeps until a message arrives,
+so the numbers come through while the ranks compute. A rank that has ended closes its connections: who waits for a
+message from it learns that, and the others by its note.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from typing import NamedTuple
+
+from typing_extensions import final, override
+
+from join.collectives.base import Collective, FloatSum, Gather, Line, RollCall, Sum, SumRollCall
+from join.collectives.broken import BrokenCollective
+
+_FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
+_HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the one that it wants
+_WELCOME = b"\1"
+_CONNECT_SECONDS, _MEET_SECONDS = 3.0, 15.0  # to one address, and for all connections
+_SIOCGIFADDR = 0x8915  # asks for the address of an interface
+_EXPONENT = 1074  # the smallest float64 above 0 is 2 ** -1074
+_FIXED_BYTES = 288  # for a sum of up to 2 ** 60 floats, in units of that
+
+
+class Round(NamedTuple):
+    """A message that a rank sends and receives.
+
+    Attributes:
+        distance: from the rank that sends it to the one that receives it.
+        is_window: whether it holds what the window of the sender gives, not its own number alone.
+    """
+
+    distance: int
+    is_window: bool
+
+
+@cache
+def rounds_of(world_size: int) -> list[Round]:
+    """The messages of a sum, in the order in which a rank needs them."""
+    rounds: list[Round] = []
+    window = 1
+    for bit in f"{world_size:b}"[1:]:
+        rounds.append(Round(window, is_window=True))
+        if bit == "1":
+            rounds.append(Round(2 * window, is_window=False))
+        window = 2 * window + int(bit)
+    return rounds
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connection to a rank, or from one, over which messages go one way."""
+
+    connection: socket.socket
+    distance: int
+    rank: int
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    is_closed: bool = False
+
+
+def connect(collective: Collective, timeout: float) -> Mesh | None:
+    """Connect all ranks, which call this, with those that they send to; ``None`` on all if that fails on one.
+
+    Args:
+        collective: the ranks.
+        timeout: seconds after which a sum has failed.
+    """
+    rank, world_size = collective.rank, collective.world_size
+    with socket.create_server(("", 0), backlog=128) as listener:
+        port: int = listener.getsockname()[1]
+        rows: list[tuple[bytes, list[str], int]] = collective.all_gather_object(
+            (secrets.token_bytes(16), own_addresses(), port)
+        )
+        secret, rounds = rows[0][0], rounds_of(world_size)
+        inward: dict[int, _Peer] = {}
+        outward: dict[int, _Peer] = {}
+        listener.settimeout(_MEET_SECONDS)
+        with ThreadPoolExecutor(1) as executor:
+            accepted = executor.submit(_accept, listener, secret, rank, world_size, inward)
+            try:
+                for distance, _ in rounds:
+                    other = (rank + distance) % world_size
+                    hello = _HELLO.pack(secret, rank, other)
+                    outward[distance] = _Peer(_connected(*rows[other][1:], hello), distance, other)
+                accepted.result()
+                is_connected = True
+            except OSError:
+                is_connected = False
+    if collective.reduce_boolean_decision(is_connected):
+        return Mesh(collective, inward, outward, timeout)
+    for peer in (*inward.values(), *outward.values()):
+        peer.connection.close()
+    return None
+
+
+def own_addresses() -> list[str]:
+    """Under which addresses others may reach this machine, the likeliest first."""
+    found: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+            with suppress(OSError):  # no interface of that name
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+        with suppress(OSError):  # the way to where ranks meet; nothing is sent
+            probe.connect((os.environ.get("MASTER_ADDR", ""), 1))
+            found.append(probe.getsockname()[0])
+    with suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _accept(listener: socket.socket, secret: bytes, rank: int, world_size: int, inward: dict[int, _Peer]) -> None:
+    """Wait for the ranks that send to this one."""
+    missing = {distance for distance, _ in rounds_of(world_size)}
+    while missing:
+        connection, _ = listener.accept()
+        connection.settimeout(_CONNECT_SECONDS)
+        with suppress(OSError, struct.error):  # whoever else that is
+            given, other, wanted = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+            distance = (rank - other) % world_size
+            if given == secret and wanted == rank and distance in missing:
+                connection.sendall(_WELCOME)
+                inward[distance] = _Peer(connection, distance, other)
+                missing.remove(distance)
+                continue
+        connection.close()
+
+
+def _connected(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
+    """A connection to the rank that listens there."""
+    for host in hosts:
+        with suppress(OSError):
+            connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(hello)
+            if connection.recv(1) == _WELCOME:
+                return connection
+            connection.close()
+    raise OSError(f"nobody of this group at {hosts}, port {port}")
+
+
+@final
+class Mesh:
+    """The connections of a rank with those that it exchanges messages with, and what is under way on them.
+
+    Args:
+        collective: the ranks.
+        inward: the connections over which others send, by distance.
+        outward: those over which this rank does.
+        timeout: seconds after which a sum has failed.
+    """
+
+    def __init__(
+        self, collective: Collective, inward: dict[int, _Peer], outward: dict[int, _Peer], timeout: float
+    ) -> None:
+        self.rank, self.world_size, self.timeout = collective.rank, collective.world_size, timeout
+        self.rounds = rounds_of(self.world_size)
+        self.counts: dict[int, int] = {}
+        """How many numbers this rank has given, by line."""
+        self.lock = threading.Lock()
+        """Held by whoever sends, or looks at what has arrived."""
+        self.inward, self._outward = inward, outward
+        self.arrived: dict[tuple[int, int, int], bytes] = {}
+        """Messages that nobody has taken yet, by line, count and distance."""
+        self.under_way: dict[tuple[int, int], _Fold] = {}
+        """By line and count."""
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        for peer in (*inward.values(), *outward.values()):
+            peer.connection.setblocking(False)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._thread = threading.Thread(target=self._run, name=f"join messages of rank {self.rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, line: int, count: int, distance: int, data: bytes) -> None:
+        """Send a message, or what of it can be sent now; the lock is held."""
+        peer = self._outward[distance]
+        peer.unsent += _FRAME.pack(line, count, len(data)) + data
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        while peer.unsent and not peer.is_closed:
+            try:
+                del peer.unsent[: peer.connection.send(peer.unsent)]
+            except BlockingIOError:
+                self._selector.modify(peer.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+                return
+            except OSError:  # it has ended; who needs something from it finds that out
+                return
+
+    def close(self) -> None:
+        """Close the connections, and end the thread."""
+        self._is_closed = True
+        for peer in (*self.inward.values(), *self._outward.values()):
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while self._selector.get_map():
+            for key, events in self._selector.select():
+                peer: _Peer = key.data
+                with self.lock:
+                    if events & selectors.EVENT_WRITE:
+                        self._selector.modify(peer.connection, selectors.EVENT_READ, peer)
+                        self._flush(peer)
+                    if events & selectors.EVENT_READ:
+                        self._receive(peer)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:  # reset
+            data = b""
+        peer.received += data
+        while len(peer.received) >= _FRAME.size:
+            line, count, size = _FRAME.unpack_from(peer.received)
+            end = _FRAME.size + size
+            if len(peer.received) < end:
+                break
+            self.arrived[line, count, peer.distance] = bytes(peer.received[_FRAME.size : end])
+            del peer.received[:end]
+            if (fold := self.under_way.get((line, count))) is not None:
+                fold.go_on()
+        if not data:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            peer.is_closed = True
+            for fold in list(self.under_way.values()):
+                fold.go_on()
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+class _Fold:
+    """What all ranks give, put together by ``combine`` as messages arrive, whose order in the circle it keeps."""
+
+    def __init__(self, mesh: Mesh, line: int, own: bytes, combine: Callable[[bytes, bytes], bytes]) -> None:
+        self._mesh, self._line, self._own, self._combine = mesh, line, own, combine
+        self._value, self._at = own, 0
+        self._failure: BrokenCollective | None = None
+        self._is_done = threading.Lock()  # which is held until it is
+        self._is_done.acquire()
+        self.nbytes = len(own)
+        with mesh.lock:
+            self._count = mesh.counts[line] = mesh.counts.get(line, 0) + 1 & 0xFFFFFFFF
+            mesh.under_way[line, self._count] = self
+            for distance, is_window in mesh.rounds:
+                if not is_window:
+                    mesh.send(line, self._count, distance, own)
+            self._send_window()
+            self.go_on()
+
+    def _send_window(self) -> None:
+        rounds = self._mesh.rounds
+        if self._at < len(rounds) and rounds[self._at].is_window:
+            self._mesh.send(self._line, self._count, rounds[self._at].distance, self._value)
+
+    def go_on(self) -> None:
+        """Take what has arrived, and send what can be sent then; the mesh's lock is held."""
+        mesh, key = self._mesh, (self._line, self._count)
+        while self._at < len(mesh.rounds) and self._failure is None:
+            distance = mesh.rounds[self._at].distance
+            data = mesh.arrived.pop((*key, distance), None)
+            if data is not None:
+                self._value = self._combine(data, self._value)
+                self._at += 1
+                self._send_window()
+            elif (peer := mesh.inward[distance]).is_closed:
+                text = f"the process of rank {peer.rank} has ended, or has left the group"
+                self._failure = BrokenCollective(text, [peer.rank])
+            else:
+                return
+        del mesh.under_way[key]
+        self._is_done.release()
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have given theirs, or one will not."""
+        return not self._is_done.locked()
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        """Wait for all ranks.
+
+        Raises:
+            RuntimeError: if they do not come in time, after which waiting again is allowed.
+            BrokenCollective: if one of them is gone, or does not come within the time limit of the group.
+        """
+        limit = self._mesh.timeout if timeout is None else timeout.total_seconds()
+        if not self._is_done.acquire(timeout=limit):
+            text = f"timed out after {limit:g} s: not all ranks came"
+            if timeout is None:
+                raise BrokenCollective(text)
+            raise RuntimeError(f"{text}; see what they do, or allow more time [J503]")
+        self._is_done.release()
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+
+@final
+class _Sum(_Fold):
+    def total(self) -> int:
+        return int.from_bytes(self._value, "little")
+
+
+@final
+class _FloatSum(_Fold):
+    def total(self) -> float:
+        special = struct.unpack_from("<d", self._value)[0]
+        if special:
+            return special
+        fixed = int.from_bytes(self._value[8:], "little", signed=True)
+        try:
+            return fixed / (1 << _EXPONENT)
+        except OverflowError:
+            return float("inf") if fixed > 0 else float("-inf")
+
+
+@final
+class _Gather(_Fold):
+    def rows(self) -> list[bytes]:
+        size, rank = len(self._own), self._mesh.rank
+        rows = [self._value[at : at + size] for at in range(0, len(self._value), size)]  # those of ranks up to this one
+        return rows[-rank - 1 :] + rows[: -rank - 1]
+
+
+def _added(one: bytes, other: bytes) -> bytes:
+    return (int.from_bytes(one, "little") + int.from_bytes(other, "little")).to_bytes(len(one), "little")
+
+
+def _added_floats(one: bytes, other: bytes) -> bytes:
+    """Infinities and NaN, beside whole numbers: so a sum is exact, and the same on ranks that add in another order."""
+    special = struct.unpack_from("<d", one)[0] + struct.unpack_from("<d", other)[0]
+    fixed = int.from_bytes(one[8:], "little", signed=True) + int.from_bytes(other[8:], "little", signed=True)
+    return struct.pack("<d", special) + fixed.to_bytes(_FIXED_BYTES, "little", signed=True)
+
+
+def _strung(one: bytes, other: bytes) -> bytes:
+    return one + other
+
+
+@final
+class MessageLine(Line):
+    """The line of this number over a mesh."""
+
+    depth = 2
+
+    def __init__(self, mesh: Mesh, number: int) -> None:
+        self._mesh, self._number = mesh, number
+
+    @override
+    def sum(self, number: int, bits: int) -> Sum:
+        return _Sum(self._mesh, self._number, number.to_bytes(-(-bits // 8), "little"), _added)
+
+    @override
+    def sum_float(self, number: float) -> FloatSum:
+        try:
+            above, below = number.as_integer_ratio()
+            special, fixed = 0.0, above * ((1 << _EXPONENT) // below)
+        except (OverflowError, ValueError):  # it is infinite, or NaN
+            special, fixed = number, 0
+        own = struct.pack("<d", special) + fixed.to_bytes(_FIXED_BYTES, "little", signed=True)
+        return _FloatSum(self._mesh, self._number, own, _added_floats)
+
+    @override
+    def roll_call(self, largest: int) -> RollCall:
+        return SumRollCall(self, self._mesh.rank, self._mesh.world_size, largest)
+
+    @override
+    def gather(self, data: bytes) -> Gather:
+        return _Gather(self._mesh, self._number, data, _strung)

@@ -10,11 +10,14 @@ it is set up has its rank and world size from here.
 
 from __future__ import annotations
 
+import math
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, cast, get_args
+from fractions import Fraction
+from functools import reduce
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from typing_extensions import final, override
@@ -23,6 +26,12 @@ from join.collectives.board import Board
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
 ResultOp: TypeAlias = Literal["mean", "sum", "min", "max"]
+
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
+
+Exact: TypeAlias = int | Fraction | float
+"""A number that is added up without rounding; a float is infinite or NaN."""
 
 HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
 """The lines of a group: of headers, of the roll calls of loops in lockstep, of barriers in them, and of sums."""
@@ -76,8 +85,20 @@ class FloatSum(Work, Protocol):
         ...
 
 
-class RollCall(Work, Protocol):
-    """Gathers a small number of each rank, again and again; ``wait`` and ``is_completed`` are of the last call."""
+class Fold(Protocol[V]):
+    """How to put the answers of all ranks together; the same whatever the order of the ranks."""
+
+    def of(self, answer: int, rank: int, /) -> V:
+        """What one rank's answer says; it can be pickled."""
+        ...
+
+    def combined(self, one: V, other: V, /) -> V:
+        """What the answers of two sets of ranks say together."""
+        ...
+
+
+class RollCall(Work, Protocol[V_co]):
+    """Asks each rank for a small number, again and again; ``wait`` and ``is_completed`` are of the last call."""
 
     nbytes: int
     """Bytes that each rank sends in a call."""
@@ -86,8 +107,8 @@ class RollCall(Work, Protocol):
         """Start a call, in which this rank answers ``number``; the one before must be done."""
         ...
 
-    def answers(self) -> list[int]:
-        """What each rank answered, by rank, after the call is done."""
+    def result(self) -> V_co:
+        """What all ranks answered, folded, after the call is done; the same object if it is what it was before."""
         ...
 
 
@@ -119,7 +140,7 @@ class Line(ABC):
         """Start summing a floating-point number of 64 bits over all ranks."""
 
     @abstractmethod
-    def roll_call(self, largest: int) -> RollCall:
+    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
         """A roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
 
     @abstractmethod
@@ -479,8 +500,8 @@ class GroupLine(Line):
         return _GroupFloatSum(self._collective.all_reduce(total), total)
 
     @override
-    def roll_call(self, largest: int) -> RollCall:
-        return SumRollCall(self, self._collective.rank, self._collective.world_size, largest)
+    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
+        return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest, fold)
 
     @override
     def gather(self, data: bytes) -> Gather:
@@ -519,13 +540,15 @@ class _GroupFloatSum:
         self.total = number.item
 
 
-class SumRollCall:
+class _GroupRollCall(Generic[V]):
     """A roll call in which a call is one sum: each rank fills bits of its own.
 
     For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.
     """
 
-    def __init__(self, line: Line, rank: int, world_size: int, largest: int) -> None:
+    def __init__(self, line: Line, rank: int, world_size: int, largest: int, fold: Fold[V]) -> None:
+        self._fold, self._answers = fold, list[int]()
+        self._result: V
         self._line, self._size, self._world_size = line, largest.bit_length(), world_size
         self._shift, self._bits = rank * self._size, world_size * self._size
         self.nbytes = 0
@@ -534,15 +557,30 @@ class SumRollCall:
         self._sum = self._line.sum(number << self._shift, self._bits)
         self.wait, self.is_completed, self.nbytes = self._sum.wait, self._sum.is_completed, self._sum.nbytes
 
-    def answers(self) -> list[int]:
+    def result(self) -> V:
         total, mask = self._sum.total(), (1 << self._size) - 1
-        return [total >> self._size * rank & mask for rank in range(self._world_size)]
+        answers = [total >> self._size * rank & mask for rank in range(self._world_size)]
+        if answers != self._answers:
+            self._answers, self._result = answers, folded(self._fold, answers)
+        return self._result
+
+
+def folded(fold: Fold[V], answers: Sequence[int]) -> V:
+    """What these answers, by rank, say together."""
+    return reduce(fold.combined, (fold.of(answer, rank) for rank, answer in enumerate(answers)))
 
 
 def check_op(op: str, known: tuple[str, ...] = get_args(ReduceOp)) -> None:
     """Raise a ``ValueError`` for an ``op`` that is not known."""
     if op not in known:
         raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))} [J035]")
+
+
+def exact(number: float) -> Exact:
+    """``number`` as one whose sums do not depend on their order; infinities and NaN as they are."""
+    if number.is_integer():
+        return int(number)
+    return Fraction(number) if math.isfinite(number) else number
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import secrets
 import selectors
 import socket
@@ -33,11 +34,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from typing_extensions import final, override
 
-from join.collectives.base import Collective, FloatSum, Gather, Line, RollCall, Sum, SumRollCall
+from join.collectives.base import Collective, Exact, FloatSum, Fold, Gather, Line, RollCall, Sum, V, exact
 from join.collectives.broken import BrokenCollective
 
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
@@ -45,8 +46,6 @@ _HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that conne
 _WELCOME = b"\1"
 _CONNECT_SECONDS, _MEET_SECONDS = 3.0, 15.0  # to one address, and for all connections
 _SIOCGIFADDR = 0x8915  # asks for the address of an interface
-_EXPONENT = 1074  # the smallest float64 above 0 is 2 ** -1074
-_FIXED_BYTES = 288  # for a sum of up to 2 ** 60 floats, in units of that
 
 
 class Round(NamedTuple):
@@ -193,7 +192,7 @@ class Mesh:
         self.inward, self._outward = inward, outward
         self.arrived: dict[tuple[int, int, int], bytes] = {}
         """Messages that nobody has taken yet, by line, count and distance."""
-        self.under_way: dict[tuple[int, int], _Fold] = {}
+        self.under_way: dict[tuple[int, int], _Fold[Any]] = {}
         """By line and count."""
         self._is_closed = False
         self._selector = selectors.DefaultSelector()
@@ -267,29 +266,24 @@ class Mesh:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
-class _Fold:
+class _Fold(Generic[V]):
     """What all ranks give, put together by ``combine`` as messages arrive, whose order in the circle it keeps."""
 
-    def __init__(self, mesh: Mesh, line: int, own: bytes, combine: Callable[[bytes, bytes], bytes]) -> None:
-        self._mesh, self._line, self._own, self._combine = mesh, line, own, combine
-        self._value, self._at = own, 0
+    def __init__(self, mesh: Mesh, line: int, own: V, combine: Callable[[V, V], V]) -> None:
+        self._mesh, self._line, self._combine = mesh, line, combine
+        self.value, self._at = own, 0
         self._failure: BrokenCollective | None = None
         self._is_done = threading.Lock()  # which is held until it is
         self._is_done.acquire()
-        self.nbytes = len(own)
+        data = pickle.dumps(own)
+        self.nbytes = len(data)
         with mesh.lock:
             self._count = mesh.counts[line] = mesh.counts.get(line, 0) + 1 & 0xFFFFFFFF
             mesh.under_way[line, self._count] = self
             for distance, is_window in mesh.rounds:
-                if not is_window:
-                    mesh.send(line, self._count, distance, own)
-            self._send_window()
+                if not is_window or distance == 1:
+                    mesh.send(line, self._count, distance, data)
             self.go_on()
-
-    def _send_window(self) -> None:
-        rounds = self._mesh.rounds
-        if self._at < len(rounds) and rounds[self._at].is_window:
-            self._mesh.send(self._line, self._count, rounds[self._at].distance, self._value)
 
     def go_on(self) -> None:
         """Take what has arrived, and send what can be sent then; the mesh's lock is held."""
@@ -298,9 +292,10 @@ class _Fold:
             distance = mesh.rounds[self._at].distance
             data = mesh.arrived.pop((*key, distance), None)
             if data is not None:
-                self._value = self._combine(data, self._value)
+                self.value = self._combine(pickle.loads(data), self.value)
                 self._at += 1
-                self._send_window()
+                if self._at < len(mesh.rounds) and mesh.rounds[self._at].is_window:
+                    mesh.send(*key, mesh.rounds[self._at].distance, pickle.dumps(self.value))
             elif (peer := mesh.inward[distance]).is_closed:
                 text = f"the process of rank {peer.rank} has ended, or has left the group"
                 self._failure = BrokenCollective(text, [peer.rank])
@@ -333,45 +328,46 @@ class _Fold:
 
 
 @final
-class _Sum(_Fold):
+class _Sum(_Fold[int]):
     def total(self) -> int:
-        return int.from_bytes(self._value, "little")
+        return self.value
 
 
-@final
-class _FloatSum(_Fold):
-    def total(self) -> float:
-        special = struct.unpack_from("<d", self._value)[0]
-        if special:
-            return special
-        fixed = int.from_bytes(self._value[8:], "little", signed=True)
-        try:
-            return fixed / (1 << _EXPONENT)
-        except OverflowError:
-            return float("inf") if fixed > 0 else float("-inf")
-
-
-@final
-class _Gather(_Fold):
-    def rows(self) -> list[bytes]:
-        size, rank = len(self._own), self._mesh.rank
-        rows = [self._value[at : at + size] for at in range(0, len(self._value), size)]  # those of ranks up to this one
-        return rows[-rank - 1 :] + rows[: -rank - 1]
-
-
-def _added(one: bytes, other: bytes) -> bytes:
-    return (int.from_bytes(one, "little") + int.from_bytes(other, "little")).to_bytes(len(one), "little")
-
-
-def _added_floats(one: bytes, other: bytes) -> bytes:
-    """Infinities and NaN, beside whole numbers: so a sum is exact, and the same on ranks that add in another order."""
-    special = struct.unpack_from("<d", one)[0] + struct.unpack_from("<d", other)[0]
-    fixed = int.from_bytes(one[8:], "little", signed=True) + int.from_bytes(other[8:], "little", signed=True)
-    return struct.pack("<d", special) + fixed.to_bytes(_FIXED_BYTES, "little", signed=True)
-
-
-def _strung(one: bytes, other: bytes) -> bytes:
+def _plus(one: Any, other: Any) -> Any:
     return one + other
+
+
+@final
+class _FloatSum(_Fold[Exact]):
+    def total(self) -> float:
+        return float(self.value)
+
+
+@final
+class _Gather(_Fold[list[bytes]]):
+    def rows(self) -> list[bytes]:
+        first = self._mesh.rank + 1  # they are in the order of the circle, this rank's the last
+        return self.value[-first:] + self.value[:-first]
+
+
+@final
+class _RollCall(Generic[V]):
+    """A fold for each call."""
+
+    def __init__(self, mesh: Mesh, line: int, fold: Fold[V]) -> None:
+        self._mesh, self._line, self._fold = mesh, line, fold
+        self._last: Any = None
+        self.nbytes = 0
+
+    def call(self, number: int, /) -> None:
+        own = self._fold.of(number, self._mesh.rank)
+        self._work = work = _Fold(self._mesh, self._line, own, self._fold.combined)
+        self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, work.nbytes
+
+    def result(self) -> V:
+        if self._last != self._work.value:
+            self._last = self._work.value
+        return self._last
 
 
 @final
@@ -385,22 +381,16 @@ class MessageLine(Line):
 
     @override
     def sum(self, number: int, bits: int) -> Sum:
-        return _Sum(self._mesh, self._number, number.to_bytes(-(-bits // 8), "little"), _added)
+        return _Sum(self._mesh, self._number, number, _plus)
 
     @override
     def sum_float(self, number: float) -> FloatSum:
-        try:
-            above, below = number.as_integer_ratio()
-            special, fixed = 0.0, above * ((1 << _EXPONENT) // below)
-        except (OverflowError, ValueError):  # it is infinite, or NaN
-            special, fixed = number, 0
-        own = struct.pack("<d", special) + fixed.to_bytes(_FIXED_BYTES, "little", signed=True)
-        return _FloatSum(self._mesh, self._number, own, _added_floats)
+        return _FloatSum(self._mesh, self._number, exact(number), _plus)
 
     @override
-    def roll_call(self, largest: int) -> RollCall:
-        return SumRollCall(self, self._mesh.rank, self._mesh.world_size, largest)
+    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
+        return _RollCall(self._mesh, self._number, fold)
 
     @override
     def gather(self, data: bytes) -> Gather:
-        return _Gather(self._mesh, self._number, data, _strung)
+        return _Gather(self._mesh, self._number, [data], _plus)

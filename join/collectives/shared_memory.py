@@ -32,12 +32,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS, Collective, FloatSum, Gather, Line, RollCall, Sum
+from join.collectives.base import SUMS, Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V, folded
 from join.collectives.board import Board, Kind
 from join.collectives.broken import BrokenCollective
 from join.collectives.timeouts import timeouts
@@ -218,9 +218,11 @@ class SharedMemoryLine(Line):
         return work
 
     @override
-    def roll_call(self, largest: int) -> RollCall:
+    def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
         width = -(-largest.bit_length() // BITS)
-        return self._otherwise().roll_call(largest) if width > CELLS else _Numbers(self._lane, width)
+        if width > CELLS:
+            return self._otherwise().roll_call(largest, fold)
+        return _RollCall(self._lane, width, fold)
 
     @override
     def gather(self, data: bytes) -> Gather:
@@ -240,7 +242,7 @@ class SharedMemoryLine(Line):
 
 
 class _Numbers:
-    """The numbers that all ranks give for one count of a lane, in ``width`` cells each, as they arrive: a roll call.
+    """The numbers that all ranks give for one count of a lane, in ``width`` cells each, as they arrive.
 
     Every call of a function counts here, since a step runs with empty caches.
     """
@@ -330,9 +332,21 @@ class _Numbers:
         ended = [rank for rank in missing if lane.has_ended(rank)]
         return [rank for rank in ended if lane.cells[last[rank]] & LOW != tag]  # else that was its last act
 
-    def answers(self) -> list[int]:
-        """The number of each rank."""
-        return self._numbers
+
+@final
+class _RollCall(_Numbers, Generic[V]):
+    """One roll call, again and again."""
+
+    def __init__(self, lane: Lane, width: int, fold: Fold[V]) -> None:
+        super().__init__(lane, width)
+        self._fold, self._folded = fold, list[int]()
+        self._result: V
+
+    def result(self) -> V:
+        """What all ranks answered, folded."""
+        if self._numbers != self._folded:
+            self._folded, self._result = self._numbers, folded(self._fold, self._numbers)
+        return self._result
 
 
 @final

@@ -220,7 +220,7 @@ class Iteration:
                     return False
             if not counts.at:
                 self._tell_next_round()
-            if self._throw and counts.at >= min(counts.batches):
+            if self._throw and counts.at >= counts.least:
                 self._guard.raise_early_termination(exhausted=counts.own_batches <= counts.at)
             self._step += 1
             weights = self.ahead.weights
@@ -279,7 +279,7 @@ class Iteration:
         channel.scaling.begin_loop(self._why_scale())
         self._tell_next_round()
         counts.begin_next("came to step 1 of join.iterate")
-        if min(counts.batches) == 0 < counts.steps and not self._throw:
+        if counts.least == 0 < counts.steps and not self._throw:
             self._share_template()
 
     def _read_all(self) -> int:
@@ -298,8 +298,7 @@ class Iteration:
         return f"nothing else weighs the gradients of {names[0]}" if names else ""
 
     def _tell_next_round(self) -> None:
-        ahead, batches = self.ahead, self._counts.batches
-        held = batches[self._rank] if batches else 0  # for the round that begins
+        ahead, held = self.ahead, self._counts.held  # for the round that begins
         ahead.read(self._counts.size - (len(ahead.batches) - held))
         weights = list(ahead.weights)[held:]
         if ahead.error is not None:
@@ -309,7 +308,7 @@ class Iteration:
     def _share_template(self) -> None:
         """Ranks that never had a batch get one from the lowest that has: empty if that is all that is wanted."""
         counts = self._counts
-        source = next(rank for rank, count in enumerate(counts.batches) if count)
+        source = counts.first_with_data
         own = self._own_template(source) if self._rank == source else None
         try:
             template, problem = broadcast_tree(self._channel.collective, own, source, self._channel.roster.devices())

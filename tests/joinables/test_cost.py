@@ -174,8 +174,8 @@ class WatchedLine(Line):
         self._recorder.log.append("gather")
         return Watched(self._line.gather(data), self._recorder)
 
-    def roll_call(self, largest: int) -> Any:
-        return self._line.roll_call(largest)
+    def roll_call(self, largest: int, fold: Any) -> Any:
+        return self._line.roll_call(largest, fold)
 
 
 class Recorder(TorchCollective):

@@ -116,25 +116,35 @@ def sums_do_not_mix_with_the_group(collective: Collective, line: Line) -> None:
     assert work.total() == ones[0].item() == collective.world_size
 
 
+class ByRank:
+    """Folds answers into what each rank has answered."""
+
+    def of(self, answer: int, rank: int, /) -> dict[int, int]:
+        return {rank: answer}
+
+    def combined(self, one: dict[int, int], other: dict[int, int], /) -> dict[int, int]:
+        return {**one, **other}
+
+
 def everybody_answers(collective: Collective, line: Line) -> None:
     rank, size = collective.rank, collective.world_size
     for largest in (1, 3, 255, (1 << 32) - 1, 1 << 32, 1 << 40):
-        roll_call = line.roll_call(largest)
+        roll_call = line.roll_call(largest, ByRank())
         for call in range(9):
             expected = [largest if each == call % size else min(each, largest) for each in range(size)]
             roll_call.call(expected[rank])
             roll_call.wait()
             assert roll_call.is_completed() and roll_call.nbytes > 0
-            assert roll_call.answers() == expected
+            assert roll_call.result() == dict(enumerate(expected))
 
 
 def roll_calls_and_sums_take_turns(collective: Collective, line: Line) -> None:
-    roll_call = line.roll_call(9)
+    roll_call = line.roll_call(9, ByRank())
     for call in range(9):
         line.sum(call, 9).wait()
         roll_call.call(call // 5)
         roll_call.wait()
-        assert roll_call.answers() == [call // 5] * collective.world_size
+        assert roll_call.result() == dict.fromkeys(range(collective.world_size), call // 5)
 
 
 def bytes_are_gathered(collective: Collective, line: Line) -> None:
@@ -331,12 +341,12 @@ def counts_begin_anew(rank: int) -> None:
     for _ in range(memory.PLACES):
         line.sum(0, 1)
     collective.barrier()
-    roll_call = line.roll_call(9)
+    roll_call = line.roll_call(9, ByRank())
     for call in range(8):
         expected = [4, 5 if call > 2 else 4]
         roll_call.call(expected[rank])
         roll_call.wait()
-        assert roll_call.answers() == expected
+        assert roll_call.result() == dict(enumerate(expected))
 
 
 def test_counts_that_begin_anew(pool: Pool) -> None:

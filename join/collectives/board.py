@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch.distributed as dist
 from typing_extensions import final, override
@@ -152,22 +153,26 @@ class StoreBoard(Board):
         self._before = (rank - 1) % world_size  # whose beats this rank listens to, as another does to its own
         self._next_beat = 0.0
         self._beats = 0  # how often this rank has said that it lives
-        self._heard, self._unheard = "", 0  # what that rank has said last; for how many beats nothing else
+        self._heard, self._unheard = list[str](), 0  # what that rank has said last; for how many beats nothing else
 
     @cached_property
-    def _store(self) -> dist.Store:
-        return cast("Any", self._shared_store).clone()  # not in torch's type stubs
+    def _store(self) -> Any:  # clone() and multi_get() are not in torch's type stubs
+        store = cast("Any", self._shared_store).clone()
+        for kind in get_args(Kind):  # so that all of them can be asked for at once
+            store.set(_key_of(kind, self.rank), "")
+        return store
 
-    def _key(self, name: str) -> str:
-        return f"board/{self.block}/{name}"
+    @property
+    def _bell(self) -> str:
+        return f"board/{self.block}/bell"
 
     @override
     def ring(self) -> None:
-        self._store.set(self._key("bell"), "")
+        self._store.set(self._bell, "")
 
     @override
     def is_rung(self) -> bool:
-        return self._store.check([self._key("bell")])
+        return self._store.check([self._bell])
 
     @override
     def ended(self) -> list[int]:
@@ -175,27 +180,30 @@ class StoreBoard(Board):
         if now >= self._next_beat:
             self._next_beat = now + timeouts().beat
             self._beats += 1
-            self._store.set(self._beat_of(self.rank), f"{self.block} {self._beats}")
-            heard = self._beat_said_by(self._before)
-            # A rank may enter late. Silence is counted in beats of this rank's own, not in seconds: all ranks may have
-            # been suspended.
-            is_here = heard.startswith(f"{self.block} ")
-            self._unheard = self._unheard + 1 if is_here and heard == self._heard else 0
+            self._put("beat", str(self._beats))
+            heard = self._put_by("beat", [self._before])  # nothing, if it has not entered yet
+            # In beats of this rank's own, not in seconds: all ranks may have been suspended.
+            self._unheard = self._unheard + 1 if heard and heard == self._heard else 0
             self._heard = heard
         return [self._before] if self._unheard * timeouts().beat >= timeouts().silent else []
 
-    def _beat_of(self, rank: int) -> str:
-        return f"board/beat/{rank}"  # the same key in all blocks, so that no keys are left
-
-    def _beat_said_by(self, rank: int) -> str:
-        key = self._beat_of(rank)
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
     @override
-    def _put(self, kind: Kind, text: str) -> None:
-        self._store.set(self._key(f"{kind}/{self.rank}"), text)
+    def _put(self, kind: Kind | Literal["beat"], text: str) -> None:
+        self._store.set(_key_of(kind, self.rank), f"{self.block} {text}")
 
     @override
     def _messages(self, kind: Kind) -> list[str]:
-        keys = [self._key(f"{kind}/{rank}") for rank in range(self.world_size)]
-        return [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        return self._put_by(kind, range(self.world_size))
+
+    def _put_by(self, kind: Kind | Literal["beat"], ranks: Sequence[int]) -> list[str]:
+        """What these ranks have put down in this block: two requests, however many ranks there are."""
+        keys = [_key_of(kind, rank) for rank in ranks]
+        if not self._store.check(keys):  # not all have ever entered a block
+            keys = [key for key in keys if self._store.check([key])]
+        texts = [value.decode() for value in self._store.multi_get(keys)] if keys else []
+        block = f"{self.block} "
+        return [text.removeprefix(block) for text in texts if text.startswith(block)]
+
+
+def _key_of(kind: str, rank: int) -> str:
+    return f"board/{kind}/{rank}"  # the same in all blocks, so that no keys are left

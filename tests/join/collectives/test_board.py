@@ -74,6 +74,36 @@ def test_single() -> None:
     conforms(SingleCollective())
 
 
+class Counting:
+    """Counts what a store is asked for."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.requests = store, 0
+
+    def clone(self) -> Counting:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("ranks", [3, 100])
+def test_a_look_is_a_few_requests_however_many_ranks_there_are(ranks: int) -> None:
+    store = dist.HashStore()
+    for rank in range(ranks):
+        board = StoreBoard(rank, ranks, store)
+        board.begin(1)
+        board.tell(Progress(step=rank))
+    counting: Any = Counting(store)
+    board = StoreBoard(0, ranks, counting)
+    board.begin(1)
+    board.tell(Progress(step=7))
+    counting.requests = 0
+    assert len(board.progress()) == ranks and board.notes() == []
+    assert counting.requests == 4
+
+
 # -- a store that does not answer --------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ Stands in for a public end-of-backward hook. Callbacks run in the order in which
 another, which runs after all that were queued before.
 """
 
+_NO_TAG = 0x7FFFFFF0  # of a message that nobody sends
 _NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
 
 
@@ -140,6 +141,20 @@ def abort_on_devices(seconds: float) -> bool:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return bool(hanging)
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close gloo's connections of ``group``, so that all that is under way on it breaks, here and on the other ranks.
+
+    Stands in for ``ProcessGroupGloo.abort``, which breaks nothing up to torch 2.13. When somebody has waited for too
+    long, gloo gives up all connections; so this waits for a message that nobody sends.
+    """
+    backend = group._get_backend(torch.device("cpu")) if "cpu" in {d.type for d in group._device_types} else None
+    if backend is None or not _is_of_gloo(backend) or group.size() == 1:
+        return
+    with suppress(RuntimeError):
+        nothing, other = torch.empty(1, device="cpu"), (group.rank() + 1) % group.size()
+        backend.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _is_of_gloo(backend: Any) -> bool:

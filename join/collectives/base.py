@@ -296,12 +296,12 @@ class Collective(ABC):
         return True
 
     def abort(self) -> bool:
-        """Abort what this process has under way on its accelerator with others, which may never come to its end.
+        """Abort what this process has under way with others, which may never come to its end, and theirs with it.
 
         Called in any thread, once a rank has failed: the process groups of this process cannot be used any more.
 
         Returns:
-            Whether there are groups to abort.
+            Whether there are groups to abort on accelerators.
         """
         return False
 

@@ -44,7 +44,7 @@ from join.collectives.broken import BrokenCollective
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
 _HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the one that it wants
 _WELCOME = b"\1"
-_CONNECT_SECONDS, _MEET_SECONDS = 3.0, 15.0  # to one address, and for all connections
+_CONNECT_SECONDS, _MEET_SECONDS = 5.0, 20.0  # to one address, and for all connections
 _SIOCGIFADDR = 0x8915  # asks for the address of an interface
 
 

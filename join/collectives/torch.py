@@ -28,6 +28,7 @@ from join.collectives import messages, shared_memory
 from join.collectives._torch_private import (
     abort_on_devices,
     bound_to_no_device,
+    close_connections,
     issued_on,
     let_go_before_exit,
     limit,
@@ -221,6 +222,9 @@ class TorchCollective(StoreCollective):
 
     @override
     def abort(self) -> bool:
+        for each in (self, self._shared.companion):
+            if each is not None:
+                close_connections(each.group)
         return abort_on_devices(timeouts().note)
 
     @override

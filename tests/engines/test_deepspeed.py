@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import mse_loss
 from typing_extensions import override
 
+import join
 from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
@@ -52,10 +55,10 @@ class DeepSpeed(Engine):
     @override
     def train(self, feed: Feed) -> None:
         window = self.cell.window
-        with Join(self.listed, divide_by_initial_world_size=False, loss_divided_by=window, **self.options) as join:
-            for x, y in feed.steps(join, fill_window=True):
+        with Join(self.listed, divide_by_initial_world_size=False, loss_divided_by=window, **self.options) as block:
+            for x, y in feed.steps(block, fill_window=True):
                 loss = mse_loss(self.engine(x.float()), y.float())
-                self.engine.backward(join.scale(loss))
+                self.engine.backward(block.scale(loss))
                 self.engine.step()
 
     @override
@@ -68,6 +71,9 @@ class DeepSpeed(Engine):
     @override
     def load(self, checkpoint: Any) -> None:
         self.engine.load_checkpoint(checkpoint)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(checkpoint)
 
     @override
     def state(self) -> dict[str, torch.Tensor]:
@@ -96,3 +102,24 @@ def test_deepspeed(ending: Ending, cell: Cell) -> None:
     expected = {name: value for name, value in alone(cell).items() if name.startswith("0.")}
     for end in ends:
         assert_same(end.result, expected, TOLERANCE)
+
+
+RECIPE = Path(join.__file__).parent.parent / "recipes" / "deepspeed_zero.py"
+
+
+@needs_deepspeed
+def test_the_recipe() -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(RECIPE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "differ from those of one process by" in done.stdout
+
+
+def test_a_missing_extra_is_a_sentence() -> None:
+    hide = "import importlib.util, runpy; importlib.util.find_spec = lambda *_: None"
+    code = f"{hide}; runpy.run_path({str(RECIPE)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "This recipe needs DeepSpeed: pip install 'joinables[deepspeed]'\n"

@@ -1,7 +1,8 @@
 """What is known of each engine: the tests in this folder run every cell, and ``docs/engines.py`` makes a page of them.
 
 A cell says how a loop ends, on ranks of which one has no data: "yes" if it ends where one process ends; the code of an
-error, such as "J421", if all ranks raise that. "no" is not run: nothing in the library can tell.
+error, such as "J421", if all ranks raise that; "no" if it ends elsewhere, of which nothing in the
+library can know.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ COLUMNS = {
     "plain": "a plain block: the loop as it was",
     "iterate": "a loop over `join.iterate`",
     "weights": "`weigh=`: batches of different sizes count by their samples",
-    "accumulation": "`weigh=` and `window=2`, with a last window that is not full",
+    "accumulation": "`window=2`, with a last window that is not full; with `weigh=`, if that is a yes",
     "resume": "the same, left after two steps, and resumed from a checkpoint with new objects",
 }
 """What is tried with an engine, and what that is."""
@@ -26,8 +27,8 @@ class Row:
     """An engine, and how each cell of it ends."""
 
     title: str
-    script: str
-    """The page that shows it: a script or a page of the guide."""
+    page: str
+    """Where it is shown: a recipe, a tutorial or a page of the guide."""
     plain: str
     iterate: str = "yes"
     weights: str = "yes"
@@ -78,12 +79,12 @@ ROWS: dict[str, Row] = {
     "SyncBatchNorm": Row("DDP with SyncBatchNorm", "sharded", plain="J421"),
     "FSDP1": Row("FSDP1 (`FullyShardedDataParallel`)", "fsdp1", plain="J421"),
     "FSDP2": Row("FSDP2 (`fully_shard`)", "09_fsdp2", plain="J421"),
-    "HSDP": Row("HSDP: two replicas of two shards", "hsdp", plain="J421", counts=(3, 5, 0, 1), ranks=4),
+    "HSDP": Row("HSDP: two replicas of two shards", "device_meshes", plain="J421", counts=(3, 5, 0, 1), ranks=4),
     "tensor parallelism": Row(
-        "tensor parallelism under `fully_shard`", "tensor_parallel", plain="J421", counts=(5, 0), ranks=4
+        "tensor parallelism under `fully_shard`", "device_meshes", plain="J421", counts=(5, 0), ranks=4
     ),
     "tensor parallelism in DDP": Row(
-        "tensor parallelism under DDP", "tensor_parallel", plain="yes", counts=(5, 0), ranks=4
+        "tensor parallelism under DDP", "device_meshes", plain="yes", counts=(5, 0), ranks=4
     ),
     **{
         f"ZeRO {stage}": Row(f"DeepSpeed, ZeRO {stage}", "deepspeed_zero", plain="J013", package="deepspeed")
@@ -118,9 +119,4 @@ ROWS: dict[str, Row] = {
 
 def cells_of(*engines: str) -> list[Cell]:
     """The cells of these engines."""
-    return [
-        Cell(engine, column, outcome)
-        for engine in engines
-        for column in COLUMNS
-        if (outcome := getattr(ROWS[engine], column)) != "no"
-    ]
+    return [Cell(engine, column, getattr(ROWS[engine], column)) for engine in engines for column in COLUMNS]

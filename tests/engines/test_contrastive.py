@@ -15,7 +15,7 @@ from typing_extensions import override
 from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
-from tests.engines.training import Engine, Feed, adam, alone, batch_of, build, check
+from tests.engines.training import Batch, Engine, Feed, adam, alone, batch_of, build, check
 from tests.models import flat_state
 from tests.pool import Pool
 
@@ -62,6 +62,10 @@ def contrast(features: torch.Tensor) -> torch.Tensor:
     return cross_entropy(features @ features.T, torch.arange(len(features)))
 
 
+def len_of_batch(data: Batch) -> int:
+    return len(data[0])
+
+
 class Contrastive(Engine):
     """Each rank has a part of the gradient, the sum of which DDP divides by their number: hence the factor."""
 
@@ -76,7 +80,8 @@ class Contrastive(Engine):
     def train(self, feed: Feed) -> None:
         how: Any = {"divide_by_initial_world_size": True, "timeout": self.cell.timeout}
         with Join([self.model, self.optimizer], **how) as join:
-            for x, _ in feed.steps(join, weigh=None):
+            weigh = len_of_batch if self.cell.column == "weights" else None
+            for x, _ in feed.steps(join, weigh=weigh):
                 with nullcontext() if join.ends_window else self.model.no_sync():
                     rows, ranks = rows_of_all(self.model(x), all_gradients=self.all_gradients)
                     copies = ranks if self.all_gradients else 1

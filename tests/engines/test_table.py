@@ -1,11 +1,13 @@
-"""Each engine of the table is tested."""
+"""Each engine of the table is tested, and the page of engines is what the table says."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-from tests.engines.table import ROWS
+from docs.engines import PAGE, page
+from docs.errors import texts
+from tests.engines.table import COLUMNS, ROWS
 
 
 def test_each_row_is_run() -> None:
@@ -19,3 +21,12 @@ def test_each_row_is_run() -> None:
     }
     stages = {name for name in ROWS if name.startswith("ZeRO ")}  # which tests/engines/test_deepspeed.py counts
     assert set(ROWS) - stages - found == set()
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert PAGE.read_text() == page(), "run python -m docs.engines"
+
+
+def test_each_error_of_the_table_exists() -> None:
+    cells = {getattr(row, column) for row in ROWS.values() for column in COLUMNS}
+    assert cells - {"yes", "no"} <= {code for text in texts() for code in text.codes}

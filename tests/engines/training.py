@@ -17,6 +17,7 @@ from tests.engines.table import Cell
 from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
 from tests.pool import Pool
 from tests.training import whole
+from tests.versions import is_2_8
 
 TOLERANCE = 1e-12
 """Of numbers in float64."""
@@ -180,6 +181,8 @@ def check(
 ) -> None:
     """Run a cell: it ends as the table says."""
     ranks = cell.row.ranks
+    if cell.timeout is not None and is_2_8:
+        pytest.skip("torch 2.8 cannot change how long operations of a gloo group may take")
     if cell.outcome not in ("yes", "no"):
         texts = [end.error for end in ending.ends(train, kind, cell, ranks=ranks)]
         assert all(f"[{cell.outcome}]" in text for text in texts), texts

@@ -21,10 +21,9 @@ SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  #
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": WINDOW,
-    "gradient_clipping": 0.0,  # otherwise DeepSpeed 0.19 clips at 1.0
+    "gradient_clipping": 0.5,  # DeepSpeed 0.19 clips at 1.0 if this is missing
     "zero_optimization": {"stage": 3},
     "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
 }
 
 
@@ -37,7 +36,7 @@ def train(rank: int) -> list[torch.Tensor]:
     import deepspeed
 
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     with Join([], process_group=None, loss_divided_by=WINDOW) as join:
         for x in join.iterate(SAMPLES[rank, : BATCHES[rank], : 4 + rank], weigh=len, window=WINDOW, fill_window=True):
@@ -50,12 +49,13 @@ def train(rank: int) -> list[torch.Tensor]:
 
 def train_in_one_process() -> list[torch.Tensor]:
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for at in range(0, max(BATCHES), WINDOW):
         steps = [(rank, step) for step in range(at, at + WINDOW) for rank in range(3) if step < BATCHES[rank]]
         x = torch.cat([SAMPLES[rank, step, : 4 + rank] for rank, step in steps])
         optimizer.zero_grad()
         mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 

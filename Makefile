@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-horovod test-frameworks check bench pictures outputs docs test-docs wheel clean
+.PHONY: help demo test test-all test-torch test-accelerator test-gpu soak test-horovod test-frameworks test-engines check bench pictures outputs docs test-docs wheel clean
 # Two installs into one .venv must not run at once.
 .NOTPARALLEL:
 
@@ -24,6 +24,7 @@ help:
 	@echo 'make clean   remove caches, build output, demo-out and docs-out (keeps .venv)'
 	@echo 'All of these create .venv when it is missing; PYTHON=... picks the interpreter.'
 	@echo 'make test-frameworks runs the tests inside training frameworks, in .venv-frameworks (minutes, once).'
+	@echo 'make test-engines runs the tests of engines, DeepSpeed included, in .venv-engines (minutes, once).'
 	@echo 'make test-horovod builds Horovod into .venv-horovod (minutes, once) and runs the collectives over it.'
 
 demo: .venv/.demo-installed
@@ -66,6 +67,10 @@ comma := ,
 test-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n $(JOBS) tests/integrations
 
+# DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
+test-engines: .venv-engines/.installed
+	.venv-engines/bin/python -m pytest -n $(JOBS) tests/engines
+
 check: .venv/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,6 +93,7 @@ outputs: .venv/.test-installed
 
 docs: .venv/.docs-installed
 	$(BIN)/python -m docs.errors
+	$(BIN)/python -m docs.engines
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-docs: .venv/.test-installed .venv/.docs-installed .venv-docs/.installed
@@ -107,6 +113,11 @@ clean:
 .venv-frameworks/.installed: setup.cfg constraints.txt Makefile
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install -c constraints.txt -e '.[test$(foreach each,$(FRAMEWORKS),$(comma)$(each))]'
+	@touch $@
+
+.venv-engines/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install -c constraints.txt -e '.[test,deepspeed]'
 	@touch $@
 
 .venv-docs/.installed: tests/docs/package.json

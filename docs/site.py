@@ -31,6 +31,7 @@ NAVIGATION: dict[str, Any] = {
         "The plain block": "block.md",
         "Any loop": "iterate.md",
         "FSDP2, SyncBatchNorm, tensor parallelism": "sharded.md",
+        "Engines": "engines.md",
         "The trainer": "trainer.md",
         "Inside training frameworks": "frameworks.md",
         "Going on after a kill": "elastic.md",

@@ -38,7 +38,10 @@ def run(*args: str, timeout: float = 110, **environment: str) -> str:
     return own_lines(result.stdout)
 
 
-ELSEWHERE = {"13_ray": "it needs Ray; where that is installed, tests/integrations/ray runs it"}
+ELSEWHERE = {
+    "13_ray": "it needs Ray; where that is installed, tests/integrations/ray runs it",
+    "deepspeed_zero": "it needs DeepSpeed; where that is installed, tests/engines runs it",
+}
 SPAWNING = {"05_gan"}
 """Always run as its readers do: by the trainer that tells its processes how to log."""
 

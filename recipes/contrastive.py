@@ -1,0 +1,79 @@
+"""Recipe: a contrastive loss (CLIP, SimCLR) over the features of all ranks, of which some have no rows."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.parallel import DistributedDataParallel
+
+from joinables import Join
+
+BATCHES = (2, 5, 0)  # rank 2 has no data
+SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own):
+        rows = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, own)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        total = torch.stack(gradients)
+        dist.all_reduce(total)
+        return total[dist.get_rank()]
+
+
+def rows_of_all(features: torch.Tensor) -> list[torch.Tensor]:
+    counts = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(features)]))
+    padded = pad(features, (0, 0, 0, int(max(counts)) - len(features)))
+    return [rows[: int(count)] for rows, count in zip(Gather.apply(padded), counts, strict=True) if count]
+
+
+def loss_of(features: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+def train(rank: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer]) as join:
+        for x in join.iterate(SAMPLES[rank, : BATCHES[rank], : 4 + rank]):
+            optimizer.zero_grad()
+            rows = rows_of_all(model(x))  # each rank with data has a copy of their loss
+            join.scale(loss_of(torch.cat(rows)) * dist.get_world_size() / len(rows)).backward()
+            optimizer.step()
+    return model.module.weight.detach()
+
+
+def train_in_one_process() -> torch.Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(max(BATCHES)):
+        x = torch.cat([SAMPLES[rank, step, : 4 + rank] for rank in range(3) if step < BATCHES[rank]])
+        optimizer.zero_grad()
+        loss_of(model(x)).backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def compare(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    difference = (train(rank) - train_in_one_process()).abs().max().item()
+    if rank == 0:
+        print(f"Weights differ from those of one process by {difference:.0e}.")
+    assert difference < 1e-6, "a contrastive loss on uneven ranks must be that of one process"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)

@@ -1,0 +1,73 @@
+"""Recipe: FSDP1 (`FullyShardedDataParallel`) on uneven ranks, with windows of accumulation.
+
+The forward gathers parameters from all ranks, so all of them run the loop's body equally often.
+"""
+
+import contextlib
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.functional import mse_loss
+
+from joinables import Join
+
+BATCHES = (2, 5, 0)  # rank 2 has no data, but owns shards like everybody else
+WINDOW = 2  # batches that one optimizer step averages
+SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
+
+
+def loader_of(rank: int) -> list[torch.Tensor]:
+    return [SAMPLES[rank, step, : 3 + 2 * step] for step in range(BATCHES[rank])]  # of different sizes
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def train(rank: int) -> list[torch.Tensor]:
+    model = FullyShardedDataParallel(make_model(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with Join([model, optimizer]) as join:
+        for x in join.iterate(loader_of(rank), weigh=len, window=WINDOW):
+            with contextlib.nullcontext() if join.ends_window else model.no_sync():
+                join.scale(mse_loss(model(x), x.sum(1, keepdim=True))).backward()
+            if join.ends_window:
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    if rank == 0:
+        print(join.report)
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_in_one_process() -> list[torch.Tensor]:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for at in range(0, max(BATCHES), WINDOW):
+        x = torch.cat([batch for rank in range(3) for batch in loader_of(rank)[at : at + WINDOW]])
+        optimizer.zero_grad()
+        mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def compare(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    pairs = zip(train(rank), train_in_one_process(), strict=True)
+    difference = max((ours - expected).abs().max().item() for ours, expected in pairs)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"\nParameters differ from those of one process by {difference:.0e}.")
+    assert difference < 1e-6, "FSDP1 on uneven ranks must end where one process ends"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(compare, args=(f"{folder}/store",), nprocs=3)

@@ -24,13 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 import joinables
 from join import Join
 from join.collectives.shared_memory import obstacle_found
-from join.collectives.torch import descriptors
 from joinables._torch.versions import SUPPORTED
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 BATCHES = (12, 4)
 """How many batches each rank has."""
-_MANY_DESCRIPTORS = 4096  # fewer allow for fewer ranks than some have
 _LIMIT = 90.0  # seconds that the ranks may take, most of which they need for importing torch
 _TOLERANCE = 1e-12  # between doubles that were summed in another order
 
@@ -45,7 +43,7 @@ class Finding(NamedTuple):
 def check() -> int:
     """Print what was found; the exit status, 1 if something is wrong."""
     wrong = 0
-    for look in (look_at_versions, look_at_headers, look_at_gloo, look_at_descriptors, look_at_training):
+    for look in (look_at_versions, look_at_headers, look_at_gloo, look_at_training):
         for finding in look():
             print(f"{finding.kind:<6} {finding.text}", flush=True)
             wrong += finding.kind == "WRONG"
@@ -67,11 +65,9 @@ def _minor_of(version: str) -> tuple[int, ...]:
 def look_at_headers() -> Iterator[Finding]:
     """How headers travel here, and why."""
     if why := obstacle_found():
-        yield Finding(
-            "note", f"headers travel in a small all-reduce, not through shared memory, which is faster: {why}"
-        )
+        yield Finding("note", f"headers travel in messages, not through shared memory, which is faster: {why}")
     else:
-        yield Finding("ok", "headers travel through shared memory; between machines, in a small all-reduce")
+        yield Finding("ok", "headers travel through shared memory; between machines, in messages")
 
 
 def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -97,17 +93,6 @@ def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Findin
         "note" if is_alone else "WRONG",
         f"gloo takes {address or '127.0.0.1'}, {why}, which only this machine reaches; {way_out}",
     )
-
-
-def look_at_descriptors() -> Iterator[Finding]:
-    """With how many ranks a process may be connected, where NCCL's groups get one of gloo's for headers."""
-    used, limit = descriptors()
-    if limit is not None and limit < _MANY_DESCRIPTORS:
-        yield Finding(
-            "note",
-            f"ulimit -n is {limit}: enough for some {max(limit - used, 0) // 2} ranks on several machines, since the"
-            " library's group of gloo's and each of your own connect all ranks with all; ulimit -n 65536 is for more",
-        )
 
 
 def _address_of(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -34,6 +35,7 @@ Stands in for a public end-of-backward hook. Callbacks run in the order in which
 another, which runs after all that were queued before.
 """
 
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 _NO_TAG = 0x7FFFFFF0  # of a message that nobody sends
 _NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
 
@@ -99,19 +101,24 @@ def issued_on(group: dist.ProcessGroup) -> int:
 
 
 @contextmanager
-def bound_to_no_device() -> Generator[None]:
-    """Within the context, new groups are bound to no device, whatever ``init_process_group(device_id=)`` says.
+def for_small_messages() -> Generator[None]:
+    """Within the context, new groups of gloo's connect ranks when these first need it, and are bound to no device.
 
-    Stands in for an argument of ``dist.new_group``. One that is bound asks the new group for its backend on that
-    device, and gloo has one for CPUs and CUDA's GPUs only.
+    Stands in for arguments of ``dist.new_group``. Else each rank connects with all others. And where
+    ``init_process_group(device_id=)`` binds groups, they ask a new one for its backend on that device, and gloo has one
+    for CPUs and CUDA's GPUs only.
     """
     default: Any = dist.group.WORLD
-    bound = default.bound_device_id
-    default.bound_device_id = None
+    bound, lazy = default.bound_device_id, os.environ.get(_LAZY)
+    default.bound_device_id, os.environ[_LAZY] = None, "1"
     try:
         yield
     finally:
         default.bound_device_id = bound
+        if lazy is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = lazy
 
 
 _aborted: list[Any] = []  # backends; kept, since whoever aborts comes again for those that were made meanwhile

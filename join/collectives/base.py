@@ -295,10 +295,14 @@ class Collective(ABC):
         """Whether one of the ranks keeps the store in which they post notes."""
         return True
 
-    def abort(self) -> bool:
-        """Abort what this process has under way with others, which may never come to its end, and theirs with it.
+    def abort(self, *, connections: bool = False) -> bool:
+        """Abort what this process has under way on its accelerator with others, which may never come to its end.
 
         Called in any thread, once a rank has failed: the process groups of this process cannot be used any more.
+
+        Args:
+            connections: whether to close those of this group, too, so that the other ranks do not wait for this one:
+                where not all ranks have failed at the same place.
 
         Returns:
             Whether there are groups to abort on accelerators.

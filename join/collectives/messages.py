@@ -20,6 +20,7 @@ message from it learns that, and the others by its note.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pickle
@@ -28,6 +29,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -166,7 +168,7 @@ def _connected(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
             if connection.recv(1) == _WELCOME:
                 return connection
             connection.close()
-    raise OSError(f"nobody of this group at {hosts}, port {port}")
+    raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 @final
@@ -273,6 +275,7 @@ class _Fold(Generic[V]):
         self._mesh, self._line, self._combine = mesh, line, combine
         self.value, self._at = own, 0
         self._failure: BrokenCollective | None = None
+        self._waits_since: float | None = None
         self._is_done = threading.Lock()  # which is held until it is
         self._is_done.acquire()
         data = pickle.dumps(own)
@@ -315,12 +318,16 @@ class _Fold(Generic[V]):
             RuntimeError: if they do not come in time, after which waiting again is allowed.
             BrokenCollective: if one of them is gone, or does not come within the time limit of the group.
         """
-        limit = self._mesh.timeout if timeout is None else timeout.total_seconds()
-        if not self._is_done.acquire(timeout=limit):
-            text = f"timed out after {limit:g} s: not all ranks came"
-            if timeout is None:
-                raise BrokenCollective(text)
-            raise RuntimeError(f"{text}; see what they do, or allow more time [J503]")
+        now, most = time.monotonic(), self._mesh.timeout
+        self._waits_since = self._waits_since or now
+        left = self._waits_since + most - now
+        limit = left if timeout is None else min(timeout.total_seconds(), left)
+        if not self._is_done.acquire(timeout=max(limit, 0.0)):
+            if limit == left:
+                raise BrokenCollective(f"timed out after {most:g} s: not all ranks came")
+            raise RuntimeError(
+                f"timed out after {limit:g} s: not all ranks came; see what they do, or allow more time [J503]"
+            )
         self._is_done.release()
         if self._failure is not None:
             raise self._failure

@@ -1,19 +1,17 @@
 """A :class:`Collective` over a ``torch.distributed.ProcessGroup``.
 
 CPU tensors need a CPU backend. A group without one (NCCL alone) gets a gloo group of the same ranks beside it, made
-once per group: so a header never waits for a CUDA stream, and no host synchronisation enters an active rank's step.
+once per group and connected where it is used: so nothing of this package waits for a CUDA stream, and no host
+synchronisation enters an active rank's step.
 """
 
 from __future__ import annotations
 
-import os
-import resource
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -27,8 +25,8 @@ from typing_extensions import override
 from join.collectives import messages, shared_memory
 from join.collectives._torch_private import (
     abort_on_devices,
-    bound_to_no_device,
     close_connections,
+    for_small_messages,
     issued_on,
     let_go_before_exit,
     limit,
@@ -68,8 +66,6 @@ class _Shared:
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
-
-_OTHER_DESCRIPTORS = 16  # that a group of gloo's takes, and that others may take meanwhile
 
 of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
 """The collective that stands for a group. A group must not outlive its user's last reference to it, so this is weak."""
@@ -180,9 +176,8 @@ class TorchCollective(StoreCollective):
     def companion(self) -> TorchCollective:
         # For CPU tensors alone, whatever the group is for.
         if self._shared.companion is None:
-            check_descriptors(self.world_size)
             ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
-            with bound_to_no_device():
+            with for_small_messages():
                 group: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
             self._shared.companion = TorchCollective(group)
         return self._shared.companion
@@ -221,9 +216,9 @@ class TorchCollective(StoreCollective):
         return 0 in distributed_c10d.get_process_group_ranks(self.group)  # under a launcher, an agent beside rank 0
 
     @override
-    def abort(self) -> bool:
+    def abort(self, *, connections: bool = False) -> bool:
         for each in (self, self._shared.companion):
-            if each is not None:
+            if each is not None and connections:
                 close_connections(each.group)
         return abort_on_devices(timeouts().note)
 
@@ -274,25 +269,3 @@ class TorchCollective(StoreCollective):
     @override
     def _store(self) -> dist.Store:
         return store_of(self.group)
-
-
-def descriptors() -> tuple[int, int | None]:
-    """How many files and connections this process has open, and how many it may have; ``None`` for no known limit."""
-    limit, folder = resource.getrlimit(resource.RLIMIT_NOFILE)[0], Path("/proc/self/fd")
-    if limit == resource.RLIM_INFINITY or not folder.is_dir():
-        return 0, None
-    return len(os.listdir(folder)), limit
-
-
-def check_descriptors(world_size: int) -> None:
-    """Refuse to connect with all ranks where that takes more connections than this process may have open.
-
-    Raises:
-        RuntimeError: if so; gloo's own error would name an address, and no limit.
-    """
-    used, limit = descriptors()
-    if limit is not None and used + world_size + _OTHER_DESCRIPTORS > limit:
-        raise RuntimeError(
-            f"a gloo group of {world_size} ranks takes as many connections of each, {used} files are open, and"
-            f" `ulimit -n` allows {limit}; raise it before the ranks start: ulimit -n 65536 [J501]"
-        )

@@ -152,7 +152,7 @@ class Guard:
 
     def raise_alone(self, error: JoinError) -> NoReturn:
         """Raise ``error`` for a mistake that this rank alone may have made, after leaving a note for the others."""
-        self.fail(error)
+        self.fail(error, is_alone=True)
         self.raise_on_all(error)
 
     def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
@@ -161,21 +161,25 @@ class Guard:
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         self.raise_on_all(EarlyTerminationError(own if exhausted else others))
 
-    def fail(self, error: BaseException) -> JoinError | None:
+    def fail(self, error: BaseException, *, is_alone: bool = False) -> JoinError | None:
         """Leave the block with ``error``, and see to it that the others learn why.
 
         Args:
             error: what this rank raises.
+            is_alone: whether it is one of this package's that other ranks do not raise as well.
 
         Returns:
             What to raise instead, if ``error`` comes of another rank's failure.
         """
         cause = self.explain(error)
+        closes = False
         if cause is None and not self.closed:
+            closes = is_alone or not isinstance(error, JoinError)
             self.closed, self.is_lost = f"this rank raised {type(error).__name__}", True
             self.peers.post(error)
         if self.is_lost and self._collective.world_size > 1:
-            self._collective.abort()  # or whoever handles the error waits for the device when they read a tensor
+            # Or whoever handles the error waits for the device when they read a tensor.
+            self._collective.abort(connections=closes)
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:

@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from typing_extensions import override
 
@@ -263,7 +264,7 @@ class Peers:
         self._rank, self._world_size = collective.rank, collective.world_size
         self._block, self._progress = block, progress
         self._beats: dict[int, tuple[int | None, float]] = {}  # what each rank has told last, and since when
-        self._abort, self._keeps_store = collective.abort, collective.keeps_store
+        self._abort, self._keeps_store = partial(collective.abort, connections=True), collective.keeps_store
         self._begin(collective.board())
 
     def _begin(self, board: Board) -> None:

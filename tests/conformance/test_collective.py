@@ -141,13 +141,17 @@ def without_cpu_backend(rank: int) -> None:
     assert collective._cpu_group is collective._cpu_group is not group
 
 
-def with_few_descriptors(rank: int) -> None:
-    collective = collective_of(dist.new_group(backend="cuda:gloo"))
-    with (
-        mock.patch("resource.getrlimit", return_value=(10, 10)),
-        pytest.raises(RuntimeError, match="`ulimit -n` allows 10;"),
-    ):
+def connects_when_used(rank: int) -> None:
+    """Else it would take as many connections as there are ranks."""
+    collective, new_group, seen = collective_of(dist.new_group(backend="cuda:gloo")), dist.new_group, list[Any]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+        return new_group(*args, **options)
+
+    with mock.patch.object(dist, "new_group", noted):
         collective.barrier()
+    assert seen == ["1"] and "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
 def in_sub_group(rank: int) -> None:
@@ -160,8 +164,8 @@ def test_gloo(pool: Pool) -> None:
     pool.run(with_gloo, ranks=RANKS)
 
 
-def test_few_descriptors(pool: Pool) -> None:
-    pool.run(with_few_descriptors, ranks=RANKS)
+def test_a_companion_connects_when_it_is_used(pool: Pool) -> None:
+    pool.run(connects_when_used, ranks=4)
 
 
 def test_gloo_alone(pool: Pool) -> None:

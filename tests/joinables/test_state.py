@@ -65,9 +65,6 @@ def cannot_travel(rank: int) -> str:
         for step in range(rank + 1):
             ddp(batch(rank, 0, step)[0]).sum().backward()
             optimizer.step()
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == 2
     return str(caught.value)
 
 

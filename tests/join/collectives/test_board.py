@@ -154,8 +154,8 @@ def test_a_watch_whose_store_is_gone_ends() -> None:
     board.begin(1)
     watch = Watch(board, Progress, lambda: False)
     watch.start()
-    assert watch.refresh(5.0)
+    assert watch.refresh(30.0)
     del store
-    watch.join(10)
+    watch.join(30)
     assert not watch.is_alive() and watch.failed
     assert not watch.refresh(0.1)

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -161,13 +161,13 @@ def _accept(listener: socket.socket, secret: bytes, rank: int, world_size: int, 
 def _connected(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
     """A connection to the rank that listens there."""
     for host in hosts:
-        with suppress(OSError):
-            connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+        with suppress(OSError), ExitStack() as opened:
+            connection = opened.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(hello)
             if connection.recv(1) == _WELCOME:
+                opened.pop_all()
                 return connection
-            connection.close()
     raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
@@ -196,7 +196,6 @@ class Mesh:
         """Messages that nobody has taken yet, by line, count and distance."""
         self.under_way: dict[tuple[int, int], _Fold[Any]] = {}
         """By line and count."""
-        self._is_closed = False
         self._selector = selectors.DefaultSelector()
         for peer in (*inward.values(), *outward.values()):
             peer.connection.setblocking(False)
@@ -222,7 +221,6 @@ class Mesh:
 
     def close(self) -> None:
         """Close the connections, and end the thread."""
-        self._is_closed = True
         for peer in (*self.inward.values(), *self._outward.values()):
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)
@@ -239,6 +237,7 @@ class Mesh:
                         self._flush(peer)
                     if events & selectors.EVENT_READ:
                         self._receive(peer)
+        self._selector.close()
 
     def _receive(self, peer: _Peer) -> None:
         try:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -157,11 +157,15 @@ def close_connections(group: dist.ProcessGroup) -> None:
     long, gloo gives up all connections; so this waits for a message that nobody sends.
     """
     backend = group._get_backend(torch.device("cpu")) if "cpu" in {d.type for d in group._device_types} else None
-    if backend is None or not _is_of_gloo(backend) or group.size() == 1:
+    if backend is None or not _is_of_gloo(backend):
         return
-    with suppress(RuntimeError):
-        nothing, other = torch.empty(1, device="cpu"), (group.rank() + 1) % group.size()
-        backend.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
+    for distance in range(1, group.size()):  # one whose connection has broken before is not waited for
+        nothing, other = torch.empty(1, device="cpu"), (group.rank() + distance) % group.size()
+        try:
+            backend.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return
 
 
 def _is_of_gloo(backend: Any) -> bool:

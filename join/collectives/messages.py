@@ -10,8 +10,8 @@ ranks give, after the next what four give, and so on. Of ``N`` ranks, rank ``r``
     its own number, to rank r+2m (at once)      that of rank r-2m: a window of 2m+1, if the next bit of N is 1
 
 That is ``floor(log2 N)`` hops, each of which waits for the one before: 9 for 1,000 ranks, 13 for 10,000. All ranks do
-the same, and connect only with those that they send to: at most twice as many. Nothing in it grows with ``N``, but for
-what is gathered.
+the same, and connect only with those that they send to, at most twice as many, and that send to them. Nothing in it
+grows with ``N``, but for what is gathered.
 
 A rank sends its first messages when it gives its number. A thread does the rest, which sleeps until a message arrives,
 so the numbers come through while the ranks compute. A rank that has ended closes its connections: who waits for a
@@ -47,6 +47,7 @@ _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of it
 _HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the one that it wants
 _WELCOME = b"\1"
 _CONNECT_SECONDS, _MEET_SECONDS = 5.0, 20.0  # to one address, and for all connections
+_FLUSH_SECONDS = 2.0  # that a rank takes at most to send what others need, before it closes its connections
 _SIOCGIFADDR = 0x8915  # asks for the address of an interface
 
 
@@ -116,7 +117,7 @@ def connect(collective: Collective, timeout: float) -> Mesh | None:
                     outward[distance] = _Peer(_connected(*rows[other][1:], hello), distance, other)
                 accepted.result()
                 is_connected = True
-            except OSError:
+            except (OSError, RuntimeError):  # or there are too many threads
                 is_connected = False
     if collective.reduce_boolean_decision(is_connected):
         return Mesh(collective, inward, outward, timeout)
@@ -196,7 +197,7 @@ class Mesh:
         """Messages that nobody has taken yet, by line, count and distance."""
         self.under_way: dict[tuple[int, int], _Fold[Any]] = {}
         """By line and count."""
-        self._selector = selectors.DefaultSelector()
+        self._process, self._selector = os.getpid(), selectors.DefaultSelector()
         for peer in (*inward.values(), *outward.values()):
             peer.connection.setblocking(False)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -220,7 +221,14 @@ class Mesh:
                 return
 
     def close(self) -> None:
-        """Close the connections, and end the thread."""
+        """Close the connections, once what is still to be sent is, and end the thread."""
+        if os.getpid() != self._process:  # in a fork they are the parent's
+            return
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while time.monotonic() < deadline and any(
+            peer.unsent and not peer.is_closed for peer in self._outward.values()
+        ):
+            time.sleep(0.01)
         for peer in (*self.inward.values(), *self._outward.values()):
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_RDWR)
@@ -294,10 +302,13 @@ class _Fold(Generic[V]):
             distance = mesh.rounds[self._at].distance
             data = mesh.arrived.pop((*key, distance), None)
             if data is not None:
-                self.value = self._combine(pickle.loads(data), self.value)
-                self._at += 1
-                if self._at < len(mesh.rounds) and mesh.rounds[self._at].is_window:
-                    mesh.send(*key, mesh.rounds[self._at].distance, pickle.dumps(self.value))
+                try:
+                    self.value = self._combine(pickle.loads(data), self.value)
+                    self._at += 1
+                    if self._at < len(mesh.rounds) and mesh.rounds[self._at].is_window:
+                        mesh.send(*key, mesh.rounds[self._at].distance, pickle.dumps(self.value))
+                except Exception as error:  # else the thread would end
+                    self._failure = BrokenCollective(f"what ranks sent cannot be put together: {error!r}")
             elif (peer := mesh.inward[distance]).is_closed:
                 text = f"the process of rank {peer.rank} has ended, or has left the group"
                 self._failure = BrokenCollective(text, [peer.rank])
@@ -322,11 +333,15 @@ class _Fold(Generic[V]):
         left = self._waits_since + most - now
         limit = left if timeout is None else min(timeout.total_seconds(), left)
         if not self._is_done.acquire(timeout=max(limit, 0.0)):
-            if limit == left:
-                raise BrokenCollective(f"timed out after {most:g} s: not all ranks came")
-            raise RuntimeError(
-                f"timed out after {limit:g} s: not all ranks came; see what they do, or allow more time [J503]"
-            )
+            if limit != left:
+                raise RuntimeError(
+                    f"timed out after {limit:g} s: not all ranks came; see what they do, or allow more time [J503]"
+                )
+            with self._mesh.lock:
+                if self._is_done.locked():  # else it was done meanwhile
+                    self._failure = BrokenCollective(f"timed out after {most:g} s: not all ranks came")
+                    self.go_on()
+            return self.wait()
         self._is_done.release()
         if self._failure is not None:
             raise self._failure

@@ -179,7 +179,7 @@ class Guard:
             self.peers.post(error)
         if self.is_lost and self._collective.world_size > 1:
             # Or whoever handles the error waits for the device when they read a tensor.
-            self._collective.abort(connections=closes)
+            self._collective.abort(connections=closes or cause is not None)
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:

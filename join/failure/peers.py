@@ -193,8 +193,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         try:
             self._look_until_the_end()
-            if self._told.beat or self._board.outlives:  # in a store, each message is kept
-                self._board.tell(self._told._replace(done=True))
+            self._board.tell(self._told._replace(done=True))
         except Exception as error:  # the store is gone, with the process that kept it
             _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
             with self._changed:

@@ -378,7 +378,7 @@ class Channel:
     def sum(self, number: float) -> Callable[[], float]:
         """Start summing a number over all ranks, amid the collectives of a burst; the function returned waits for it.
 
-        Beside the collectives of the group where ranks share memory, else among them.
+        Beside the collectives of the group where ranks have a line of their own, else among them.
         """
         work = self._sums.sum_float(number)
 

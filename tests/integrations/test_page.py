@@ -1,4 +1,4 @@
-"""docs/frameworks.md: its code ends where one process ends, and what it says is refused is what is said."""
+"""The pages of docs/frameworks: their code ends where one process ends, and what they say is refused is refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.models import assert_same
 from tests.pool import Pool
 
 PACKAGE = Path(joinables.__file__).parent
-TEXT = (PACKAGE.parent / "docs" / "frameworks.md").read_text()
-SECTIONS = dict(re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE))
+TEXT = "".join(page.read_text() for page in sorted((PACKAGE.parent / "docs" / "frameworks").iterdir()))
+SECTIONS = dict(re.findall(r"^##? (.*?)$(.*?)(?=^##? |\Z)", TEXT, re.DOTALL | re.MULTILINE))
 COUNTS = 5, 2
 
 

@@ -22,6 +22,7 @@ from join.collectives import messages as module
 from join.collectives.base import GroupLine
 from join.collectives.broken import BrokenCollective
 from join.collectives.messages import Mesh, MessageLine, connect, rounds_of
+from join.failure.guard import _is_done_within
 from tests.ending import Ending
 from tests.pool import Pool
 
@@ -153,11 +154,36 @@ def impatient(rank: int) -> None:
     if rank == 0:
         with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: not all ranks came"):
             line.sum(1, 5).wait()
+        work = line.sum(1, 5)
+        with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: not all ranks came"):
+            while not _is_done_within(work, 0.1):  # as whoever looks at notes meanwhile
+                pass
+        assert work.is_completed()
     dist.barrier()
 
 
 def test_the_timeout_is_that_of_the_group(pool: Pool) -> None:
     pool.run(impatient, ranks=2, over_group=True)
+
+
+def put_together(collective: Collective) -> str:
+    """Ranks that use the line for different things; the thread goes on."""
+    mesh = meshed(collective)
+    line = MessageLine(mesh, 0)
+    work: Any = line.gather(b"1") if collective.rank else line.sum(1, 5)
+    with pytest.raises(BrokenCollective) as caught:
+        work.wait()
+    other = MessageLine(mesh, 1).sum(1, 5)
+    other.wait()
+    assert other.total() == 2
+    collective.barrier()
+    mesh.close()
+    return str(caught.value)
+
+
+def test_numbers_that_cannot_be_put_together() -> None:
+    for text in run_threads(2, put_together, timeout=30):
+        assert text.startswith("what ranks sent cannot be put together: TypeError(")
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

@@ -186,8 +186,8 @@ class Mesh:
     def __init__(
         self, collective: Collective, inward: dict[int, _Peer], outward: dict[int, _Peer], timeout: float
     ) -> None:
-        self.rank, self.world_size, self.timeout = collective.rank, collective.world_size, timeout
-        self.rounds = rounds_of(self.world_size)
+        self.rank, self.timeout = collective.rank, timeout
+        self.rounds = rounds_of(collective.world_size)
         self.counts: dict[int, int] = {}
         """How many numbers this rank has given, by line."""
         self.lock = threading.Lock()

@@ -16,7 +16,6 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Batch, Engine, Feed, adam, alone, batch_of, build, check
-from tests.models import flat_state
 from tests.pool import Pool
 
 
@@ -89,10 +88,6 @@ class Contrastive(Engine):
                 if join.ends_window:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-
-    @override
-    def state(self) -> dict[str, torch.Tensor]:
-        return flat_state(self.model.module.state_dict(), self.optimizer.state_dict())
 
 
 class ContrastiveOfAll(Contrastive):

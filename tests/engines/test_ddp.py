@@ -42,10 +42,6 @@ class DDP(Engine):
                     self.optimizer.step()
                     self.optimizer.zero_grad()
 
-    @override
-    def state(self) -> dict[str, torch.Tensor]:
-        return flat_state(self.model.module.state_dict(), self.optimizer.state_dict())
-
 
 class TensorParallelInDDP(DDP):
     """Two ranks share a batch and the layers; there are two such pairs."""

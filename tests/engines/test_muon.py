@@ -17,7 +17,7 @@ from join import Join
 from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, alone, check
-from tests.models import FEATURES, TARGETS, flat_state
+from tests.models import FEATURES, TARGETS
 from tests.pool import Pool
 
 
@@ -74,11 +74,6 @@ class ShardedOptimizer(Engine):
                 if join.ends_window:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-
-    @override
-    def state(self) -> dict[str, torch.Tensor]:
-        """With this rank's share of the optimizer's state."""
-        return flat_state(self.model.module.state_dict(), self.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("cell", cells_of("sharded optimizer"), ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from tests.ending import Ending
@@ -121,7 +122,8 @@ class Engine:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Where this rank has ended, with whole parameters, as one process names them."""
-        return flat_state(whole(self.model.state_dict()), whole(self.optimizer.state_dict()))
+        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        return flat_state(whole(model.state_dict()), whole(self.optimizer.state_dict()))
 
 
 def train(rank: int, kind: type[Engine], cell: Cell) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
 from join.joinable import Joinable, JoinConfig
-from join.lockstep.loop import Loops
+from join.loop import Loops
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Scope
 from join.report import JoinReport, RankReport

@@ -32,7 +32,7 @@ from join.block import OpenBlock, block_of, channels, put_inside, put_outside, t
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.lockstep.loop import Batches, Iteration, LoopAlone, Loops, Options
+from join.loop import Batches, Iteration, LoopAlone, Loops, Options
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport

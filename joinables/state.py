@@ -70,7 +70,7 @@ class OptimizerState(Silent):
             self._channel.scaling.check_step(self, self._channel.step)
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._channel.mode.all_ranks_run_bursts:
+        if self._channel.lockstep is None:
             self.own_steps += 1
             return
         for group in self._optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Protocol that keeps the ranks of one group in step: :class:`Channel`, and its :class:`Mode` in a plain block.
+"""Protocol that keeps the ranks of one process group in step: :class:`Channel`, and :class:`Lockstep` for its loops.
 
 A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. In a plain
 block every burst of collectives is announced by one header (``join.protocol.headers``), and all ranks run the burst::
@@ -16,8 +16,20 @@ block every burst of collectives is announced by one header (``join.protocol.hea
 
 Applying a header elects a new leader, by one more all-reduce, if the old one has left and any burst needs a leader.
 Under ``throw_on_early_termination`` each header is awaited before its burst. So it is under ``timeout``, but for DDP's
-and ZeRO's, whose collectives break; that of a backward is awaited before the reducer waits for gradients. In a loop
-over ``Join.iterate`` another mode replaces this one (``join.lockstep.mode``).
+and ZeRO's, whose collectives break; that of a backward is awaited before the reducer waits for gradients.
+
+In a loop over ``Join.iterate`` all ranks run the same body equally often, with or without data, so every rank issues
+its collectives itself: no burst is announced and none is shadowed. The loop's own roll calls (``join.loop``) say which
+ranks have data in a step, so the channel computes what headers would report::
+
+    rank with data                                 rank without data
+    --------------                                 -----------------
+    begin:  header (nothing is announced)          the same
+    step:   the body, by the user's own code       the body, on a dummy batch
+    ...                                            ...
+
+With a ``timeout``, all ranks meet before each step, and again before each burst. ``join.protocol.progress`` finds ranks
+that do not run the same body.
 
 *Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); a rank that
 is about to announce another burst, or to leave, first flushes the pending one: it runs the burst and contributes
@@ -29,27 +41,31 @@ Blocks that are open at the same time on one group share one channel: its bursts
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
-from typing_extensions import override
 
 from join.agreement import Values, check_equal, values_of
 from join.batch import Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
-from join.collectives.base import SUMS
+from join.collectives.base import BARRIERS, DONE, ROLL_CALLS, SUMS
 from join.collectives.board import Progress
-from join.errors import JoinError, ProtocolError
+from join.collectives.timeouts import timeouts
+from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable
-from join.lockstep.progress import LateUse
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, LastHeader, Member, Roster, Scope
+from join.protocol.progress import LateUse, LoopProgress
 from join.scaling import Scaling
 from join.transfer import OwnTensors
+
+ONE_AT_A_TIME = (
+    "one loop over join.iterate in another, on the same process group, is not possible. Run the inner one before or"
+    " after the outer one, or without join.iterate: an evaluation with DDP communicates nothing [J090]"
+)
 
 
 @dataclass(frozen=True)
@@ -96,16 +112,17 @@ class Channel:
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self.roster = Roster((), collective.world_size)
-        self.guard = Guard(collective, self.progress, lambda: self.mode.look())
+        self.guard = Guard(collective, self.progress, self._look)
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
-        self.mode: Mode = Announced(self)
+        self.lockstep: Lockstep | None = None
+        """The loop over ``Join.iterate`` that is under way, in which all ranks run every burst themselves."""
         self.step = Step()
         """The step of a loop over ``Join.iterate`` that is under way."""
         self.is_in_loop_body = False
         """Whether this rank is in the body of such a loop, and has not broken out of it."""
-        self.loop = 0
-        """The number of the loop; of the last one, outside."""
+        self.loops = 0
+        """How many such loops have begun."""
         self.late_use: LateUse | None = None
         """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
         self.has_run_out = False
@@ -126,7 +143,7 @@ class Channel:
             self.guard.begin()
         self.prepare()
         if not self.headers.last.is_applied:
-            self.headers.apply(self.headers.last, self.mode.elect)
+            self.headers.apply(self.headers.last, self.elect)
         if self._outstanding and (error := self._left_out_error("another block was entered")):
             self.guard.raise_alone(error)
         self._set_roster(roster)
@@ -155,9 +172,18 @@ class Channel:
         self.guard.timeout = roster.timeout
         self._outstanding = []
 
+    def _place(self) -> Progress:
+        """Return where this rank is in a loop, or was in the last one."""
+        return self._last_loop.place if self.lockstep is None else self.lockstep.progress.place()
+
+    def _look(self) -> None:
+        """Raise an error if this rank, which waits, has left out a burst that others run in a loop."""
+        if self.lockstep is not None:
+            self.lockstep.progress.look_for_left_out(self.guard.peers.ask())
+
     def progress(self) -> Progress:
         """Return how far this rank is, for others that wait for it; called in another thread."""
-        headers, place = self.headers.tally.headers, self.mode.place() or self._last_loop.place
+        headers, place = self.headers.tally.headers, self._place()
         sender = self.headers.last.member
         doing = "has announced nothing" if sender is None else f"announced {sender.joinable.join_name}"
         doing = f"{'has run out of inputs' if self.has_run_out else doing} (header {headers})"
@@ -171,8 +197,8 @@ class Channel:
         Args:
             joinable: an announcing member.
         """
-        if self.mode.leave_broken_loop is not None:
-            self.mode.leave_broken_loop()
+        if self.lockstep is not None and self.lockstep.leave is not None:
+            self.lockstep.leave()
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -188,7 +214,18 @@ class Channel:
             member.shadowed += 1
         else:
             member.times.step(time.monotonic())
-        return self.mode.announce(index)
+        if self.lockstep is not None:
+            self.lockstep.announce(member, index)
+            return DONE
+        headers = self.headers
+        work = headers.send((), index)
+        if index != headers.last.expected or self.roster.throws:
+            headers.confirm()  # before anything else, which ranks that run what is expected would not take part in
+        elif index in self.roster.awaited:
+            headers.read()
+        if headers.depth > 1:
+            headers.apply_before(self.elect, index)
+        return work
 
     def follow(self, joinable: Joinable) -> None:
         """Note that a follower is about to run its burst."""
@@ -202,7 +239,7 @@ class Channel:
             if member.joinable is joinable:
                 self._outstanding.remove(member)
                 return
-        if not self.mode.all_ranks_run_bursts:  # in a loop, followers may be left out
+        if self.lockstep is None:  # in a loop, followers may be left out
             why = (
                 f"{joinable.join_name} follows another joinable, but notified without an announcement of that one"
                 " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
@@ -227,7 +264,7 @@ class Channel:
 
     def _left_out_error(self, event: str) -> JoinError | None:
         """The error for members that did not notify before an ``event``; ``None`` in a loop, where they need not."""
-        if self.mode.all_ranks_run_bursts:
+        if self.lockstep is not None:
             return None
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
         return JoinError(
@@ -245,9 +282,9 @@ class Channel:
                 self.flush(but)
         headers = self.headers
         if headers.depth > 1:
-            headers.apply_due(self.mode.elect)
+            headers.apply_due(self.elect)
         elif not headers.last.is_applied:
-            headers.apply(headers.last, self.mode.elect)
+            headers.apply(headers.last, self.elect)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run pending bursts, and, if ``complete``, the followers that go with them."""
@@ -268,26 +305,48 @@ class Channel:
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     def drain(self) -> Outcome:
-        """Take part in the bursts of others until all have run out of inputs; raises what :meth:`Mode.drain` does."""
+        """Take part in the bursts of others until all ranks are out of data.
+
+        Raises:
+            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
+            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
+        """
         self.has_run_out = True
         self.prepare()
         if self._outstanding and (error := self._left_out_error("the block ended")):
             raise error
         loop, headers = self._last_loop, self.headers.tally.headers
-        outcome = self.mode.drain()
+        outcome = self._shadow_all()
         if outcome.even and loop.uneven and loop.headers == headers:
             # Everybody has made every step, on dummies where there was no data.
             self.headers.leader = loop.source
             return Outcome(even=False, last=loop.had_data, shadowed=False)
         return outcome
 
-    def shadow(self, header: Header) -> None:
+    def _shadow_all(self) -> Outcome:
+        headers = self.headers
+        fresh, throws = True, self.roster.throws
+        while True:
+            fields = [FRESH] if fresh else []
+            header = headers.exchange([*fields, STOPPING] if throws else fields)
+            if header.active == 0:
+                headers.last.is_applied = True
+                headers.apply_before(self.elect)
+                even = header.fresh == self.collective.world_size
+                return Outcome(even=even, last=fresh, shadowed=not even)
+            if throws:
+                self.guard.raise_early_termination(exhausted=True)
+            fresh = False
+            self._shadow(header)
+            self.prepare()
+
+    def _shadow(self, header: Header) -> None:
         """Run the bursts that ``header`` announces, and contribute nothing; their followers too, unless they wait."""
         if header.diverged:
             self.headers.check()
         for index in header.announcements:
             if self.headers.depth > 1:
-                self.headers.apply_before(self.mode.elect, index)
+                self.headers.apply_before(self.elect, index)
             member = self.roster.announcing[index]
             member.shadowed += 1
             self._run_main_hook(member)
@@ -308,22 +367,46 @@ class Channel:
 
     # -- loops over Join.iterate --------------------------------------------------------------------------------------
 
-    def enter_loop(self, mode: Mode) -> None:
-        """Change to the mode of a loop that begins."""
-        self.loop += 1
+    def begin_loop(self) -> Lockstep:
+        """Begin a loop on all ranks: one header, awaited.
+
+        Raises:
+            JoinError: in the middle of another loop.
+            ProtocolError: on all ranks, if some do something else.
+            PeerError: if a rank has failed.
+        """
+        if self.guard.closed:
+            self.guard.raise_closed()
+        self.end_broken_loop()
+        if self.lockstep is not None:
+            raise JoinError(ONE_AT_A_TIME)
+        self.prepare()
+        world_size = self.collective.world_size
+        header = self.headers.exchange([], active=True)
+        if header.announcements:
+            self.headers.confirm()
+        if header.active < world_size:
+            self.guard.raise_alone(
+                ProtocolError(
+                    f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left"
+                    " the block. Also a rank without batches loops over join.iterate [J091]"
+                )
+            )
+        self.prepare()
+        self.loops += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
-        self.mode, self.is_in_loop_body = mode, True
+        self.lockstep, self.is_in_loop_body = Lockstep(self), True
         self.step = Step(contributors=self.collective.world_size)
+        return self.lockstep
 
-    def leave_loop(self, mode: Mode, *, source: int, had_data: bool, uneven: bool) -> None:
-        """Change back to the mode of the block; called when the loop is over on all ranks.
+    def end_loop(self, *, source: int, had_data: bool, uneven: bool) -> None:
+        """End the loop, after its last step on all ranks.
 
         Only buffers and the like are copied, which each rank has for itself. State that all should hold alike is
         compared.
 
         Args:
-            mode: of the block around it.
             source: the lowest rank that had data in the last burst, or step.
             had_data: whether this rank had.
             uneven: whether some ran out before others.
@@ -331,8 +414,8 @@ class Channel:
         Raises:
             ProtocolError: on all ranks, if they hold different values.
         """
-        place = self.mode.place() or self._last_loop.place
-        self.mode, self.is_in_loop_body, self.step = mode, False, Step()
+        place = self._place()
+        self.lockstep, self.is_in_loop_body, self.step = None, False, Step()
         if self.late_use is not None:
             self.late_use.has_ended = True
         self._last_loop = LastLoop(place, uneven, source, had_data, self.headers.tally.headers)
@@ -362,9 +445,9 @@ class Channel:
                 joinable.synchronise_own(source)
 
     def end_broken_loop(self) -> None:
-        """If this rank has broken out of a loop, leave it with all others."""
-        if self.mode.leave_broken_loop is not None:
-            self.mode.leave_broken_loop()
+        """Leave with all other ranks the loop that this rank has broken out of, if any."""
+        if self.lockstep is not None and self.lockstep.leave is not None:
+            self.lockstep.leave()
 
     def module_called(self) -> None:
         """Check that a module may be called here, before it sends anything; see :meth:`LateUse.called`."""
@@ -388,9 +471,19 @@ class Channel:
 
         return total
 
+    def elect(self, candidate: bool) -> int:
+        """Return the lowest rank among the candidates; ``candidate`` says whether this rank is one."""
+        if self.lockstep is not None:
+            return self.step.first_with_data
+        rank, world_size = self.collective.rank, self.collective.world_size
+        vote = torch.tensor([rank if candidate else world_size], device="cpu")
+        with profiled("elect a leader"):
+            self.collective.all_reduce(vote, "min").wait()
+        return int(vote.item())
+
     def find_leader(self) -> int:
         """Return the leader from the last header's burst on; called at the same place on all ranks."""
-        return self.headers.find_leader(self.mode.elect)
+        return self.headers.find_leader(self.elect)
 
     def leader_for(self, burst: Burst) -> int:
         """Return the leader as far as all know that run ``burst``, as of :meth:`Headers.active_for`."""
@@ -398,83 +491,113 @@ class Channel:
         return self.headers.leader if foreseen else self.find_leader()
 
 
-class Mode(ABC):
-    """The part of the protocol that depends on how ranks learn of each other's bursts; a group has one at a time.
+class Lockstep:
+    """One loop over ``Join.iterate`` on a process group, whose ranks all run every burst, on dummies without data.
 
     Args:
         channel: the group's.
     """
 
-    all_ranks_run_bursts = False
-    """Whether each rank runs every burst itself, on dummies where it has no data: no rank shadows or announces."""
-    leave_broken_loop: Callable[[], None] | None = None
-    """Leaves with all others the loop that this rank has broken out of, before anything is announced; else ``None``."""
-
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._headers, self._guard = channel, channel.headers, channel.guard
-        self._rank, self._world_size = channel.collective.rank, channel.collective.world_size
+        self._channel, self._guard = channel, channel.guard
+        self.progress = LoopProgress(channel.collective, channel.loops)
+        """How far this rank is in the loop."""
+        self.leave: Callable[[], None] | None = None
+        """Leaves with all others the loop that this rank has broken out of, before anything is announced."""
+        self.last_burst: tuple[int, bool] | None = None
+        """Of the last burst: the lowest rank with data in it, and whether this one had data."""
+        self.is_uneven = False
+        """Whether some rank had no data in the last step in which others had."""
+        collective = channel.collective
+        self._meetings = collective.line(BARRIERS)
+        self.barrier = None if self._guard.timeout is None else self._meetings
+        """The line on which all ranks wait for each other, with a ``timeout``."""
+        self.roll_calls = collective.line(ROLL_CALLS)
+        """The line on which the loop's roll calls are held."""
+        for line in (self.roll_calls, self._meetings):  # and all ranks meet once more before they use them
+            line.restart()
 
-    @abstractmethod
-    def announce(self, index: int) -> Work:
-        """Tell all ranks that this rank is about to run a burst of member ``index``; as of :meth:`Channel.announce`."""
+    def announce(self, member: Member, index: int) -> None:
+        """Note that all ranks run a burst of ``member`` now. Nothing is sent, since all know what a header would say.
 
-    @abstractmethod
-    def elect(self, candidate: bool) -> int:
-        """Return the lowest rank among the candidates; ``candidate`` says whether this rank is one."""
+        Args:
+            member: an announcing one.
+            index: its place in the roster.
+        """
+        step, headers = self._channel.step, self._channel.headers
+        if not member.interjects:
+            self.progress.begun, self.progress.last = self.progress.begun + 1, member
+        if self.barrier is not None:
+            self.wait_for_all(f"announced {member.joinable.join_name} in step {step.number} of join.iterate")
+        self.last_burst = step.first_with_data, step.has_data
+        # Not always: lower ranks come back in a second loop.
+        headers.set_announced_by_all(index, leader_alive=headers.leader == step.first_with_data)
 
-    @abstractmethod
-    def drain(self) -> Outcome:
-        """Shadow the others until all ranks have run out of inputs, as this one has.
+    def wait_for_all(self, doing: str) -> None:
+        """With a ``timeout``, wait for all ranks: roll calls are a step late, and a rank that sleeps is to be found."""
+        assert self.barrier is not None
+        self._guard.arrive()
+        self._guard.wait(self.barrier.sum(0, 1), doing)
+
+    def end_step(self) -> None:
+        """End a step: first run a backward that this rank has skipped, since the others wait in it."""
+        self._channel.prepare()
+        progress = self.progress
+        progress.ended, progress.begun_by_then = progress.steps, progress.begun
+
+    def meet(self) -> None:
+        """End the step with all ranks: what communicates next does not know of the loop, or who left something out.
 
         Raises:
-            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
-            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
+            ProtocolError: on this rank, if it left something out of the step; on the others, PeerError.
         """
+        self.end_step()
+        self._guard.wait(self._meetings.sum(0, 1), f"ended step {self.progress.steps} of join.iterate")
 
-    def look(self) -> None:
-        """Raise if this rank, which waits, has left out a burst that others run."""
+    def end(self) -> None:
+        """All ranks leave the loop together."""
+        self.end_step()
+        step = self._channel.step
+        source, had_data = self.last_burst or (step.first_with_data, step.has_data)
+        self._channel.end_loop(source=source, had_data=had_data, uneven=self.is_uneven)
 
-    def place(self) -> Progress | None:
-        """Return where this rank is in a loop, for the others to read; called in another thread."""
-        return None
+    # -- left by ``break`` --------------------------------------------------------------------------------------------
 
+    def mark_broken(self, leave: Callable[[], None]) -> None:
+        """Note that this rank left the body by ``break``; ``leave`` is called before anything else is announced."""
+        self.leave = leave
+        self._channel.is_in_loop_body = self._channel.step.shadowing = False
 
-class Announced(Mode):
-    """A rank without data learns from headers which bursts the others run."""
+    def return_to_body(self) -> None:
+        """Take the loop up again in the step in which it was broken, to leave it with the others or to fail there."""
+        self.leave = None
+        self._channel.is_in_loop_body, self._channel.step.shadowing = True, not self._channel.step.has_data
 
-    @override
-    def announce(self, index: int) -> Work:
-        headers = self._headers
-        work = headers.send((), index)
-        if index != headers.last.expected or self._channel.roster.throws:
-            headers.confirm()  # before anything else, which others that run what is expected would not come to
-        elif index in self._channel.roster.awaited:
-            headers.read()
-        if headers.depth > 1:
-            headers.apply_before(self.elect, index)
-        return work
+    def agree_to_leave(self) -> None:
+        """Wait until all ranks have left the loop, before its end, at the same place.
 
-    @override
-    def elect(self, candidate: bool) -> int:
-        vote = torch.tensor([self._rank if candidate else self._world_size], device="cpu")
-        with profiled("elect a leader"):
-            self._channel.collective.all_reduce(vote, "min").wait()
-        return int(vote.item())
+        Raises:
+            ProtocolError: if this rank has left alone.
+            PeerError: if another one has, or has failed, or is gone.
+            JoinTimeoutError: if another one does not arrive within ``timeout``.
+        """
+        try:
+            with profiled("wait"):
+                self._wait_until_all_have_left()
+        except (PeerError, JoinTimeoutError) as error:
+            self._guard.raise_on_all(error)  # the others know of it, or this rank has told them
 
-    @override
-    def drain(self) -> Outcome:
-        channel, headers = self._channel, self._headers
-        fresh, throws = True, channel.roster.throws
+    def _wait_until_all_have_left(self) -> None:
+        peers, timeout = self._guard.peers, self._guard.timeout
+        pause, started = 1e-3, time.monotonic()
         while True:
-            fields = [FRESH] if fresh else []
-            header = headers.exchange([*fields, STOPPING] if throws else fields)
-            if header.active == 0:
-                headers.last.is_applied = True
-                headers.apply_before(self.elect)
-                even = header.fresh == self._world_size
-                return Outcome(even=even, last=fresh, shadowed=not even)
-            if throws:
-                self._guard.raise_early_termination(exhausted=True)
-            fresh = False
-            channel.shadow(header)
-            channel.prepare()
+            others = peers.ask()
+            self.progress.look_for_left_out(others)
+            if self.progress.all_have_left_here(others):
+                return
+            peers.look()
+            peers.look_for_silent(others)
+            if timeout is not None and time.monotonic() - started > timeout:
+                raise self._guard.timeout_error()
+            time.sleep(pause)
+            pause = min(2 * pause, timeouts().look)

@@ -122,7 +122,7 @@ class BufferSync(DDPBurst):
 
     def _takes_over_shapes(self) -> bool:
         """Whether all active ranks have changed the shapes of buffers, so that all ranks have to take them over."""
-        if self._channel.mode.all_ranks_run_bursts:
+        if self._channel.lockstep is not None:
             if not self._all_changed:
                 self._protest("but another rank had no data")
             self._changed, self._shapes = [], self._shapes_now()

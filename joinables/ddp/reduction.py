@@ -187,20 +187,20 @@ class GradientSync(DDPBurst):
         if self._ddp.find_unused_parameters:
             if contributions.last_result.has_no_gradient and not self._forwards.armed:
                 reducer.forget_use(self._ddp)
-            if channel.mode.all_ranks_run_bursts:
+            if channel.lockstep is not None:
                 contributions.used.watch()
         synchronises = self._ddp.require_backward_grad_sync
         if buffers is not None and channel.is_in_loop_body and not synchronises:
             buffers.set_source(channel.step.first_with_data)  # nothing is announced, and the forward changes them
         if not synchronises or self.is_pending:
             return
-        if channel.mode.leave_broken_loop is not None:
-            channel.mode.leave_broken_loop()
+        if channel.lockstep is not None and channel.lockstep.leave is not None:
+            channel.lockstep.leave()
         # How often the last result is to be added is known when the contributors are: so the header comes later, when
         # zero_grad may have been called. And contributors that a forward announces must be counted again (some may skip
         # the backward); with buffers it needs a header anyway. In a loop nothing is sent, and a backward that this rank
         # skips is pending since its forward.
-        all_ranks_run, saves_header = channel.mode.all_ranks_run_bursts, buffers is not None
+        all_ranks_run, saves_header = channel.lockstep is not None, buffers is not None
         if contributions.over_all_ranks:
             if contributions.last_result.kept and not all_ranks_run:
                 contributions.last_result.look()
@@ -245,8 +245,8 @@ class GradientSync(DDPBurst):
     def _begin_backward(self, synchronised: bool) -> None:
         contributions, channel, in_loop = self._contributions, self._channel, self._channel.is_in_loop_body
         if not in_loop:
-            if channel.mode.leave_broken_loop is not None:
-                channel.mode.leave_broken_loop()
+            if channel.lockstep is not None and channel.lockstep.leave is not None:
+                channel.lockstep.leave()
             self.own_steps += 1
         if self._ddp in _left_over:
             contributions.take_over()
@@ -262,7 +262,7 @@ class GradientSync(DDPBurst):
         contributions.note_backward(weight, in_loop=in_loop)
         reduces, result = self._forwards.armed or synchronised, contributions.last_result
         # Else every rank gives what is in its gradients, the last result or None.
-        if result.kept and not (reduces and channel.mode.all_ranks_run_bursts and not contributions.scales_in_loop):
+        if result.kept and not (reduces and channel.lockstep is not None and not contributions.scales_in_loop):
             result.look()
         if reduces:
             self._begin_reduction(weight)
@@ -281,7 +281,7 @@ class GradientSync(DDPBurst):
             contributions.with_buffers = False
             contributions.weighted = weight is not None and not channel.is_in_loop_body
             channel.announce(self)
-        if not channel.mode.all_ranks_run_bursts:
+        if channel.lockstep is None:
             if contributions.weighted != (contributions.window.weight is not None):
                 raise JoinError(
                     "join.weight was set or unset between forward and backward; set it before the forward [J106]"
@@ -294,9 +294,9 @@ class GradientSync(DDPBurst):
         needs_end = contributions.begin(1.0 if contributions.window.weight is None else contributions.window.weight)
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
-        if channel.guard.timeout is not None and not channel.mode.all_ranks_run_bursts:
+        if channel.guard.timeout is not None and channel.lockstep is None:
             autograd.after_backward(channel.headers.read)  # before the reducer waits, who looks for no missing rank
-        if needs_end or self._rebuild.is_due or not channel.mode.all_ranks_run_bursts:
+        if needs_end or self._rebuild.is_due or channel.lockstep is None:
             self._at_end(self._finish_reduction)
         else:  # nothing is done with the result, so it need not be there
             self._end_reduction()
@@ -336,7 +336,7 @@ class GradientSync(DDPBurst):
         self.is_pending = False
         contributions, channel = self._contributions, self._channel
         contributions.take_over()
-        if channel.mode.all_ranks_run_bursts:
+        if channel.lockstep is not None:
             contributions.last_result.look()
             contributions.note_step()
         elif contributions.weighted != contributions.weighted_last:

@@ -46,7 +46,7 @@ from join import Join, JoinError
 from join.batch import map_tensors
 from join.collectives import SingleCollective
 from join.collectives._torch_private import pytree
-from join.lockstep.loop import Batches
+from join.loop import Batches
 from join.transfer import gather_trees
 from joinables.modules import replaced
 from joinables.wrapped import unwrapped

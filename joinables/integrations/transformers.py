@@ -50,8 +50,7 @@ from torch.utils.data import IterableDataset
 from join import Join, JoinReport
 from join.batch import samples_in, tensors_in
 from join.collectives import collective_of
-from join.lockstep.loop import emptied
-from join.lockstep.read_ahead import length_of
+from join.loop import emptied, length_of
 from joinables.integrations.accelerate import check_accelerator, check_wrapping, counting_no_dummies, scaling_losses
 from joinables.modules import replaced
 from joinables.wrapped import unwrapped

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from join.collectives import Collective
-from join.lockstep.read_ahead import length_of
+from join.loop import length_of
 from joinables._torch.objects import with_parts
 
 

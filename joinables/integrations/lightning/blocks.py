@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from join import Join
 from join.batch import samples_in
-from join.lockstep.mode import Lockstep
+from join.protocol.channel import Lockstep
 
 
 class Blocks:
@@ -90,7 +90,7 @@ class Blocks:
         """End a step; in a training, with all ranks: Lightning broadcasts next, and does not look who is there."""
         self.in_step = False
         if self._join is not None and self.trains:
-            cast("Lockstep", self._join.channel.mode).meet()
+            cast("Lockstep", self._join.channel.lockstep).meet()
 
     @property
     def is_last_step(self) -> bool:

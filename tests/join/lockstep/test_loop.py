@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, run_threads
 from join.collectives.timeouts import using
-from join.lockstep.loop import emptied
+from join.loop import emptied
 from tests.join.counter import Counter, Leading, blames, group_works
 
 

@@ -190,7 +190,7 @@ class OpenBlock:
         self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
         for member in self._scope.members:
-            member.times.start(self._started)
+            member.announced_at = self._started
 
     def notify(self, caller: Any) -> Work | None:
         """Tell all ranks that this one is about to run a burst of ``caller``, if that announces; return the header.
@@ -281,11 +281,11 @@ class OpenBlock:
         """Return this rank's row of the report."""
         joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
-        busiest = max(announcing, key=lambda member: member.times.total + member.shadowed)  # the same on all ranks
-        steps, shadowed = busiest.times.total, busiest.shadowed
+        busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)  # the same on all ranks
+        steps, shadowed = sum(busiest.times), busiest.shadowed
         if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
             steps, shadowed = loops.steps
-        sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times.counts)
+        sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
 
     def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> Outcome:

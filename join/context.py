@@ -107,8 +107,8 @@ class Join:
         self._throw, self._kwargs = throw_on_early_termination, kwargs
         self._divisor = checked_divisor(loss_divided_by)
         self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._weight: float | None = None
-        self._weight_outside: float | None = None  # what it is again after the block
+        self._weight: float | None = None  # outside a block, and at the beginning of one
+        self._scope: Scope | None = None  # while the block is open
 
     def _begin_anew(self) -> None:
         """Make new joinables for the objects, and a new report: the old ones remember the last block."""
@@ -177,10 +177,10 @@ class Join:
             TypeError: on setting, if it is no number.
             JoinError: on setting it in a loop over :meth:`iterate`.
         """
-        if self._block is not None and not self._block.channel.is_in_loop_body:
-            return self._weight
         step = self._step
-        return self._weight if step is None else step.weight
+        if step is not None:
+            return step.weight
+        return self._weight if self._scope is None else self._scope.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
@@ -190,7 +190,11 @@ class Join:
                 " before it is used; give join.iterate(loader, weigh=function), which returns 0 to leave a batch out"
                 " [J468]"
             )
-        self._weight = None if weight is None else checked_weight(weight, "join.weight")
+        weight = None if weight is None else checked_weight(weight, "join.weight")
+        if self._scope is None:
+            self._weight = weight
+        else:
+            self._scope.weight = weight
 
     def scale(self, loss: L, divided_over: float | None = None) -> L:
         """Scale a loss by what its batch weighs; call ``backward`` on the result.
@@ -223,10 +227,11 @@ class Join:
                 f"divided_over={divided_over!r} is for loops over join.iterate; leave it out in a plain block, where"
                 " DistributedDataParallel divides [J470]"
             )
-        if block is None or self._weight is None:
+        weight = None if self._scope is None else self._scope.weight
+        if block is None or weight is None:
             return loss
         scaling = block.channel.scaling
-        return scaling.scale(loss, self._weight * self._divisor, scaling.unit)
+        return scaling.scale(loss, weight * self._divisor, scaling.unit)
 
     @property
     def _step(self) -> Step | None:
@@ -340,7 +345,7 @@ class Join:
 
     @property
     def _is_open(self) -> bool:
-        return block_of(self._joinables[0]) is self
+        return self._scope is not None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -386,19 +391,20 @@ class Join:
         if self._is_open:
             raise JoinError("this Join is open: leave its block before it is entered again, or build another [J058]")
         self._begin_anew()
-        self._weight_outside = self._weight
         for joinable in self._joinables:
             if block_of(joinable.join_target) is not None:
                 raise JoinError(f"{joinable.join_name} is inside another Join block already; leave that first [J059]")
         if not self._enable:
+            self._scope = Scope([], self._throw, self._timeout, self._weight)
             put_inside(self, self._joinables, enable=False, throw=False)
             self._report = JoinReport
             return self
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-            scope = Scope(members, self._throw, self._timeout)
-            self._block = block = OpenBlock(self._collective, scope)
+            self._scope = Scope(members, self._throw, self._timeout, self._weight)
+            self._block = block = OpenBlock(self._collective, self._scope)
         except BaseException as error:
+            self._scope = None
             tell_not_entered(self._collective, error)
             raise
         block.undo.callback(self._unconfigure)
@@ -433,5 +439,5 @@ class Join:
             block.undo.close()
 
     def _unconfigure(self) -> None:
-        self._weight, self._block = self._weight_outside, None
+        self._scope = self._block = None
         put_outside(self._joinables)

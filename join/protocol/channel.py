@@ -41,6 +41,7 @@ Blocks that are open at the same time on one group share one channel: its bursts
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -59,6 +60,7 @@ from join.failure.guard import Guard
 from join.joinable import Burst, Joinable
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, LastHeader, Member, Roster, Scope
 from join.protocol.progress import LateUse, LoopProgress
+from join.report.rank_report import BINS, EDGES
 from join.scaling import Scaling
 from join.transfer import OwnTensors
 
@@ -213,7 +215,9 @@ class Channel:
         if self.step.shadowing:
             member.shadowed += 1
         else:
-            member.times.step(time.monotonic())
+            now = time.monotonic()
+            took, member.announced_at = now - member.announced_at, now
+            member.times[bisect(EDGES, took, 1, BINS) - 1] += 1
         if self.lockstep is not None:
             self.lockstep.announce(member, index)
             return DONE

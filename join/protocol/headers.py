@@ -42,7 +42,6 @@ next header (``Burst.check_leavers``).
 from __future__ import annotations
 
 import time
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -55,7 +54,7 @@ from join.collectives._torch_private import profiled
 from join.errors import ProtocolError, described
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable, JoinHook
-from join.report.rank_report import BINS, EDGES
+from join.report.rank_report import BINS
 
 ACTIVE, LEADER, STOPPING, FRESH = range(4)
 _FIXED = 4
@@ -123,29 +122,6 @@ class HeaderCode:
         return self.unpack(total + self.ones[LEADER] if leader_alive else total)
 
 
-class StepTimes:
-    """Counts the times between the bursts that one rank announces, in the bins of a report."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * BINS
-        """How many bursts took how long, by bin."""
-        self._last = 0.0
-
-    @property
-    def total(self) -> int:
-        """How many bursts were announced."""
-        return sum(self.counts)
-
-    def start(self, now: float) -> None:
-        """Let the first burst begin at ``now``, in seconds of a monotonic clock."""
-        self._last = now
-
-    def step(self, now: float) -> None:
-        """Count a burst that is announced at ``now``."""
-        took, self._last = now - self._last, now
-        self.counts[bisect(EDGES, took, 1, BINS) - 1] += 1
-
-
 @dataclass(eq=False)
 class Member:
     """A joinable in a block.
@@ -155,7 +131,9 @@ class Member:
         hook: its hook for this block.
         followers: the members that act after each of its bursts, if it announces; they have none themselves.
         shadowed: how many bursts this rank shadowed.
-        times: how long the bursts took that this rank announced, each from the one before.
+        times: how many of the bursts that this rank announced took how long, by bin of a report, each from the one
+            before.
+        announced_at: when this rank announced the last of them, on the monotonic clock; at first, entered the block.
         burst: the joinable, if it announces by nature and not only because it comes first.
         interjects: whether its bursts come between another one and its followers.
         announced_in: the last header that announced it.
@@ -165,7 +143,8 @@ class Member:
     hook: JoinHook
     followers: list[Member] = field(default_factory=list["Member"])
     shadowed: int = 0
-    times: StepTimes = field(default_factory=StepTimes)
+    times: list[int] = field(default_factory=lambda: [0] * BINS)
+    announced_at: float = 0.0
     burst: Burst | None = field(init=False)
     interjects: bool = field(init=False)
     announced_in: LastHeader = field(init=False)
@@ -186,12 +165,14 @@ class Scope:
         members: all joinables of the block, in the order of the list.
         throw: ``throw_on_early_termination`` of the block.
         timeout: seconds a header may take, or ``None``.
+        weight: ``Join.weight`` in a plain loop.
         announcing: the members that announce; filled from ``members``.
     """
 
     members: Sequence[Member]
     throw: bool
     timeout: float | None
+    weight: float | None = None
     announcing: list[Member] = field(default_factory=list[Member], init=False)
 
     def __post_init__(self) -> None:

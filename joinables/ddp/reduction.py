@@ -1,9 +1,10 @@
 """The gradient reduction of a DDP module, from the mean that was asked for to the reducer's own backward.
 
-:class:`GradientSync` is the burst; ``joinables.ddp`` has its place in a step and the order of collectives. It consists
-of :class:`Contributions` (what each rank gives, and the mean of it) and :class:`StaticGraph`. Contributions have the
-:class:`Window` of backwards that were not reduced yet, the :class:`LastResult` that is still in the gradients,
-:class:`UsedParameters`, and the :class:`Factors` that gradients are multiplied by.
+:class:`GradientSync` is the burst; ``joinables.ddp`` has its place in a step and the order of collectives. It uses
+:class:`Forwards`, which sees when a backward begins, and :class:`Contributions`, the share of each rank and the mean of
+all shares. Contributions consist of the :class:`Window` of backwards that are not reduced yet and the
+:class:`LastResult` that is still in the gradients. ``joinables.ddp.parameters`` has what is recorded for each
+parameter.
 
 *The mean.* DDP divides the sum over ranks by their number. The mean over contributors is that times ``world_size /
 contributors``; the weighted mean, of losses that ``Join.scale`` has multiplied by ``weight / unit``, is that times
@@ -14,19 +15,6 @@ given parts of that mean itself: there the sum of weights is awaited before the 
 which every rank has that had data then. It has to be in the new mean once. So each contributor adds it so often:
 ``weight`` times under a weighted mean, ``world_size / contributors`` times under a mean over all ranks, once under a
 mean over contributors.
-
-*Unused parameters.* With ``find_unused_parameters`` a parameter that no rank used keeps its ``grad`` as it was, mostly
-``None``, and the optimizer passes it by. In a loop over ``Join.iterate`` the ranks without data run the module on
-dummies, and the reducer counts that as use. So the use by batches is counted here, and the rest is put back::
-
-    rank with data                                 rank without data
-    the reducer's all-reduces                      the same
-    all-reduce (max) of the parameters it used     the same, of those it used while it had data
-
-*Static graphs.* In its first backward, the reducer of a ``static_graph`` module counts how often each parameter's
-gradient arrives; in every later one it waits for just as many arrivals. A rank that joins before its first batch has
-counted nothing. So at the end of that first backward the ranks share the counts (one all-reduce, max), before the
-reducer's own collectives.
 """
 
 from __future__ import annotations
@@ -42,16 +30,24 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
-from join.collectives import Collective
+from join.batch import StepBatch
+from join.collectives._torch_private import on_gradient
+from join.protocol.channel import Channel
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
-from joinables.ddp.forwards import IN_TORCH_JOIN, Forwards
-from joinables.modules import adopt_gradients
-from joinables.own_collectives import mixing
+from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
+from joinables.dummy_forward import InnerForward, check_backward_on_dummy
+from joinables.modules import ModuleHook, adopt_gradients, tensors_with_grad
+from joinables.own_collectives import mixing, refuse_synchronised_norms, synchronised_norms
 
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
 """The flags in the header of a reduction: it covers the buffers too, this rank contributes, weights are summed."""
+
+IN_TORCH_JOIN = (
+    "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place, and"
+    " build the DistributedDataParallel anew [J107]"
+)
 
 
 @dataclass(slots=True)
@@ -76,7 +72,6 @@ class Window:
 _left_over: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[tuple[int, int]]]]
 _left_over = weakref.WeakKeyDictionary()
 _kept: weakref.WeakKeyDictionary[DistributedDataParallel, bool] = weakref.WeakKeyDictionary()
-_arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
 
 
 class GradientSync(DDPBurst):
@@ -103,7 +98,7 @@ class GradientSync(DDPBurst):
         self.needs_scale = bool(self._forwards.norms)  # else what is NaN on a dummy reaches other ranks
         self._contributions = Contributions(ddp, self._parameters)
         self._backward = -1  # the number of the last one in which a gradient entered
-        self._at_end: Callable[[Callable[[], None]], object] = autograd.after_reduction  # calls at the end of it
+        self._at_end: list[Callable[[], None]] | None = None  # calls at the end of one that runs others inside it
 
     @override
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
@@ -128,7 +123,7 @@ class GradientSync(DDPBurst):
     def attach(self, join: Join) -> None:
         self._static_graph.check()
         super().attach(join)
-        self._join = join
+        self._join, self._scope = join, join.channel.roster.scopes[-1]
         self._contributions.attach(join, self)
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
@@ -138,7 +133,7 @@ class GradientSync(DDPBurst):
         super().detach()  # from here on, what is left of the graphs of this block is an ordinary DDP module's
         self._forwards.detach()
         self._contributions.detach()
-        del self._join
+        del self._join, self._scope
 
     @property
     @override
@@ -208,7 +203,7 @@ class GradientSync(DDPBurst):
         early = channel.roster.early is self and (saves_header or all_ranks_run)
         contributions.with_buffers = early and buffers is not None
         if early:
-            contributions.weighted = not channel.is_in_loop_body and self._join.weight is not None
+            contributions.weighted = not channel.is_in_loop_body and self._scope.weight is not None
             channel.announce(self)
             self.is_pending = True
         elif buffers is not None:
@@ -226,14 +221,13 @@ class GradientSync(DDPBurst):
         backward = autograd.backward_under_way()
         if backward == self._backward or not self._handles:
             return
-        self._backward, self._at_end = backward, autograd.after_reduction
+        self._backward, self._at_end = backward, None
         if autograd.will_run(self._accumulators):
             self._begin_backward(synchronised)
             return
         # This is torch.autograd.grad; or the parameters are behind reentrant checkpoints, which run backwards of their
         # own inside this one, each with an end of its own.
-        at_end: list[Callable[[], None]] = []
-        self._at_end = at_end.append
+        at_end = self._at_end = list[Callable[[], None]]()
         autograd.once_before(self._accumulators, partial(self._begin_backward, synchronised))
 
         def end() -> None:
@@ -250,7 +244,7 @@ class GradientSync(DDPBurst):
             self.own_steps += 1
         if self._ddp in _left_over:
             contributions.take_over()
-        weight = channel.step.weight if in_loop else self._join.weight
+        weight = channel.step.weight if in_loop else self._scope.weight
         if in_loop:
             channel.scaling.check_backward(self)
         elif (weight is not None) != channel.scaling.flows:
@@ -297,14 +291,11 @@ class GradientSync(DDPBurst):
         if channel.guard.timeout is not None and channel.lockstep is None:
             autograd.after_backward(channel.headers.read)  # before the reducer waits, who looks for no missing rank
         if needs_end or self._rebuild.is_due or channel.lockstep is None:
-            self._at_end(self._finish_reduction)
-        else:  # nothing is done with the result, so it need not be there
-            self._end_reduction()
-
-    def _end_reduction(self) -> None:
-        self.is_pending = False
-        self._forwards.armed, self._contributions.last_result.kept = False, True
-        self._contributions.window = Window()
+            if self._at_end is None:  # a layer calls less than after_reduction
+                autograd.after_backward(partial(autograd.after_backward, self._finish_reduction))
+            else:
+                self._at_end.append(self._finish_reduction)
+        self._forwards.armed, contributions.last_result.kept = False, True
 
     def _raise_unfinished(self) -> NoReturn:
         """``backward(inputs=...)`` has left parameters out, or no output of the module depends on them."""
@@ -317,10 +308,7 @@ class GradientSync(DDPBurst):
     def _finish_reduction(self) -> None:
         if not reducer.has_finished(self._ddp):
             self._raise_unfinished()
-        try:
-            self._contributions.end()
-        finally:
-            self._end_reduction()
+        self._contributions.end()
         if self._rebuild.is_due:
             self._rebuild.run()
 
@@ -406,9 +394,151 @@ class GradientSync(DDPBurst):
         window = contributions.window
         contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))
         self._shadow_backward()
-        contributions.window = Window()
         contributions.end()
         self._rebuild.holds_followers = self._rebuild.is_due  # which the active ranks announce next
+
+
+class Forwards:
+    """Watches the forwards of a DDP module, and tells when a gradient enters the outputs of one.
+
+    Buffers are synchronised by ``buffers``, if there are any, instead of by DDP, and left as they were by the forward
+    of a dummy.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], buffers: BufferSync | None
+    ) -> None:
+        self._ddp, self._parameters, self._buffers = ddp, parameters, buffers
+        self.norms = synchronised_norms(cast("torch.nn.Module", ddp.module))
+        """The layers that compute with the samples of all ranks together."""
+        self.armed = False
+        """Whether the reducer reduces in the next backward: after a synchronised forward, whichever that belongs to."""
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._buffers_before: dict[str, torch.Tensor] = {}  # of a dummy's forward
+        self._hidden: Any = None  # the handle of what waits for any gradient, where a forward shows no output
+        self._written: list[tuple[int, int]] = []  # each gradient, before the forward
+
+    def attach(
+        self, channel: Channel, begins: Callable[[], None], enters: Callable[[bool, torch.Tensor], None]
+    ) -> list[Any]:
+        """Register the hooks; called when a block is entered.
+
+        Args:
+            channel: that of the block.
+            begins: called before each forward with grad.
+            enters: called with whether the forward synchronises, and with a gradient that enters the forward's outputs.
+
+        Returns:
+            The handles of hooks, to be removed when it is left; later ones are added to the list.
+        """
+        ddp, inner = self._ddp, cast("torch.nn.Module", self._ddp.module)
+        self._channel, self._begins, self._enters = channel, begins, enters
+        # Whether a backward inside the forward is looked for: until a forward returns what a backward can begin at.
+        self._expects_backward_inside = True
+        self._param_sync = ddp.require_forward_param_sync
+        reducer.suppress_buffer_sync(ddp)
+        self._inner = InnerForward(inner, channel, stands_in=not self.norms)
+        before, after = ModuleHook(self._before), ModuleHook(self._after)
+        self._unseen = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
+        # The hooks of the user are between these.
+        handles = [ddp.register_forward_pre_hook(before, prepend=True), ddp.register_forward_hook(after), self._unseen]
+        self._handles: list[Any] = handles
+        return handles
+
+    def detach(self) -> None:
+        """Put the module back as it was; called when the block is left, and the handles are removed."""
+        self._inner.remove()
+        if self._hidden is not None:
+            self._hidden.remove()
+            self._hidden = None
+        del self._inner, self._channel, self._begins, self._enters  # a batch, and what holds the module
+        self._ddp.require_forward_param_sync = self._param_sync
+        self.armed = False
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the last synchronised forward returned and is still alive, under ``find_unused_parameters``."""
+        return [tensor for ref in self._outputs if (tensor := ref()) is not None]
+
+    def _before_inner(self, *_: Any) -> None:
+        if reducer.is_in_forward(self._ddp):
+            raise JoinError(
+                "DistributedDataParallel.forward was called directly, where Join cannot see it; call the module itself:"
+                " ddp(...) [J108]"
+            )
+
+    def _before(self, *_: Any) -> None:
+        if self._unseen is not None:
+            self._unseen.remove()  # the module itself was called, and so it will be
+            self._unseen = None
+        if objects.is_in_torch_join(self._ddp):
+            raise JoinError(IN_TORCH_JOIN)
+        channel = self._channel
+        if channel.scaling.flows and not autograd.in_backward():  # the last backward has raised
+            channel.scaling.flows = False
+        if self.norms:
+            refuse_synchronised_norms(self._ddp, self.norms, channel)
+        watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
+        if watches:
+            channel.module_called()
+        if self._buffers is not None:
+            reducer.suppress_buffer_sync(self._ddp)
+            if torch.is_grad_enabled():
+                self._buffers.look()
+        if torch.is_grad_enabled():
+            self._begins()
+        if self._expects_backward_inside:
+            self._written = autograd.gradient_writes(self._parameters)
+        if channel.step.shadowing:  # SyncBatchNorm's statistics are of all ranks, also on a dummy
+            self._buffers_before = reducer.copied_buffers(self._ddp, but=self.norms)
+        if watches:
+            self._inner.put()
+
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        if self._buffers_before:
+            reducer.restore_buffers(self._ddp, self._buffers_before)
+            self._buffers_before = {}
+        if not torch.is_grad_enabled():
+            return
+        if self._buffers is not None:
+            self._buffers.forward_ended()
+        is_one = isinstance(output, torch.Tensor) and output.requires_grad  # by far the most often
+        outputs = [output] if is_one else tensors_with_grad(output)
+        if self._expects_backward_inside:
+            self._refuse_backward_inside()
+            self._expects_backward_inside = not outputs
+        synchronises = bool(self._ddp.require_backward_grad_sync)
+        self.armed |= synchronises
+        if synchronises and self._ddp.find_unused_parameters:
+            self._outputs = [weakref.ref(tensor) for tensor in outputs]
+        enters = self._enters_on_dummy if self._channel.step.shadowing else self._enters
+        hook = partial(enters, synchronises)
+        for tensor in outputs:
+            handle = on_gradient(tensor, hook)
+            if tensor.is_leaf:  # the user's own tensor, passed through: it outlives the graph
+                self._handles.append(handle)
+        if not outputs:  # hidden in an object we cannot look into: the first parameter's gradient will tell
+            self._watch_gradients(hook)
+
+    def _enters_on_dummy(self, synchronises: bool, gradient: torch.Tensor) -> None:
+        if "_channel" in vars(self):  # else the block is left, and this an ordinary DDP module
+            check_backward_on_dummy(self._channel, cast("object", self._ddp.module))
+            self._enters(synchronises, gradient)
+
+    def _watch_gradients(self, enters: Callable[[torch.Tensor], None]) -> None:
+        if self._hidden is not None:
+            self._hidden.remove()  # one of an earlier forward, which would tell first
+        watch = torch.autograd.graph.register_multi_grad_hook
+        self._hidden = watch(self._parameters, enters, mode="any")
+
+    def _refuse_backward_inside(self) -> None:
+        if autograd.gradient_writes(self._parameters) != self._written:
+            name = type(cast("object", self._ddp.module)).__name__
+            raise JoinError(
+                f"a backward ran inside the forward of DistributedDataParallel({name}), where it can be neither"
+                " announced nor, on other ranks, shadowed. Return the loss from the forward, and call backward() after"
+                " it [J109]"
+            )
 
 
 class Contributions:
@@ -603,34 +733,34 @@ class Contributions:
         if self._channel.step.contributors is not None:
             self._scales, self._are_parts = self.scales_in_loop, False
         else:
-            self._unit, self._are_parts = self._channel.scaling.unit, self.weighted and self._has_comm_hook
+            self._unit = self._channel.scaling.unit if self.weighted else 1.0
+            self._are_parts = self.weighted and self._has_comm_hook
             self._scales = self.weighted or not self.over_all_ranks
             if self.weighted or (self.with_buffers and self._scales):
                 self._awaits = self._channel.sum(weight)
-            if self._are_parts:
-                factor = self._factor()
+            if self._are_parts and (total := self._summed()):
+                factor = self._world_size * self._unit / total
                 if self.factors.factor:
                     self.factors.multiply_by(factor)
                 reducer.multiply_gradients(self._parameters, factor)
+        self.used.with_dummies, self.window = self.window.with_dummies, Window()
         return self._scales or self.used.counts or bool(self.last_result.aside)
 
+    def _summed(self) -> float:
+        """Return the sum of weights or contributors in the current reduction; wait for it if it is not there yet."""
+        if self._awaits is not None:
+            self.wait()
+        if self._total is not None:
+            return self._total
+        in_loop = self._channel.step.contributors
+        return self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop
+
     def wait(self) -> None:
-        """Wait for the sum under way, if there is one: it must be over before the next one begins."""
+        """Wait for the sum that was started, if any: it must be over before the next one begins."""
         if self._awaits is not None:
             self._total, self._awaits = self._awaits(), None
             if self.weighted:
                 self._channel.scaling.learn(self._total / self._world_size)
-
-    def _factor(self) -> float:
-        """What makes the mean of what DDP makes; 1 if no rank has given anything."""
-        if self._awaits is not None:
-            self.wait()
-        if self._total is None:
-            in_loop = self._channel.step.contributors
-            total = self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop
-        else:
-            total = self._total
-        return self._world_size / total * (self._unit if self.weighted else 1.0) if total else 1.0
 
     def end(self) -> None:
         """Turn the result of a reduction, the sum divided by the world size, into the mean that was asked for."""
@@ -639,42 +769,15 @@ class Contributions:
             self.last_result.end_reduction(touched)
         if self._are_parts:
             self.factors.multiply_by(1.0)
-        elif self._scales and (factor := self._factor()) != 1:
+        elif self._scales and (total := self._summed()) and (factor := self._world_size * self._unit / total) != 1:
             reducer.multiply_gradients(self._parameters, factor, touched)
         if self.used.counts:
             self.end_without_result()
 
     def end_without_result(self) -> None:
         """End a reduction of which this rank takes nothing: drop the gradients of parameters that only dummies used."""
-        if self.used.counts and self.window.with_dummies:
+        if self.used.counts and self.used.with_dummies:
             self.used.end_reduction()
-
-
-class Factors:
-    """Multiplies the gradients that arrive at ``parameters``, in the few cases in which that is needed.
-
-    By 0 if a batch counts for nothing, even if the gradient is NaN; and by what makes a part of the mean of the
-    gradients that a comm hook is given.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._handles: dict[int, Any] = {}  # by the parameter's number
-        self.factor = 1.0
-        """What gradients are multiplied by."""
-
-    def multiply_by(self, factor: float) -> None:
-        """Multiply the gradients of the backwards that follow; by 1 no longer."""
-        self.factor = factor
-        if factor == 1.0:
-            autograd.remove_hooks(self._handles)
-            return
-        autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
-
-    def _multiply(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:  # SyncBatchNorm says so for the zeros of an empty batch
-            return None
-        return gradient * self.factor if self.factor else torch.zeros_like(gradient)
 
 
 class LastResult:
@@ -747,100 +850,3 @@ def _are_zero(tensors: Iterable[torch.Tensor]) -> bool:
     for tensor in tensors:
         devices.setdefault(tensor.device, []).append(tensor.any())
     return not any(bool(torch.stack(found).any()) for found in devices.values())
-
-
-class UsedParameters:
-    """Counts which of a module's ``parameters``, in the reducer's order, batches used since the last reduction."""
-
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._ddp, self._parameters = ddp, parameters
-        self._handles: dict[int, Any] = {}  # by the parameter's number
-        self.counts = False
-        """Whether there is anything to count: not without ``find_unused_parameters``."""
-        self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
-        self._absent: list[bool] = []
-
-    def attach(self, join: Join) -> None:
-        """Find out whether there is anything to count; called when a block is entered."""
-        self._join = join
-        self.counts = self._ddp.find_unused_parameters and not self._ddp.static_graph
-
-    def detach(self) -> None:
-        """Remove the hooks; called when the block is left."""
-        autograd.remove_hooks(self._handles)
-        del self._join
-
-    def watch(self) -> None:
-        """Hook into parameters before a forward, in a loop over ``Join.iterate``."""
-        if self.counts:
-            autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._see, index))
-
-    def _see(self, index: int, gradient: torch.Tensor) -> None:
-        if self._handles and not self._join.channel.step.shadowing:
-            self._used[index] = 1
-
-    def begin_window(self) -> None:
-        """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``."""
-        self._absent = [parameter.grad is None for parameter in self._parameters]
-        self._used = torch.zeros(len(self._absent), dtype=torch.int64, device="cpu")
-
-    def end_reduction(self) -> None:
-        """Drop the gradients of parameters that only dummies used; called after a reduction."""
-        self._join.collective.all_reduce(self._used, "max").wait()
-        used = cast("list[int]", self._used.tolist())
-        for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
-            if absent and not is_used:
-                parameter.grad = None
-
-
-class StaticGraph:
-    """The arrivals of the gradients of a module's ``parameters``, which are in the reducer's order.
-
-    Does nothing for a module without ``static_graph``.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._ddp, self._parameters = ddp, parameters
-
-    def check(self) -> None:
-        """Make sure that a rank without data can learn the graph.
-
-        Raises:
-            ValueError: if the module's first backward has been run outside any block.
-        """
-        ddp = self._ddp
-        if ddp.static_graph and not reducer.first_static_backward(ddp) and ddp not in _arrivals:
-            raise ValueError(
-                "the static_graph module has run its first backward outside a Join block, so a rank without data cannot"
-                " know its graph; enter the first block before the first backward [J114]"
-            )
-
-    def watch(self, collective: Collective) -> None:
-        """Called as a backward begins: if it is the first, count in it and share the counts at its end."""
-        if not reducer.first_static_backward(self._ddp):
-            return
-        counts = [0] * len(self._parameters)
-
-        def arrived(index: int, *_: Any) -> None:
-            counts[index] += 1
-
-        nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in self._parameters]
-        handles: list[Any] = [node.register_hook(partial(arrived, i)) for i, node in enumerate(nodes)]
-
-        def finish() -> None:
-            for handle in handles:
-                handle.remove()
-            self._share(collective, counts)
-
-        autograd.after_backward(finish)
-
-    def learn(self, collective: Collective) -> list[int] | None:
-        """Called before a shadowed backward: the arrivals it has to imitate; ``None`` is once for each parameter."""
-        if reducer.first_static_backward(self._ddp):
-            self._share(collective, [0] * len(self._parameters))
-        return _arrivals.get(self._ddp)
-
-    def _share(self, collective: Collective, arrivals: Sequence[int]) -> None:
-        counts = torch.tensor(arrivals, device="cpu")
-        collective.all_reduce(counts, "max").wait()
-        _arrivals[self._ddp] = counts.tolist()

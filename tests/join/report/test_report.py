@@ -6,13 +6,13 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 
 from join import Join, JoinReport
 from join.collectives import SingleCollective, ThreadCollective, run_threads
-from join.protocol.headers import StepTimes
 from join.report import RankReport
 from join.report.rank_report import BINS, EDGES
 from tests.ending import Ending
@@ -85,20 +85,25 @@ def test_batches_are_not_timed() -> None:
     assert not times.patches
 
 
+def step_times(monkeypatch: pytest.MonkeyPatch, took: float) -> list[int]:
+    """Return the times of the one step of a block, which is announced so many seconds after the block was entered."""
+    counter = Counter(SingleCollective())
+    with Join([counter]) as join:
+        entered = join.channel.roster.announcing[0].announced_at
+        with monkeypatch.context() as context:
+            context.setattr("join.protocol.channel.time", SimpleNamespace(monotonic=lambda: entered + took))
+            counter()
+    return list(join.report.ranks[0].step_times)
+
+
 @pytest.mark.parametrize(("took", "place"), [(0.0, 0), (1e-6, 0), (1.01e-4, 0), (0.0101, 16), (99.0, BINS - 1)])
-def test_a_time_falls_into_its_bin(took: float, place: int) -> None:
-    times = StepTimes()
-    times.start(5.0)
-    times.step(5.0 + took)
-    assert times.counts == [int(bin_ == place) for bin_ in range(BINS)]
+def test_a_time_falls_into_its_bin(monkeypatch: pytest.MonkeyPatch, took: float, place: int) -> None:
+    assert step_times(monkeypatch, took) == [int(bin_ == place) for bin_ in range(BINS)]
     assert EDGES[place] <= took <= EDGES[place + 1] or place == 0
 
 
-def test_what_takes_for_ever_is_in_the_last_bin() -> None:
-    times = StepTimes()
-    times.start(0.0)
-    times.step(1e9)
-    assert times.counts[-1] == 1
+def test_a_time_beyond_the_last_edge_is_in_the_last_bin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert step_times(monkeypatch, 1e9)[-1] == 1
 
 
 def test_a_slow_step_is_told_from_fast_ones() -> None:

@@ -14,7 +14,7 @@ help:
 	@echo 'make test-accelerator  run the tests of accelerators: on a simulated one, and on GPUs if there are any'
 	@echo 'make test-gpu  run those tests on GPUs only; fails where torch finds none'
 	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
-	@echo 'make check   ruff (lint and format) and pyright'
+	@echo 'make check   ruff (lint and format), pyright, and a look for sentences that have to be read twice'
 	@echo 'make bench   run the benchmarks'
 	@echo 'make docs    write the documentation to docs-out'
 	@echo 'make test-docs opens each page of it in a headless browser, which npm installs into .venv-docs (minutes, once)'
@@ -76,6 +76,7 @@ check: .venv/.dev-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pyright -p tests
+	$(BIN)/python -m docs.prose
 
 bench: .venv/.demo-installed
 	$(BIN)/python benchmarks/overhead.py

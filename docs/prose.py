@@ -8,6 +8,7 @@ words. Lower the ceiling when you have removed some; nothing raises it.
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import sys
@@ -47,7 +48,7 @@ RULES = {
     "prep-which": (r"\b(?:of|to|from|for|by|after|over|among|at|with|through) (?:which|what)\b", "a second sentence"),
     "where-if": (rf"(?:^|[.;:,(] ?)[Ww]here (?:{_CONDITIONS})\b", "if"),
     "person": (
-        r"\b(?:nobody|everybody|somebody|[Ww]ho(?:m)?ever)\b|(?:^|[.;:] )Who (?!did|waits|waited|can)\b"
+        r"\b(?:[Nn]obody|[Ee]verybody|[Ss]omebody|[Ww]ho(?:m)?ever)\b|(?:^|[.;:] )Who (?!did|waits|waited|can)\b"
         r"|\b(?:that|rank|it) alone (?!is|are|and|or|in)[a-z]+",
         "a rank, a caller, the user",
     ),
@@ -104,7 +105,7 @@ RULES = {
 
 _PATTERNS = {name: re.compile(pattern) for name, (pattern, _) in RULES.items()}
 _PARENTHESES = re.compile(r"\([^()]*\s\([^()]*\)[^()]*\)|\([^()]*;[^()]*\)|\((?:[^\s()]+ ){14,}[^()]*\)")
-_EXAMPLE = re.compile(r"::\n\n(?:[ ]{2,}.*\n|\n)+")  # in a docstring
+_EXAMPLE = re.compile(r"::\n\n(?:    .*(?:\n|$)|\n)+")  # in a docstring
 _BEGINS_PARAGRAPH = re.compile(r"[-*] |\d+\. |#+ |\||[*\w]+: \S")
 _NOT_PROSE = re.compile(r"```|!|\|[-: ]+\||>>>")
 _DIRECTIVE = re.compile(r"#:? ?(--|pyright|noqa|type:|ruff)")
@@ -147,7 +148,8 @@ def python_texts(text: str) -> Iterator[tuple[int, str]]:
     parts: set[ast.AST] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstring = _EXAMPLE.sub(lambda example: "." + "\n" * example[0].count("\n"), node.value.value)
+            docstring = inspect.cleandoc(node.value.value)
+            docstring = _EXAMPLE.sub(lambda example: "." + "\n" * example[0].count("\n"), docstring)
             yield from paragraphs(docstring, node.lineno, _DOCSTRING)
         elif isinstance(node, (ast.JoinedStr, ast.Constant)) and node not in parts:
             pieces = node.values if isinstance(node, ast.JoinedStr) else [node]

@@ -39,7 +39,9 @@ had accumulated under ``no_sync`` when it ran out goes into the first burst it s
 
 *Kept gradients.* DDP reduces what is in ``grad``, and without ``zero_grad`` that has the last result. Contributors give
 it as often as makes the mean have it once (``joinables.ddp.reduction``); under the mean over all ranks that is
-``world_size / n`` times, so there the backward begins by waiting for its header, which was sent just then.
+``world_size / n`` times, so there the backward begins by waiting for its header, which was sent just then. If headers
+travel in messages, and no joined rank needs the gradients, the last result is set aside instead, and added to the new
+one.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ given parts of that mean itself: there the sum of weights is awaited before the 
 *The last result.* DDP reduces all that is in ``grad``, and without ``zero_grad`` that has the last reduction's result,
 which every rank has that had data then. It has to be in the new mean once. So each contributor adds it so often:
 ``weight`` times under a weighted mean, ``world_size / contributors`` times under a mean over all ranks, once under a
-mean over contributors.
+mean over contributors. Between machines the number of contributors takes its time: then the last result is set aside
+and added to the new one, unless a joined rank steps on the gradients (``ZeroRedundancyOptimizer``).
 """
 
 from __future__ import annotations
@@ -676,6 +677,10 @@ class Contributions:
             times = float(step.has_data or self.over_all_ranks or self._channel.scaling.in_use is True)
         elif self.weighted:
             times = (window.weight or 0.0) / self._channel.scaling.unit
+        elif self._adds_result_later():
+            if not (result.aside or window.unreduced):
+                result.set_aside()
+            return
         elif self.over_all_ranks:
             times = self._world_size / self._channel.headers.flags(self._burst)[CONTRIBUTES]
         else:
@@ -684,6 +689,20 @@ class Contributions:
             result.set_aside()
         if result.aside:
             result.add(times)
+
+    def _adds_result_later(self) -> bool:
+        """Return whether the last result, set aside, is added when the reduction is done; the same on all ranks.
+
+        So nothing waits for the header, whose contributors :meth:`add_last_result` divides by. Only if headers take
+        their time, and if a joined rank does not need the gradients: it cannot know whether the others have zeroed
+        theirs.
+        """
+        channel = self._channel
+        if not self.over_all_ranks or self.weighted or channel.headers.depth == 1:
+            return False
+        if channel.step.contributors is not None:
+            return False
+        return all(isinstance(m.joinable, DDPBurst) for m in channel.roster.listed if m.joinable.communicates)
 
     def surely_has_result(self) -> bool:
         """Whether a reduction to which this rank gave nothing surely has something of others; else nobody can tell."""
@@ -766,6 +785,8 @@ class Contributions:
         """Turn the result of a reduction, the sum divided by the world size, into the mean that was asked for."""
         touched = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
         if self.last_result.aside:
+            if self._adds_result_later():
+                self.last_result.add(1.0)
             self.last_result.end_reduction(touched)
         if self._are_parts:
             self.factors.multiply_by(1.0)

@@ -130,3 +130,37 @@ def caches(rank: int) -> float:
 
 def test_a_buffer_that_a_forward_makes(pool: Pool) -> None:
     assert pool.run(caches, ranks=2) == [2, 2]
+
+
+def two_backwards_a_step(rank: int, set_to_none: bool) -> tuple[list[float], float, int]:
+    """The second backward of each step adds to what the first has left, as a discriminator's two losses do."""
+    ddp = one_weight()
+    grads, awaited = list[float](), 0
+    with Join([ddp]) as join:
+        headers = join.channel.headers
+
+        def look(_: torch.Tensor) -> None:
+            nonlocal awaited
+            awaited += headers.last.header is not None
+
+        handle = ddp.module.weight.register_hook(look)
+        for step in range((4, 2, 0)[rank]):
+            ddp.zero_grad(set_to_none=set_to_none)
+            for factor in (1.0, 10.0):
+                ddp(torch.full((1, 1), factor * (1 + step + rank))).sum().backward()
+            grads.append(grad_of(ddp))
+        handle.remove()
+    return grads, grad_of(ddp), awaited
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_result_that_is_added_to_makes_nothing_wait(pool: Pool, set_to_none: bool, over_group: bool) -> None:
+    """Over all three ranks, one of which has no data; another one leaves two steps early."""
+    zero, one, two = pool.run(two_backwards_a_step, set_to_none, ranks=3, over_group=over_group)
+    sums = [sum(1 + step + rank for rank in range(2) if step < (4, 2)[rank]) for step in range(4)]
+    wanted = [11 * total / 3 for total in sums]
+    assert zero[0] == pytest.approx(wanted)
+    assert one[0] == pytest.approx(wanted[:2])
+    assert [end for _, end, _ in (zero, one, two)] == pytest.approx([wanted[-1]] * 3)
+    assert not over_group or not zero[2]

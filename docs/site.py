@@ -25,23 +25,27 @@ BESIDE = {
 """Pages that are not in ``docs``, and their names there."""
 
 NAVIGATION: dict[str, Any] = {
-    "Start": "index.md",
+    "Home": "index.md",
+    "My job hangs": "hang.md",
+    "Getting started": "start.md",
     "How it works": "concepts.md",
-    "Guide": {
+    "Choosing plain or iterate": "choosing.md",
+    "Guides": {
         "The plain block": "block.md",
-        "Any loop": "iterate.md",
-        "FSDP2, SyncBatchNorm, tensor parallelism": "sharded.md",
+        "Loops with collectives: join.iterate": "iterate.md",
+        "Sharded models": "sharded.md",
         "Engines": "engines.md",
+        "Saving and resuming": "elastic.md",
         "The trainer": "trainer.md",
-        "Inside training frameworks": "frameworks.md",
+    },
+    "Frameworks": {
+        "Overview": "frameworks.md",
         "Lightning and Fabric": "frameworks/lightning.md",
         "Accelerate": "frameworks/accelerate.md",
         "Transformers": "frameworks/transformers.md",
-        "Going on after a kill": "elastic.md",
-        "A joinable of your own": "joinable.md",
-        "Moving here": "migrate.md",
     },
-    "How-to": {"The demo": "howto/demo.md"},  # and all tutorials, recipes and notebooks
+    "Tutorials": {"The demo": "howto/demo.md"},  # and all scripts and notebooks in tutorials
+    "Recipes": {},  # all scripts in recipes
     "When it goes wrong": {
         "Failures": "failures.md",
         "Errors": "errors.md",
@@ -57,15 +61,17 @@ NAVIGATION: dict[str, Any] = {
         "Frameworks": "api/integrations.md",
         "Collectives": "api/collectives.md",
     },
+    "Extending": {"Custom joinables": "joinable.md"},
     "Project": {
         "A tour of the code": "architecture.md",
+        "Migrating": "migrate.md",
         "Versions": "versions.md",
         "Contributing": "contributing.md",
         "Security": "security.md",
         "Changelog": "changelog.md",
     },
 }
-"""Titles and pages. Those that are not there are left out."""
+"""Titles and pages. The navigation skips pages that do not exist."""
 
 
 def fenced(language: str, text: str) -> str:
@@ -160,8 +166,11 @@ def navigation(pages: dict[str, str]) -> list[Any]:
                 found.append({title: inner})
         return found
 
-    scripts = {title_of(text, path): path for path, text in pages.items() if path.startswith("howto/")}
-    tree = {**NAVIGATION, "How-to": {**NAVIGATION["How-to"], **scripts}}
+    tree = {title: dict(entry) if isinstance(entry, dict) else entry for title, entry in NAVIGATION.items()}
+    recipes = {f"howto/{script.stem}.md" for script in scripts() if script.parent.name == "recipes"}
+    for path, text in pages.items():
+        if path.startswith("howto/") and path != "howto/demo.md":
+            tree["Recipes" if path in recipes else "Tutorials"][title_of(text, path)] = path
     found = entries(tree)
     if more := [{title_of(text, path): path} for path, text in pages.items() if path not in used]:
         found.append({"More": more})

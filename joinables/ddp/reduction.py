@@ -698,9 +698,7 @@ class Contributions:
         theirs.
         """
         channel = self._channel
-        if not self.over_all_ranks or self.weighted or channel.headers.depth == 1:
-            return False
-        if channel.step.contributors is not None:
+        if not self.over_all_ranks or self.weighted or channel.headers.depth == 1 or channel.step.contributors is not None:
             return False
         return all(isinstance(m.joinable, DDPBurst) for m in channel.roster.listed if m.joinable.communicates)
 

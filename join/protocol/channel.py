@@ -280,8 +280,8 @@ class Channel:
     def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
             f"The main_hook of {shadowed.join_name} announced {joinable.join_name}. A main_hook issues the collectives"
-            " of a burst that another rank has announced, and must not announce anything itself. Call only the code that"
-            " communicates in it, not the code that calls notify_join_context. [J080]"
+            " of a burst that another rank has announced, and must not announce anything itself. Call only the code"
+            " that communicates in it, not the code that calls notify_join_context. [J080]"
         )
 
     def _refuse_in_graph(self, joinable: Joinable) -> NoReturn:
@@ -391,7 +391,7 @@ class Channel:
     def _shadow(self, header: Header) -> None:
         """Run the bursts that a header announces, and their followers unless they have to wait; contribute nothing."""
         if header.diverged:
-            self.headers.check()
+            self.headers.raise_diverged(self.headers.last)
         for index in header.announcements:
             if self.headers.depth > 1:
                 self.headers.apply_before(self.elect, index)
@@ -556,10 +556,6 @@ class Channel:
             self.collective.all_reduce(vote, "min").wait()
         return int(vote.item())
 
-    def find_leader(self) -> int:
-        """Return the leader as of the burst of the last header; called in the same place on all ranks."""
-        return self.headers.find_leader(self.elect)
-
     def leader_for(self, burst: Burst) -> int:
         """Return the leader, from the header that :meth:`Headers.active_for` uses for this burst.
 
@@ -567,7 +563,7 @@ class Channel:
             burst: The burst of the last header.
         """
         foreseen = self.headers.is_foreseen(self.roster.index[id(burst)])
-        return self.headers.leader if foreseen else self.find_leader()
+        return self.headers.leader if foreseen else self.headers.find_leader(self.elect)
 
 
 class Lockstep:

@@ -161,7 +161,7 @@ class LateUse:
 
     def _refuse(self, call: str) -> None:
         raise ProtocolError(
-            f"On rank {self._rank}, a module was called {call}. The batches are read ahead of the loop body, so real"
-            " batches are treated as dummies. Move the prefetcher inside the call, for batch in"
-            " join.iterate(prefetch(loader)), or pass join.iterate(loader, lookahead=k). [J089]"
+            f"On rank {self._rank}, a module was called {call}. The batches are read ahead of the loop body, so"
+            " dummies are confused with data. Move the prefetcher inside, as in for batch in"
+            " join.iterate(prefetch(loader)), or use join.iterate(loader, lookahead=k). [J089]"
         )

@@ -272,7 +272,7 @@ class Channel:
         if self.lockstep is None:  # in a loop, the body may skip followers
             reason = (
                 f"{joinable.join_name} notified, but the joinable that it follows in the list had announced no burst."
-                " Call it once after each burst of the joinable before it in the list, put it first in the list, or"
+                " Call notify_join_context in it once after each burst of that joinable, put it first in the list, or"
                 " derive its class from join.Burst. [J082]"
             )
             self.guard.raise_alone(JoinError(reason))

@@ -1,9 +1,9 @@
 """Joinables of a ``DistributedDataParallel`` module: :func:`joinables_of_ddp`.
 
 A stock DDP module has three joinables, all of them bursts: ``BufferSync``, ``GradientSync`` and ``BucketRebuild``. They
-issue the same collectives as DDP, at the same points of a step, with two exceptions. Buffers come from the lowest active
-rank instead of rank 0. Buckets are rebuilt at the end of the first backward instead of in the next forward, which a
-joined rank never reaches. One training step::
+issue the same collectives as DDP, at the same points of a step, with two exceptions. Buffers come from the lowest
+active rank instead of rank 0. Buckets are rebuilt at the end of the first backward instead of in the next forward,
+which a joined rank never reaches. One training step::
 
     active rank                                        joined rank
     -----------                                        -----------
@@ -47,7 +47,7 @@ gradients do not.
 *Kept gradients.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the last result, which the
 new mean must contain once (``joinables.ddp.reduction``). Each contributor adds it as many times as that takes: under
 the mean over all ranks ``world_size / n`` times. There, the backward begins by waiting for its header, which has just
-been sent. If headers travel in messages and no joined rank needs the gradients, the last result is set aside instead,
+been sent. If headers travel in messages and no joined rank needs the gradients, the last result is taken out instead,
 and added to the new one.
 """
 
@@ -79,8 +79,8 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
     for name, module in cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules()):
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
-                f"The module is wrapped in DistributedDataParallel twice{f' ({name!r})' if name else ''}. Wrap the plain"
-                " module, once. [J291]"
+                f"The module is wrapped in DistributedDataParallel twice{f' ({name!r})' if name else ''}. Wrap the"
+                " plain module, once. [J291]"
             )
         if isinstance(module, torch.nn.SyncBatchNorm) and getattr(cast("object", ddp.module), "forward_is_over", False):
             raise ValueError(

@@ -66,7 +66,7 @@ class BufferSync(DDPBurst):
         super().__init__(ddp)
         # The names and shapes of buffers whose shape has changed since the last synchronisation.
         self._changed: list[str] = []
-        # In a loop over join.iterate, whether all ranks had data in the last forward, and in the one that changed shapes.
+        # In a loop over join.iterate: whether all ranks had data in the last forward, and in the one that changed them.
         self._all_had_data = self._all_changed = True
         self._after_forward = False  # a comm hook synchronises buffers after the forward, not before it
         self._is_changed_by_forward = False  # the forward of the step runs before the broadcast
@@ -118,8 +118,8 @@ class BufferSync(DDPBurst):
         if (shadows or self._changed) and not self._after_forward and self._all_have_new_shapes():
             self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), self._source))
         else:
-            # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader of
-            # the step before still has the buffers that all ranks need to start with.
+            # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader
+            # of the step before still has the buffers that all ranks need to start with.
             source = channel.headers.find_leader(channel.elect) if self._is_changed_by_forward else self._source
             reducer.sync_buffers(self._ddp, source)
         channel.headers.when_leader_is_known(self.set_source)
@@ -144,10 +144,10 @@ class BufferSync(DDPBurst):
             self._refuse_shapes(f"on {changed} of {active} ranks with data")
         return changed == active
 
-    def _refuse_shapes(self, circumstance: str) -> None:
-        names = f"The buffers {', '.join(self._changed)}" if self._changed else "Buffers"
+    def _refuse_shapes(self, condition: str) -> None:
+        names = ", ".join(self._changed) or "none on this rank"
         reason = (
-            f"{names} of {type(cast('object', self._ddp.module)).__name__} changed their shape {circumstance}."
+            f"Buffers of {type(cast('object', self._ddp.module)).__name__} changed their shape {condition} ({names})."
             " Create them in their final size before the block. If they hold the same values on all ranks anyway, build"
             " DistributedDataParallel(..., broadcast_buffers=False). [J444]"
         )

@@ -317,9 +317,9 @@ class GradientSync(DDPBurst):
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(
-            f"Some parameters that the module waits for were not reached by {self.join_name}. Call backward() without"
-            " inputs=, or list all parameters there. If a loss does not depend on all parameters, build the module with"
-            " find_unused_parameters=True. [J473]"
+            f"Gradients did not reach all parameters that the module waits for in {self.join_name}. Call backward()"
+            " without inputs=, or list all parameters there. If a loss does not depend on all parameters, build the"
+            " module with find_unused_parameters=True. [J473]"
         )
 
     def _finish_reduction(self) -> None:

@@ -76,8 +76,8 @@ class Outcome:
     """End of a block.
 
     Attributes:
-        even: Whether all ranks left the body at the same time.
-        last: Whether this rank was among the last to leave it.
+        even: Whether all ranks were out of data at the same time.
+        last: Whether this rank was among the last with data.
         shadowed: Whether some ranks shadowed bursts of other ranks, so that their own state is out of date.
     """
 
@@ -155,7 +155,7 @@ class Channel:
         self.prepare()
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last, self.elect)
-        if self._outstanding and (error := self._missing_followers_error("another block was entered")):
+        if self._outstanding and (error := self._missing_follower_error("another block was entered")):
             self.guard.raise_alone(error)
         self._set_roster(roster)
 
@@ -226,9 +226,7 @@ class Channel:
         member = self.roster.announcing[index]
         self.prepare(joinable)
         if not member.interjects:
-            if self._outstanding and (
-                error := self._missing_followers_error(f"{joinable.join_name} announced a burst")
-            ):
+            if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
                 self.guard.raise_alone(error)
             self._outstanding = list(member.followers)
         if self.step.shadowing:
@@ -243,7 +241,7 @@ class Channel:
         headers = self.headers
         work = headers.send((), index)
         if index != headers.last.expected or self.roster.throws:
-            headers.confirm()  # first, since ranks that run the expected burst would not answer anything else
+            headers.confirm()  # first, since ranks that run the expected burst take part in nothing else
         elif index in self.roster.awaited:
             headers.read()
         if headers.depth > 1:
@@ -292,7 +290,7 @@ class Channel:
         )
         self.guard.raise_alone(error)
 
-    def _missing_followers_error(self, event: str) -> JoinError | None:
+    def _missing_follower_error(self, event: str) -> JoinError | None:
         """Return the error for followers that had not notified before an event; ``None`` in a loop, which allows it."""
         if self.lockstep is not None:
             return None
@@ -361,7 +359,7 @@ class Channel:
         """
         self.has_run_out = True
         self.prepare()
-        if self._outstanding and (error := self._missing_followers_error("the block ended")):
+        if self._outstanding and (error := self._missing_follower_error("the block ended")):
             raise error
         loop, headers = self._last_loop, self.headers.tally.headers
         outcome = self._shadow_all()
@@ -628,7 +626,7 @@ class Lockstep:
         progress.ended_steps, progress.bursts_in_ended_steps = progress.steps, progress.bursts
 
     def meet(self) -> None:
-        """End the step together with all ranks, before communication that knows nothing of the loop or its skips.
+        """End the step together with all ranks, before collectives that could hang if a rank skipped part of the step.
 
         Raises:
             ProtocolError: If this rank skipped a burst or a collective in the step.

@@ -9,7 +9,7 @@ bursts in the list, not on the number of ranks::
 - ``ACTIVE`` counts the ranks that announce.
 - ``LEADER`` is 1 while the leader is among these ranks.
 - ``STOPPING`` counts the exhausted ranks under ``throw_on_early_termination``.
-- ``FRESH`` counts the ranks that send their first header since they are out of data.
+- ``FRESH`` counts the ranks that send their first header after the end of their data.
 - ``announced`` of a burst counts the ranks that announce the burst. Any number except 0 and ``ACTIVE`` means that the
   ranks have diverged.
 
@@ -75,7 +75,7 @@ class Header:
         active: The number of ranks that announced.
         leader_alive: Whether the leader announced.
         stopping: Whether an exhausted rank ends the block on all ranks.
-        fresh: The number of ranks that were out of data since their last header.
+        fresh: The number of ranks whose data ended after their last header.
         announcements: The number of ranks that announced each burst, by index; without bursts that none announced.
         diverged: Whether active ranks announced different bursts.
         flags: The number of ranks that set each flag of each burst, by index of the burst.

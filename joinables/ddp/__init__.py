@@ -40,9 +40,9 @@ chains of modules and for accumulation, and is skipped while n is the world size
 No rank waits for n before the end of the backward, with two exceptions: for the sum of weights if there is a comm hook
 (``joinables.ddp.reduction``), and for the header if gradients are kept.
 
-*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. Gradients
-that a rank had accumulated under ``no_sync`` when it was out of data go into the first burst that it shadows. Its other
-gradients do not.
+*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. If a rank is
+out of data in the middle of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that
+it shadows. Its other gradients do not.
 
 *Kept gradients.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the last result, which the
 new mean must contain once (``joinables.ddp.reduction``). Each contributor adds it as many times as that takes: under

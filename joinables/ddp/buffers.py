@@ -45,8 +45,8 @@ class DDPBurst(Announcing):
 class BufferSync(DDPBurst):
     """The broadcast of buffers (BatchNorm's statistics) in a synchronised forward.
 
-    Buffers come from the leader in this module's last burst, which is the lowest rank that was active then. If this
-    rank is out of data since, it still broadcasts its buffers as its last forward left them. The next leader was active
+    Buffers come from the leader in this module's last burst, which is the lowest rank that was active then. If that
+    rank is out of data now, it still broadcasts its buffers as its last forward left them. The next leader was active
     in that step. Each module remembers its own leader, since the module called before it may have found a new one in
     the same step. Buffers may also be synchronised after the forward that changes them (``forward_is_over`` of the
     module). In that case the header is awaited, and the lowest rank that is active in the step itself is the leader.

@@ -271,7 +271,7 @@ class GradientSync(DDPBurst):
             )
         contributions.record_backward(weight, in_loop=in_loop)
         reduces, result = self._forwards.reduces_next or synchronised, contributions.last_result
-        # In the other case each rank contributes the contents of its gradients, the last result or None.
+        # A loop that does not scale needs no look: every rank contributes its gradients, the last result or None.
         if result.may_remain and not (reduces and channel.lockstep is not None and not contributions.scales_in_loop):
             result.look()
         if reduces:
@@ -366,7 +366,7 @@ class GradientSync(DDPBurst):
             takes_result: Whether to keep the result instead, if this rank has no gradients.
 
         Returns:
-            Whether the result certainly contains contributions of other ranks.
+            Whether active ranks certainly contributed.
         """
         contributions = self._contributions
         gradients, window = [parameter.grad for parameter in self._parameters], contributions.window
@@ -435,7 +435,7 @@ class Forwards:
         self.norms = synchronised_norms(cast("torch.nn.Module", ddp.module))
         """The layers that compute with the samples of all ranks together."""
         self.reduces_next = False
-        """Whether the reducer reduces in the next backward, since a synchronised forward came before, of any graph."""
+        """Whether the reducer reduces in the next backward of any forward, since a synchronised forward has run."""
         self._outputs: list[ref[torch.Tensor]] = []
         self._buffers_before: dict[str, torch.Tensor] = {}  # before the forward of a dummy
         self._parameter_hook: Any = None  # the handle of a hook on the parameters, if a forward shows no output tensor
@@ -737,9 +737,9 @@ class Contributions:
         return all(isinstance(m.joinable, DDPBurst) for m in channel.roster.listed if m.joinable.communicates)
 
     def certainly_has_result(self) -> bool:
-        """Return whether a reduction without a contribution of this rank certainly contains one of other ranks.
+        """Return whether active ranks certainly contributed to a reduction in which this rank contributed nothing.
 
-        If not, the result may be empty or an older one, and this rank cannot distinguish the two.
+        ``False`` means that they may have contributed or not.
         """
         may_be_older, headers = self.last_result.may_remain and self.over_all_ranks, self._channel.headers
         # A joined rank may have contributed the gradients that it had accumulated.

@@ -1,1 +1,1 @@
-"""How the ranks of one group keep in step: ``channel`` decides who announces which burst when, by ``headers``."""
+"""Protocol of one process group: ``channel`` decides which rank announces which burst when, in ``headers``."""

@@ -1,7 +1,7 @@
-"""Protocol that keeps the ranks of one process group in step: :class:`Channel`, and :class:`Lockstep` for its loops.
+"""Protocol that synchronises the ranks of one process group: :class:`Channel`, and :class:`Lockstep` for its loops.
 
-A rank is *active* while it runs the body of a ``Join`` block and *joined* once it has run out of inputs. In a plain
-block every burst of collectives is announced by one header (``join.protocol.headers``), and all ranks run the burst::
+A rank is *active* while it runs the body of a ``Join`` block. It is *joined* once it is out of data. In a plain block,
+one header (``join.protocol.headers``) announces every burst of collectives, and all ranks run the burst::
 
     active rank                                    joined rank
     -----------                                    -----------
@@ -14,13 +14,14 @@ block every burst of collectives is announced by one header (``join.protocol.hea
     leave:    the burst that is still pending
               apply the previous header
 
-Applying a header elects a new leader, by one more all-reduce, if the old one has left and any burst needs a leader.
-Under ``throw_on_early_termination`` each header is awaited before its burst. So it is under ``timeout``, but for DDP's
-and ZeRO's, whose collectives break; that of a backward is awaited before the reducer waits for gradients.
+A rank that applies a header elects a new leader, by one more all-reduce, if the old leader has left and any burst needs
+a leader. Under ``throw_on_early_termination`` each header is awaited before its burst. Under ``timeout`` it is awaited
+too, except for the bursts of DDP and ZeRO, whose collectives fail by themselves. The header of a backward is awaited
+before the reducer waits for gradients.
 
-In a loop over ``Join.iterate`` all ranks run the same body equally often, with or without data, so every rank issues
-its collectives itself: no burst is announced and none is shadowed. The loop's own roll calls (``join.loop``) say which
-ranks have data in a step, so the channel computes what headers would report::
+In a loop over ``Join.iterate`` all ranks run the same body equally often, with or without data. Every rank issues its
+collectives itself, so no burst is announced and none is shadowed. The loop's own roll calls (``join.loop``) say which
+ranks have data in a step, so the channel computes the contents of each header instead of sending it::
 
     rank with data                                 rank without data
     --------------                                 -----------------
@@ -31,11 +32,11 @@ ranks have data in a step, so the channel computes what headers would report::
 With a ``timeout``, all ranks meet before each step, and again before each burst. ``join.protocol.progress`` finds ranks
 that do not run the same body.
 
-*Pending bursts.* A burst may be announced before it runs. Until then it is pending (``Burst.is_pending``); a rank that
-is about to announce another burst, or to leave, first flushes the pending one: it runs the burst and contributes
+*Pending bursts.* A burst may be announced before it runs. Until then it is *pending* (``Burst.is_pending``). A rank
+that is about to announce another burst, or to leave, first *flushes* the pending one: it runs the burst and contributes
 nothing. A rank that fails sends nothing more (``join.failure``).
 
-Blocks that are open at the same time on one group share one channel: its bursts are those of all of them.
+Blocks that are open at the same time on one process group share one channel, which serves the bursts of all of them.
 """
 
 from __future__ import annotations
@@ -65,19 +66,19 @@ from join.scaling import Scaling
 from join.transfer import OwnTensors
 
 ONE_AT_A_TIME = (
-    "one loop over join.iterate in another, on the same process group, is not possible. Run the inner one before or"
-    " after the outer one, or without join.iterate: an evaluation with DDP communicates nothing [J090]"
+    "A loop over join.iterate ran inside another one on the same process group. Run the inner loop before or after the"
+    " outer one, or iterate over its loader directly: an evaluation with DDP does not communicate. [J090]"
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a block ended.
+    """End of a block.
 
     Attributes:
-        even: whether all ranks ran out of inputs together.
-        last: whether this rank was among the last.
-        shadowed: whether ranks have shadowed bursts of others, so that their state is stale.
+        even: Whether all ranks were out of data at the same time.
+        last: Whether this rank was among the last with data.
+        shadowed: Whether some ranks shadowed bursts of other ranks, so that their own state is out of date.
     """
 
     even: bool
@@ -90,11 +91,11 @@ class LastLoop:
     """The last loop over ``Join.iterate``.
 
     Attributes:
-        place: where this rank was at its end.
-        uneven: whether some ranks ran out before others.
-        source: the lowest rank that had data in the last burst, or step.
-        had_data: whether this rank had.
-        headers: the count of headers at the end of the loop. While that is still the count, nothing came after it.
+        place: The progress of this rank at the end of the loop.
+        uneven: Whether some ranks were out of data before others.
+        source: The lowest rank that had data in the last burst, or in the last step if there was no burst.
+        had_data: Whether this rank had data then.
+        headers: The number of headers sent by the end of the loop. An equal number later means that nothing followed.
     """
 
     place: Progress = field(default_factory=Progress)
@@ -105,10 +106,10 @@ class LastLoop:
 
 
 class Channel:
-    """The protocol on one group, for all blocks that are open on it.
+    """The protocol on one process group, for all blocks that are open on it.
 
     Args:
-        collective: the group.
+        collective: The process group.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -118,27 +119,35 @@ class Channel:
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
         self.lockstep: Lockstep | None = None
-        """The loop over ``Join.iterate`` that is under way, in which all ranks run every burst themselves."""
+        """The current loop over ``Join.iterate``, in which all ranks run every burst themselves."""
         self.step = Step()
-        """The step of a loop over ``Join.iterate`` that is under way."""
+        """The current step of a loop over ``Join.iterate``."""
         self.is_in_loop_body = False
-        """Whether this rank is in the body of such a loop, and has not broken out of it."""
+        """Whether this rank is in the body of such a loop and has not left it by ``break``."""
         self.loops = 0
-        """How many such loops have begun."""
+        """The number of such loops that have begun."""
         self.late_use: LateUse | None = None
-        """In a loop and after it: looks for consumers that read ahead of the loop's body, until that is ruled out."""
+        """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
+        is no such consumer."""
         self.has_run_out = False
-        """Whether this rank has left the body of a block without an exception, and shadows the bursts of others."""
+        """Whether this rank has left the body of a block without an exception and shadows the bursts of other ranks."""
         self.keeps_own_state = True
-        """At the end of a block: whether this rank was among the last that had data, or has made the most steps."""
-        self._outstanding: list[Member] = []  # followers that have not acted since the last announcement
-        self._shadowed: Joinable | None = None  # whose main_hook runs
+        """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
+        self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
+        self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
         self._last_loop = LastLoop()
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def open(self, scope: Scope) -> None:
-        """Let the members of a block that is entered announce, after what is under way has come to an end."""
+        """Add the members of a block that is entered, after pending bursts have run and the last header is applied.
+
+        Args:
+            scope: The members and settings of the block.
+
+        Raises:
+            JoinError: If the channel is closed, or followers of the last burst did not notify.
+        """
         is_first = not self.roster.scopes
         roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
         if is_first:
@@ -146,22 +155,22 @@ class Channel:
         self.prepare()
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last, self.elect)
-        if self._outstanding and (error := self._left_out_error("another block was entered")):
+        if self._outstanding and (error := self._missing_follower_error("another block was entered")):
             self.guard.raise_alone(error)
         self._set_roster(roster)
 
     def agree(self) -> None:
-        """Find out what carries messages; called when all ranks have entered the group's first block."""
+        """Set up the lines that carry messages; called when all ranks have entered the group's first block."""
         self.headers.agree()
         self._sums = self.collective.line(SUMS)
         self.guard.peers.use(self.collective.board())
 
     def close(self, scope: Scope) -> bool:
-        """Take out the members of a block that is left; return whether it was the last one of the group."""
-        self.has_run_out = False  # of a block around this one
+        """Remove the members of a block that is left; return whether it was the last open block of the group."""
+        self.has_run_out = False  # a block around this one may continue
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size))
-        for member in scope.announcing:  # or they and the last header hold each other
+        for member in scope.announcing:  # otherwise they and the last header refer to each other
             member.announced_in = LastHeader()
         if not scopes:
             self.headers.last = LastHeader()
@@ -175,29 +184,37 @@ class Channel:
         self._outstanding = []
 
     def _place(self) -> Progress:
-        """Return where this rank is in a loop, or was in the last one."""
+        """Return the progress of this rank in the current loop, or at the end of the last one."""
         return self._last_loop.place if self.lockstep is None else self.lockstep.progress.place()
 
     def _look(self) -> None:
-        """Raise an error if this rank, which waits, has left out a burst that others run in a loop."""
+        """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
         if self.lockstep is not None:
-            self.lockstep.progress.look_for_left_out(self.guard.peers.ask())
+            self.lockstep.progress.look_for_skipped(self.guard.peers.ask())
 
     def progress(self) -> Progress:
-        """Return how far this rank is, for others that wait for it; called in another thread."""
+        """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
         headers, place = self.headers.tally.headers, self._place()
-        sender = self.headers.last.member
-        doing = "has announced nothing" if sender is None else f"announced {sender.joinable.join_name}"
-        doing = f"{'has run out of inputs' if self.has_run_out else doing} (header {headers})"
+        announcer = self.headers.last.member
+        doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
+        doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
         return place._replace(headers=headers, doing=self.guard.doing or doing)
 
     # -- the active side ----------------------------------------------------------------------------------------------
 
     def announce(self, joinable: Joinable) -> Work:
-        """Tell all ranks that this rank is about to run a burst of ``joinable``; return the header's sum, under way.
+        """Announce to all ranks that this rank is about to run a burst.
 
         Args:
-            joinable: an announcing member.
+            joinable: The joinable that issues the burst; it is an announcing member.
+
+        Returns:
+            The sum of the header, which may not be complete yet.
+
+        Raises:
+            JoinError: If the announcement is made in a ``main_hook`` or inside a CUDA graph, if the channel is closed,
+                or if followers of the burst before it did not notify.
+            ProtocolError: If active ranks announced different bursts.
         """
         if self.lockstep is not None and self.lockstep.leave is not None:
             self.lockstep.leave()
@@ -209,7 +226,7 @@ class Channel:
         member = self.roster.announcing[index]
         self.prepare(joinable)
         if not member.interjects:
-            if self._outstanding and (error := self._left_out_error(f"{joinable.join_name} announced")):
+            if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
                 self.guard.raise_alone(error)
             self._outstanding = list(member.followers)
         if self.step.shadowing:
@@ -224,7 +241,7 @@ class Channel:
         headers = self.headers
         work = headers.send((), index)
         if index != headers.last.expected or self.roster.throws:
-            headers.confirm()  # before anything else, which ranks that run what is expected would not take part in
+            headers.confirm()  # first, since ranks that run the expected burst take part in nothing else
         elif index in self.roster.awaited:
             headers.read()
         if headers.depth > 1:
@@ -232,7 +249,14 @@ class Channel:
         return work
 
     def follow(self, joinable: Joinable) -> None:
-        """Note that a follower is about to run its burst."""
+        """Record that a follower is about to run its burst.
+
+        Args:
+            joinable: The follower.
+
+        Raises:
+            JoinError: If the joinable before it has not announced a burst since the follower last notified.
+        """
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
         self.end_broken_loop()
@@ -243,42 +267,50 @@ class Channel:
             if member.joinable is joinable:
                 self._outstanding.remove(member)
                 return
-        if self.lockstep is None:  # in a loop, followers may be left out
-            why = (
-                f"{joinable.join_name} follows another joinable, but notified without an announcement of that one"
-                " before it. Call it once after each burst of the joinable before it in the list, put it first, or"
-                " derive it from join.Burst [J082]"
+        if self.lockstep is None:  # in a loop, the body may skip followers
+            reason = (
+                f"{joinable.join_name} notified, but the joinable that it follows in the list had announced no burst."
+                " Call notify_join_context in it once after each burst of that joinable, put it first in the list, or"
+                " derive its class from join.Burst. [J082]"
             )
-            self.guard.raise_alone(JoinError(why))
+            self.guard.raise_alone(JoinError(reason))
 
     def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
-            f"the main_hook of {shadowed.join_name} announced {joinable.join_name}. A main_hook issues the collectives"
-            " of a burst that another rank has announced, and announces nothing itself: call what communicates in it,"
-            " and not what calls notify_join_context [J080]"
+            f"The main_hook of {shadowed.join_name} announced {joinable.join_name}. A main_hook issues the collectives"
+            " of a burst that another rank has announced, and must not announce anything itself. Call only the code"
+            " that communicates in it, not the code that calls notify_join_context. [J080]"
         )
 
     def _refuse_in_graph(self, joinable: Joinable) -> NoReturn:
         error = JoinError(
-            f"{joinable.join_name} is captured in a CUDA graph, whose replays announce nothing: the other ranks would"
-            " wait for ever. Run it without a graph in the block, or capture parts of it that do not communicate"
-            " (torch.cuda.make_graphed_callables on a submodule) [J502]"
+            f"A CUDA graph captures {joinable.join_name}, but its replays announce nothing, so the other ranks would"
+            " wait forever. Run it without a graph in the block, or capture only parts that do not communicate"
+            " (torch.cuda.make_graphed_callables on a submodule). [J502]"
         )
         self.guard.raise_alone(error)
 
-    def _left_out_error(self, event: str) -> JoinError | None:
-        """The error for members that did not notify before an ``event``; ``None`` in a loop, where they need not."""
+    def _missing_follower_error(self, event: str) -> JoinError | None:
+        """Return the error for followers that had not notified before an event; ``None`` in a loop, which allows it."""
         if self.lockstep is not None:
             return None
         missing = ", ".join(follower.joinable.join_name for follower in self._outstanding)
         return JoinError(
-            f"{event} before {missing} notified. A joinable that follows another must notify once after each of its"
-            " bursts; one that keeps its own time comes first in the list, or derives from join.Burst; one without"
-            " collectives in the loop has communicates = False [J081]"
+            f"{missing} did not notify before {event}. Call notify_join_context in it once after each burst of the"
+            " joinable that it follows in the list. If it communicates at other times, put it first in the list, or"
+            " derive its class from join.Burst. If it has no collectives in the loop, set communicates = False. [J081]"
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """Flush pending bursts, and apply the last header; called before anything else is announced."""
+        """Flush pending bursts and apply the last header; called before anything else is announced.
+
+        Args:
+            but: The joinable that is about to announce; its own burst is not flushed.
+
+        Raises:
+            JoinError: If the channel is closed.
+            ProtocolError: If active ranks announced different bursts in the last header.
+        """
         if self.guard.closed:
             self.guard.raise_closed()
         for burst in self.roster.may_be_pending:
@@ -291,7 +323,12 @@ class Channel:
             headers.apply(headers.last, self.elect)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
-        """Run pending bursts, and, if ``complete``, the followers that go with them."""
+        """Run pending bursts.
+
+        Args:
+            but: A joinable whose burst stays pending.
+            complete: Whether to run the followers of these bursts as well.
+        """
         flushed = False
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
@@ -301,7 +338,7 @@ class Channel:
             self.complete_followers()
 
     def complete_followers(self) -> None:
-        """Run the followers that have not acted since the last announcement."""
+        """Run the ``main_hook`` of each follower that has not acted since the last announcement."""
         outstanding, self._outstanding = self._outstanding, []
         for follower in outstanding:
             self._run_main_hook(follower)
@@ -309,20 +346,25 @@ class Channel:
     # -- the joined side ----------------------------------------------------------------------------------------------
 
     def drain(self) -> Outcome:
-        """Take part in the bursts of others until all ranks are out of data.
+        """Shadow the bursts of other ranks until all ranks are out of data.
+
+        Returns:
+            The end of the block.
 
         Raises:
-            EarlyTerminationError: if another rank is active under ``throw_on_early_termination``.
-            PeerError, ProtocolError, JoinTimeoutError: as for active ranks.
+            EarlyTerminationError: If another rank is active under ``throw_on_early_termination``.
+            PeerError: If another rank has failed.
+            ProtocolError: If active ranks announced different bursts.
+            JoinTimeoutError: If a rank does not arrive within ``timeout``.
         """
         self.has_run_out = True
         self.prepare()
-        if self._outstanding and (error := self._left_out_error("the block ended")):
+        if self._outstanding and (error := self._missing_follower_error("the block ended")):
             raise error
         loop, headers = self._last_loop, self.headers.tally.headers
         outcome = self._shadow_all()
         if outcome.even and loop.uneven and loop.headers == headers:
-            # Everybody has made every step, on dummies where there was no data.
+            # Every rank has made every step, on dummies if it had no data.
             self.headers.leader = loop.source
             return Outcome(even=False, last=loop.had_data, shadowed=False)
         return outcome
@@ -345,9 +387,9 @@ class Channel:
             self.prepare()
 
     def _shadow(self, header: Header) -> None:
-        """Run the bursts that ``header`` announces, and contribute nothing; their followers too, unless they wait."""
+        """Run the bursts that a header announces, and their followers unless they have to wait; contribute nothing."""
         if header.diverged:
-            self.headers.check()
+            self.headers.raise_diverged(self.headers.last)
         for index in header.announcements:
             if self.headers.depth > 1:
                 self.headers.apply_before(self.elect, index)
@@ -356,28 +398,31 @@ class Channel:
             self._run_main_hook(member)
             self._outstanding += member.followers
             for _, burst in self.roster.bursts:
-                if burst.holds_followers:  # an interjecting burst comes before them
+                if burst.holds_followers:  # the interjecting burst runs before them
                     break
             else:
                 self.complete_followers()
 
     def _run_main_hook(self, member: Member) -> None:
-        around, self._shadowed = self._shadowed, member.joinable
+        outer, self._shadowed = self._shadowed, member.joinable
         try:
             with profiled("shadow", member.joinable.join_name):
                 member.hook.main_hook()
         finally:
-            self._shadowed = around
+            self._shadowed = outer
 
     # -- loops over Join.iterate --------------------------------------------------------------------------------------
 
     def begin_loop(self) -> Lockstep:
-        """Begin a loop on all ranks: one header, awaited.
+        """Begin a loop on all ranks, with one awaited header.
+
+        Returns:
+            The loop.
 
         Raises:
-            JoinError: in the middle of another loop.
-            ProtocolError: on all ranks, if some do something else.
-            PeerError: if a rank has failed.
+            JoinError: If another loop has not ended.
+            ProtocolError: If some ranks do not begin a loop. All ranks raise it.
+            PeerError: If a rank has failed.
         """
         if self.guard.closed:
             self.guard.raise_closed()
@@ -392,8 +437,8 @@ class Channel:
         if header.active < world_size:
             self.guard.raise_alone(
                 ProtocolError(
-                    f"{header.active} ranks began a loop over join.iterate, and {world_size - header.active} had left"
-                    " the block. Also a rank without batches loops over join.iterate [J091]"
+                    f"{header.active} ranks began a loop over join.iterate after {world_size - header.active} ranks had"
+                    " left the block. Run the loop on all ranks, including ranks without batches. [J091]"
                 )
             )
         self.prepare()
@@ -407,33 +452,36 @@ class Channel:
     def end_loop(self, *, source: int, had_data: bool, uneven: bool) -> None:
         """End the loop, after its last step on all ranks.
 
-        Only buffers and the like are copied, which each rank has for itself. State that all should hold alike is
-        compared.
+        Only the state that each rank has for itself, such as buffers, is copied. State that should be equal on all
+        ranks is compared.
 
         Args:
-            source: the lowest rank that had data in the last burst, or step.
-            had_data: whether this rank had.
-            uneven: whether some ran out before others.
+            source: The lowest rank that had data in the last burst, or in the last step if there was no burst.
+            had_data: Whether this rank had data then.
+            uneven: Whether some ranks were out of data before others.
 
         Raises:
-            ProtocolError: on all ranks, if they hold different values.
+            ProtocolError: If ranks hold different values. All ranks raise it.
         """
         place = self._place()
         self.lockstep, self.is_in_loop_body, self.step = None, False, Step()
         if self.late_use is not None:
             self.late_use.has_ended = True
         self._last_loop = LastLoop(place, uneven, source, had_data, self.headers.tally.headers)
-        self._outstanding = []  # in a loop, a follower may be left out
+        self._outstanding = []  # in a loop, the body may skip followers
         listed = [member.joinable for member in self.roster.listed]
         self.check_equal(values_of(listed))
         tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
         self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), listed, source)
 
     def check_equal(self, values: Values) -> None:
-        """Make sure that all ranks hold the same values; called at the same place on all.
+        """Check that all ranks hold the same values; called in the same place on all ranks.
+
+        Args:
+            values: The values of this rank.
 
         Raises:
-            ProtocolError: on all ranks, if they do not.
+            ProtocolError: If ranks hold different values. All ranks raise it.
         """
         try:
             check_equal(self.collective, values, self.guard.wait)
@@ -441,7 +489,13 @@ class Channel:
             self.guard.raise_on_all(error)
 
     def synchronise_own(self, tensors: OwnTensors, joinables: Sequence[Joinable], source: int) -> None:
-        """Copy what each rank has for itself, from rank ``source``, where nothing was shadowed."""
+        """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
+
+        Args:
+            tensors: The tensors to receive.
+            joinables: The objects that copy further state by messages of their own.
+            source: The rank to copy from.
+        """
         with profiled("copy"):
             tensors.receive()
         for joinable in joinables:
@@ -449,12 +503,16 @@ class Channel:
                 joinable.synchronise_own(source)
 
     def end_broken_loop(self) -> None:
-        """Leave with all other ranks the loop that this rank has broken out of, if any."""
+        """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
         if self.lockstep is not None and self.lockstep.leave is not None:
             self.lockstep.leave()
 
     def module_called(self) -> None:
-        """Check that a module may be called here, before it sends anything; see :meth:`LateUse.called`."""
+        """Check that a module may be called now, before it sends anything.
+
+        Raises:
+            ProtocolError: If the module is called in another thread than the one that takes the batches.
+        """
         if self.late_use is not None:
             self.late_use.called()
             if self.late_use.is_ruled_out:
@@ -463,9 +521,16 @@ class Channel:
     # -- for joinables ------------------------------------------------------------------------------------------------
 
     def sum(self, number: float) -> Callable[[], float]:
-        """Start summing a number over all ranks, amid the collectives of a burst; the function returned waits for it.
+        """Start to sum a number over all ranks, between the collectives of a burst.
 
-        Beside the collectives of the group where ranks have a line of their own, else among them.
+        The sum uses a line beside the process group's collectives if the ranks have such a line. Otherwise it is one
+        of these collectives.
+
+        Args:
+            number: The number of this rank.
+
+        Returns:
+            A function that waits for the sum and returns it.
         """
         work = self._sums.sum_float(number)
 
@@ -476,7 +541,11 @@ class Channel:
         return total
 
     def elect(self, candidate: bool) -> int:
-        """Return the lowest rank among the candidates; ``candidate`` says whether this rank is one."""
+        """Return the lowest rank among the candidates.
+
+        Args:
+            candidate: Whether this rank is a candidate.
+        """
         if self.lockstep is not None:
             return self.step.first_with_data
         rank, world_size = self.collective.rank, self.collective.world_size
@@ -485,81 +554,89 @@ class Channel:
             self.collective.all_reduce(vote, "min").wait()
         return int(vote.item())
 
-    def find_leader(self) -> int:
-        """Return the leader from the last header's burst on; called at the same place on all ranks."""
-        return self.headers.find_leader(self.elect)
-
     def leader_for(self, burst: Burst) -> int:
-        """Return the leader as far as all know that run ``burst``, as of :meth:`Headers.active_for`."""
+        """Return the leader, from the header that :meth:`Headers.active_for` uses for this burst.
+
+        Args:
+            burst: The burst of the last header.
+        """
         foreseen = self.headers.is_foreseen(self.roster.index[id(burst)])
-        return self.headers.leader if foreseen else self.find_leader()
+        return self.headers.leader if foreseen else self.headers.find_leader(self.elect)
 
 
 class Lockstep:
-    """One loop over ``Join.iterate`` on a process group, whose ranks all run every burst, on dummies without data.
+    """One loop over ``Join.iterate``, in which all ranks of a process group run every burst, on dummies without data.
 
     Args:
-        channel: the group's.
+        channel: The channel of the process group.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._guard = channel, channel.guard
         self.progress = LoopProgress(channel.collective, channel.loops)
-        """How far this rank is in the loop."""
+        """The progress of this rank in the loop."""
         self.leave: Callable[[], None] | None = None
-        """Leaves with all others the loop that this rank has broken out of, before anything is announced."""
+        """The function that leaves the loop together with all ranks, called before the next announcement; ``None``
+        unless this rank has left the body by ``break``."""
         self.last_burst: tuple[int, bool] | None = None
-        """Of the last burst: the lowest rank with data in it, and whether this one had data."""
+        """The lowest rank that had data in the last burst, and whether this rank had data in it."""
         self.is_uneven = False
-        """Whether some rank had no data in the last step in which others had."""
+        """Whether a rank had no data in the last step in which other ranks had data."""
         collective = channel.collective
         self._meetings = collective.line(BARRIERS)
         self.barrier = None if self._guard.timeout is None else self._meetings
         """The line on which all ranks wait for each other, with a ``timeout``."""
         self.roll_calls = collective.line(ROLL_CALLS)
-        """The line on which the loop's roll calls are held."""
-        for line in (self.roll_calls, self._meetings):  # and all ranks meet once more before they use them
+        """The line that carries the loop's roll calls."""
+        for line in (self.roll_calls, self._meetings):  # all ranks meet once more before they use these lines
             line.restart()
 
     def announce(self, member: Member, index: int) -> None:
-        """Note that all ranks run a burst of ``member`` now. Nothing is sent, since all know what a header would say.
+        """Record that all ranks run a burst now, without sending the header, whose contents all ranks can compute.
 
         Args:
-            member: an announcing one.
-            index: its place in the roster.
+            member: The announcing member that issues the burst.
+            index: The index of the member in the roster.
         """
         step, headers = self._channel.step, self._channel.headers
         if not member.interjects:
-            self.progress.begun, self.progress.last = self.progress.begun + 1, member
+            self.progress.bursts, self.progress.last_member = self.progress.bursts + 1, member
         if self.barrier is not None:
             self.wait_for_all(f"announced {member.joinable.join_name} in step {step.number} of join.iterate")
         self.last_burst = step.first_with_data, step.has_data
-        # Not always: lower ranks come back in a second loop.
+        # The leader may have no data: lower ranks have data again in a second loop.
         headers.set_announced_by_all(index, leader_alive=headers.leader == step.first_with_data)
 
     def wait_for_all(self, doing: str) -> None:
-        """With a ``timeout``, wait for all ranks: roll calls are a step late, and a rank that sleeps is to be found."""
+        """Wait for all ranks; called only with a ``timeout``.
+
+        Roll calls are read one round late, so they do not find a rank that is blocked now.
+
+        Args:
+            doing: The activity of this rank, for the error of a rank that waits.
+        """
         assert self.barrier is not None
         self._guard.arrive()
         self._guard.wait(self.barrier.sum(0, 1), doing)
 
     def end_step(self) -> None:
-        """End a step: first run a backward that this rank has skipped, since the others wait in it."""
+        """End a step, after running a backward that this rank has skipped and the other ranks wait in."""
         self._channel.prepare()
         progress = self.progress
-        progress.ended, progress.begun_by_then = progress.steps, progress.begun
+        progress.ended_steps, progress.bursts_in_ended_steps = progress.steps, progress.bursts
 
     def meet(self) -> None:
-        """End the step with all ranks: what communicates next does not know of the loop, or who left something out.
+        """End the step together with all ranks, before collectives that could hang if a rank skipped part of the step.
 
         Raises:
-            ProtocolError: on this rank, if it left something out of the step; on the others, PeerError.
+            ProtocolError: If this rank skipped a burst or a collective in the step.
+            PeerError: If another rank did.
         """
         self.end_step()
         self._guard.wait(self._meetings.sum(0, 1), f"ended step {self.progress.steps} of join.iterate")
 
     def end(self) -> None:
-        """All ranks leave the loop together."""
+        """End the loop on all ranks."""
         self.end_step()
         step = self._channel.step
         source, had_data = self.last_burst or (step.first_with_data, step.has_data)
@@ -568,35 +645,39 @@ class Lockstep:
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 
     def mark_broken(self, leave: Callable[[], None]) -> None:
-        """Note that this rank left the body by ``break``; ``leave`` is called before anything else is announced."""
+        """Record that this rank left the body by ``break``.
+
+        Args:
+            leave: The function that leaves the loop; called before anything else is announced.
+        """
         self.leave = leave
         self._channel.is_in_loop_body = self._channel.step.shadowing = False
 
     def return_to_body(self) -> None:
-        """Take the loop up again in the step in which it was broken, to leave it with the others or to fail there."""
+        """Return to the step that this rank left by ``break``, to leave the loop with all ranks or to fail in it."""
         self.leave = None
         self._channel.is_in_loop_body, self._channel.step.shadowing = True, not self._channel.step.has_data
 
     def agree_to_leave(self) -> None:
-        """Wait until all ranks have left the loop, before its end, at the same place.
+        """Wait until all ranks have left the loop in the same place before its end.
 
         Raises:
-            ProtocolError: if this rank has left alone.
-            PeerError: if another one has, or has failed, or is gone.
-            JoinTimeoutError: if another one does not arrive within ``timeout``.
+            ProtocolError: If this rank left the loop alone.
+            PeerError: If another rank left it alone, failed, or disappeared.
+            JoinTimeoutError: If another rank does not arrive within ``timeout``.
         """
         try:
             with profiled("wait"):
                 self._wait_until_all_have_left()
         except (PeerError, JoinTimeoutError) as error:
-            self._guard.raise_on_all(error)  # the others know of it, or this rank has told them
+            self._guard.raise_on_all(error)  # the other ranks know the error, or this rank has posted it
 
     def _wait_until_all_have_left(self) -> None:
         peers, timeout = self._guard.peers, self._guard.timeout
         pause, started = 1e-3, time.monotonic()
         while True:
             others = peers.ask()
-            self.progress.look_for_left_out(others)
+            self.progress.look_for_skipped(others)
             if self.progress.all_have_left_here(others):
                 return
             peers.look()

@@ -1,31 +1,34 @@
-"""Headers, the messages by which active ranks announce bursts: who sends them, their code, and the one under way.
+"""Headers, the messages in which active ranks announce bursts: their code, their order, and how they are read.
 
-A header is a few counters in one whole number, summed over all ranks. Every rank, active or joined, contributes 0 or 1
-to every counter; the sums are all that a rank needs to know of the others. The number of counters depends on the bursts
-in the list and not on the number of ranks::
+A header is a few counters in one whole number, which is summed over all ranks. Every rank, active or joined, adds 0 or
+1 to every counter, and the sums are all that a rank needs to know of the others. The number of counters depends on the
+bursts in the list, not on the number of ranks::
 
     ACTIVE, LEADER, STOPPING, FRESH,  then, for each burst,  announced, *flags
 
-``ACTIVE`` counts the ranks that announce. ``LEADER`` is 1 while the leader is among them. ``STOPPING`` counts the
-exhausted ranks under ``throw_on_early_termination``, ``FRESH`` those that send their first header after their last
-input. A burst's ``announced`` counts the ranks that announce it: any number but 0 or ``ACTIVE`` means that the ranks
-have diverged.
+- ``ACTIVE`` counts the ranks that announce.
+- ``LEADER`` is 1 while the leader is among these ranks.
+- ``STOPPING`` counts the exhausted ranks under ``throw_on_early_termination``.
+- ``FRESH`` counts the ranks that send their first header after the end of their data.
+- ``announced`` of a burst counts the ranks that announce the burst. Any number except 0 and ``ACTIVE`` means that the
+  ranks have diverged.
 
-A counter has as many bits as the world size, so sums never overflow: those of a DDP module are 63 bits at most up to 31
-ranks. On gloo the cost of a small all-reduce grows with its elements.
+A counter has as many bits as the world size, so a sum never overflows. The header of a DDP module takes 63 bits at most
+up to 31 ranks. The size matters because the cost of a small all-reduce on gloo grows with the number of elements.
 
-To *apply* a header is to act on one that was sent earlier: it raises what the header reports (ranks that diverged), and
-finds a new leader if the old one has left and any burst needs a leader. All ranks apply header i after burst i and
-before header i+1; or, if burst i was foreseen and headers travel in messages, which take their time,
+To *apply* a header is to act on one that was sent earlier. If it reports that ranks diverged, the rank raises. If the
+old leader has left and any burst needs a leader, the ranks elect a new one. All ranks apply header i after burst i and
+before header i+1. If burst i was foreseen and headers travel in messages, which take longer, all ranks apply header i
+later:
 
-- before burst i+1 and after header i+1, if burst i+1 needs the leader, or was not foreseen itself;
-- else before header i+2.
+- before burst i+1 and after header i+1, if burst i+1 needs the leader or was not foreseen itself;
+- before header i+2 in all other cases.
 
-*Foreseen bursts.* Nobody waits for a header that announces what was expected. All ranks see the same headers in the
-same order, so all expect the same burst next: the one that came one period ago, or, before there is a period, the
-backward if there is one kind of them (``Burst.runs_ahead``). A rank that announces another burst than the expected one
-reads its header first, finds the difference if there is one, and raises :class:`ProtocolError`, of which those that ran
-what was expected learn as of any failure::
+*Foreseen bursts.* No rank waits for a header that announces the expected burst. All ranks see the same headers in the
+same order, so they all expect the same burst next: the one that was announced one period ago. Before there is a period,
+they expect the backward if there is only one kind of backward (``Burst.runs_ahead``). A rank that announces any other
+burst reads its header first. If the ranks differ, it raises :class:`ProtocolError`. The ranks that run the expected
+burst receive the error as they receive any failure::
 
     rank that announces what is expected           rank that announces something else
     ------------------------------------           ----------------------------------
@@ -34,9 +37,9 @@ what was expected learn as of any failure::
     its next header, or a collective breaks        .
     PeerError                                      .
 
-What a foreseen burst must know of the ranks, it takes from the header before its own (``Headers.active_for``). A rank
-that has left between these two has not been told what the others are told in the burst, so it is checked before the
-next header (``Burst.check_leavers``).
+A foreseen burst takes its facts about other ranks from the header before its own (``Headers.active_for``). A rank that
+left between these two headers has not received the messages of the burst, so it is checked before the next header
+(``Burst.check_leavers``).
 """
 
 from __future__ import annotations
@@ -65,35 +68,35 @@ class Header:
     """One summed header.
 
     Args:
-        counts: the counters.
-        offsets: where each burst's section starts.
+        counts: The sum of each counter.
+        offsets: The position of the first counter of each burst, by index.
 
     Attributes:
-        active: how many ranks announced.
-        leader_alive: whether the leading rank announced.
-        stopping: whether an exhausted rank ends the block for all.
-        fresh: how many ranks had just run out of inputs.
-        announcements: the bursts that were announced, by index, and by how many ranks each.
-        diverged: whether active ranks announced different bursts.
-        flags: for each burst, by index, how many ranks set each of its flags.
+        active: The number of ranks that announced.
+        leader_alive: Whether the leader announced.
+        stopping: Whether an exhausted rank ends the block on all ranks.
+        fresh: The number of ranks whose data ended after their last header.
+        announcements: The number of ranks that announced each burst, by index; without bursts that none announced.
+        diverged: Whether active ranks announced different bursts.
+        flags: The number of ranks that set each flag of each burst, by index of the burst.
     """
 
     def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
         self.counts = counts
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
-        self.announcements = {index: counts[at] for index, at in enumerate(offsets) if counts[at]}
+        self.announcements = {index: counts[offset] for index, offset in enumerate(offsets) if counts[offset]}
         self.diverged = not {self.active}.issuperset(self.announcements.values())
         ends = (*offsets[1:], len(counts))
         self.flags = [counts[begin + 1 : end] for begin, end in zip(offsets, ends, strict=False)]
 
 
 class HeaderCode:
-    """Packs and unpacks headers.
+    """Code that packs headers into whole numbers and unpacks them.
 
     Args:
-        flag_counts: the number of flags of each burst that can be announced.
-        world_size: the number of ranks.
+        flag_counts: The number of flags of each burst that can be announced.
+        world_size: The number of ranks.
     """
 
     def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
@@ -104,15 +107,15 @@ class HeaderCode:
             fields += 1 + flag_count
         self._size, self._world_size = world_size.bit_length(), world_size
         self.ones = [1 << self._size * place for place in range(fields)]
-        """For each field, this rank's contribution that sets it to 1."""
+        """The number to add for each counter in order to add 1 to the counter."""
         self.bits = fields * self._size
-        """Size of a header in bits."""
-        # Headers repeat step by step: what they say is kept, since unpacking is half of the cost of reading one.
+        """The size of a header in bits."""
+        # Headers repeat from step to step, and unpacking is half of the cost of reading one, so the results are cached.
         self.unpack = cache(self._unpack)
         self.of_all = cache(self._of_all)
 
     def _unpack(self, total: int) -> Header:
-        """Read the sum of all contributions."""
+        """Return the header whose contributions add up to this number."""
         mask = (1 << self._size) - 1
         return Header([total >> self._size * place & mask for place in range(len(self.ones))], self.offsets)
 
@@ -127,16 +130,15 @@ class Member:
     """A joinable in a block.
 
     Attributes:
-        joinable: the object.
-        hook: its hook for this block.
-        followers: the members that act after each of its bursts, if it announces; they have none themselves.
-        shadowed: how many bursts this rank shadowed.
-        times: how many of the bursts that this rank announced took how long, by bin of a report, each from the one
-            before.
-        announced_at: when this rank announced the last of them, on the monotonic clock; at first, entered the block.
-        burst: the joinable, if it announces by nature and not only because it comes first.
-        interjects: whether its bursts come between another one and its followers.
-        announced_in: the last header that announced it.
+        joinable: The object.
+        hook: The hook of the object for this block.
+        followers: The members that act after each burst of this one, if it announces. Followers have no followers.
+        shadowed: The number of bursts of the joinable that this rank shadowed.
+        times: The number of announcements of this rank in each bin of a report, by the seconds since the one before.
+        announced_at: The time of the last announcement on the monotonic clock; at first, of entering the block.
+        burst: The joinable, if it is a ``Burst``; ``None`` if it announces only because it is the first.
+        interjects: Whether its bursts come between another burst and that burst's followers.
+        announced_in: The last header that announced it.
     """
 
     joinable: Joinable
@@ -156,17 +158,17 @@ class Member:
 
 @dataclass(eq=False)
 class Scope:
-    """One block's members and settings.
+    """Members and settings of one block.
 
-    Bursts announce. So does a plain joinable that has no announcing one before it in the list. Every other plain
-    joinable follows the nearest announcing one before it: it acts once after each of its bursts.
+    A ``Burst`` announces. A plain joinable announces too, if no announcing joinable comes before it in the list. Every
+    other plain joinable follows the nearest announcing joinable before it: it acts once after each of its bursts.
 
     Attributes:
-        members: all joinables of the block, in the order of the list.
-        throw: ``throw_on_early_termination`` of the block.
-        timeout: seconds a header may take, or ``None``.
-        weight: ``Join.weight`` in a plain loop.
-        announcing: the members that announce; filled from ``members``.
+        members: All joinables of the block, in the order of the list.
+        throw: The ``throw_on_early_termination`` of the block.
+        timeout: The seconds that a header may take, or ``None`` for no limit.
+        weight: The ``Join.weight`` of a plain block.
+        announcing: The members that announce; set from ``members``.
     """
 
     members: Sequence[Member]
@@ -186,31 +188,33 @@ class Scope:
 
 
 class Roster:
-    """The members that announce on a group. It does not change: a block that opens or closes puts another in its place.
+    """Members of the open blocks of a process group. A roster never changes: each opening or closing makes a new one.
 
     Args:
-        scopes: the blocks that are open, the innermost last.
-        world_size: the number of ranks.
+        scopes: The open blocks, the innermost last.
+        world_size: The number of ranks.
 
     Attributes:
-        scopes: these blocks.
-        listed: all that are listed in them, including those that do not announce.
-        announcing: all that announce in them, in the order in which headers count them.
-        index: of each member, by the ``id`` of its joinable.
-        bursts: those that announce by nature, with their index.
-        may_be_pending: those that may be announced before they run.
-        code: packs the headers.
-        flagged: those of ``bursts`` that have flags.
-        first: the index of what is expected before anything is known: the only one that announces, but for bursts that
-            interject, or the only one that runs backwards (``Burst.runs_ahead``); ``None`` if there is no such one.
-        is_alone: whether nothing else announces, but for bursts that interject.
-        early: the backward, if there is one kind of them, and it may be announced in the forward, before it runs: not
-            under ``timeout``, where a header means that the burst starts now.
-        needing_leader: the indices of bursts that may need to know the lowest active rank.
-        tracks_leader: whether there are any.
-        throws: whether all ranks raise as soon as one has run out, as the innermost block says.
-        timeout: seconds after which a rank that does not come is an error, if any, as the innermost block says.
-        awaited: the indices of those whose headers are awaited for that (``Burst.breaks_in_time``).
+        scopes: The open blocks.
+        listed: All members of these blocks, including members that do not announce.
+        announcing: The members that announce, in the order in which headers count them.
+        index: The index of each announcing member, by the ``id`` of its joinable.
+        bursts: The members that are a ``Burst``, with their index.
+        may_be_pending: The bursts that may be announced before they run.
+        code: The code of the headers.
+        flagged: The pairs in ``bursts`` that have flags.
+        first: The index of the burst that is expected before there is a period: the only announcing member, not
+            counting bursts that interject, or the only burst that runs ahead (``Burst.runs_ahead``). ``None`` if there
+            is no such burst.
+        is_alone: Whether only one member announces, not counting bursts that interject.
+        early: The backward that may be announced in the forward, before it runs. ``None`` if there is more than one
+            kind of backward, or a ``timeout``, since a header then means that the burst starts now.
+        needing_leader: The indices of bursts that may need to know the lowest active rank.
+        tracks_leader: Whether there are any such bursts.
+        throws: Whether all ranks raise as soon as one is out of data; set by the innermost block.
+        timeout: The seconds to wait for a rank, or ``None`` for no limit; set by the innermost block.
+        awaited: The indices of members whose headers are awaited under ``timeout``: not those whose collectives fail
+            by themselves (``Burst.breaks_in_time``).
     """
 
     def __init__(self, scopes: Sequence[Scope], world_size: int) -> None:
@@ -235,16 +239,16 @@ class Roster:
         self.first = regular[0] if self.is_alone else backwards[0] if len(backwards) == 1 else None
         is_early = len(backwards) == 1 and self.timeout is None
         self.early = self.announcing[backwards[0]].burst if is_early else None
-        self.needing_leader.update(backwards if is_early else ())  # one in the forward may cover buffers
+        self.needing_leader.update(backwards if is_early else ())  # a header in the forward may cover buffers
 
     def devices(self) -> list[torch.device]:
-        """Those on which what is listed communicates."""
+        """Return the device on which each listed member communicates."""
         return [member.joinable.join_device for member in self.listed]
 
 
 @dataclass
 class Tally:
-    """The headers that a rank has sent, and how long it has waited for headers while joined."""
+    """Count of the headers that a rank has sent, their bytes, and the seconds it waited for headers while joined."""
 
     headers: int = 0
     nbytes: int = 0
@@ -257,18 +261,18 @@ class Tally:
 
 @dataclass(slots=True)
 class LastHeader:
-    """The header that this rank has sent last, which may be under way; each one takes the place of the one before.
+    """The last header that this rank has sent, which may not have arrived; each header replaces the one before.
 
     Attributes:
-        number: how many headers this rank has sent up to it.
-        before: the one before it, until this one is applied.
-        work: its sum over all ranks; ``None`` if all ranks know it without one.
-        member: whose burst this rank announced in it, if any.
-        expected: the index of the member whose burst all ranks expected in it, if any.
-        header: what was read of it, once it was.
-        is_applied: whether it was acted on, or there is nothing to do.
-        knows_leader: whether the leader from its burst on is known.
-        waiting: called with that leader, once it is.
+        number: The number of headers that this rank has sent, including this one.
+        before: The header before this one, until this one is applied.
+        work: The sum over all ranks; ``None`` if all ranks know the header without a sum.
+        member: The member whose burst this rank announced in it, if any.
+        expected: The index of the member whose burst all ranks expected in it, if any.
+        header: The summed header, once it is read.
+        is_applied: Whether the header is applied, or needs no action.
+        knows_leader: Whether the leader as of its burst is known.
+        waiting: The functions to call with that leader, once it is known.
     """
 
     number: int = 0
@@ -283,21 +287,21 @@ class LastHeader:
 
 
 class Foresight:
-    """Expects bursts to go on as they did when they last were like this; the same on all ranks.
+    """Prediction of the next burst from the period of the bursts so far; the same on all ranks.
 
     Args:
-        roster: who announces.
+        roster: The members that announce.
     """
 
     def __init__(self, roster: Roster) -> None:
         self.expected = roster.first
-        """The index of the member that is to announce next, if that is known."""
+        """The index of the member whose burst is expected next, or ``None``."""
         self._roster = roster
         self._past: list[int] = []
-        self._period = 0  # what came so many bursts ago comes next; 0 if that is not known
+        self._period = 0  # in bursts; 0 if no period is known
 
     def saw(self, index: int) -> None:
-        """Note whose burst was announced."""
+        """Record the member whose burst was announced."""
         roster, past = self._roster, self._past
         if roster.announcing[index].interjects:
             return
@@ -310,66 +314,74 @@ class Foresight:
 
 
 def _period_of(past: Sequence[int]) -> int:
-    """How long ago the end of ``past`` was as it is now, for as many bursts as possible; 0 if its last one is new."""
+    """Return the shift after which the end of ``past`` repeats for the most bursts; 0 if its last burst is new."""
     best, longest, count = 0, 0, len(past)
-    for ago in range(1, min(count, _LONGEST_PERIOD)):
+    for period in range(1, min(count, _LONGEST_PERIOD)):
         length = 0
-        while length < count - ago and past[-1 - length] == past[-1 - length - ago]:
+        while length < count - period and past[-1 - length] == past[-1 - length - period]:
             length += 1
         if length > longest:
-            best, longest = ago, length
+            best, longest = period, length
     return best
 
 
 class Headers:
-    """The headers of one group, of which one at a time is under way, or two where they travel in messages.
+    """Headers of one process group. One header at a time is being summed, or two if they travel in messages.
 
     Args:
-        collective: the ranks.
-        guard: waits for them.
-        roster: who announces; another one takes its place as blocks open and close.
+        collective: The ranks.
+        guard: The guard that waits for these ranks.
+        roster: The members that announce; :meth:`use` replaces it when blocks open and close.
     """
 
     def __init__(self, collective: Collective, guard: Guard, roster: Roster) -> None:
         self.use(roster)
         self.tally = Tally()
         self.leader = 0
-        """The rank that speaks for all where one must: the lowest active one; after a block, the last joiner."""
+        """The rank whose values apply to all ranks: the lowest active rank; after a block, the last joiner."""
         self.last = LastHeader()
         self.depth = 1
-        """How many headers may be under way."""
+        """The number of headers that may be sent before the first of them is read."""
         self.before_next: Callable[[], None] | None = None
-        """Called once, before the next header: checks what ranks have entered with, by a sum on the same line."""
+        """The check that all ranks entered the block with the same arguments, by a sum on the line of the headers;
+        called once, before the next header."""
         self._collective, self._guard = collective, guard
         self._rank, self._world_size = collective.rank, collective.world_size
 
     def use(self, roster: Roster) -> None:
-        """Let those of another roster announce from now on; called at the same place on all ranks."""
+        """Replace the roster; called in the same place on all ranks."""
         self.roster, self.foresight = roster, Foresight(roster)
 
     def agree(self) -> None:
-        """Find out what carries headers; called when all ranks have entered the group's first block."""
+        """Set up the line that carries headers; called when all ranks have entered the group's first block."""
         self.line = self._collective.line()
         self.depth = self.line.depth
 
     def make_ready(self) -> None:
-        """See to it that all ranks are known to have entered with the same, before anything is sent in the block."""
+        """Check that all ranks entered the block with the same arguments, before anything is sent in it.
+
+        Raises:
+            ProtocolError: If the arguments differ. All ranks raise it.
+        """
         if self.before_next is not None:
             check, self.before_next = self.before_next, None
             try:
                 check()
             except ProtocolError as error:
-                self._guard.closed = described(error)  # all ranks find that out here
+                self._guard.closed = described(error)  # all ranks raise the error here
                 raise
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def exchange(self, fields: list[int], *, active: bool = False) -> Header:
-        """Send a header in which this rank announces no burst, and wait for it.
+        """Send a header in which this rank announces no burst, and wait for the sum.
 
         Args:
-            fields: the fields that this rank sets to 1.
-            active: whether it announces that it is active.
+            fields: The counters that this rank adds 1 to, besides ``ACTIVE`` and ``LEADER``.
+            active: Whether this rank counts as active.
+
+        Returns:
+            The summed header.
         """
         started = time.monotonic()
         self.send(fields, active=active)
@@ -380,20 +392,29 @@ class Headers:
                 self.tally.idle += time.monotonic() - started
 
     def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
-        """Start a header, in which this rank announces member ``index``, if any."""
+        """Start the sum of a header.
+
+        Args:
+            fields: The counters that this rank adds 1 to, besides ``ACTIVE`` and ``LEADER``.
+            index: The index of the member whose burst this rank announces, if any.
+            active: Whether this rank counts as active.
+
+        Returns:
+            The sum, which may not be complete yet.
+        """
         if self.before_next is not None:
             self.make_ready()
         roster, code, number = self.roster, self.roster.code, 0
-        for place in fields:
-            number += code.ones[place]
+        for field_index in fields:
+            number += code.ones[field_index]
         if active:
             number += code.ones[ACTIVE] + (code.ones[LEADER] if self.leader == self._rank else 0)
         if index is not None:
             number += code.ones[code.offsets[index]]
         for other, burst in roster.flagged:
-            for place, flag in enumerate(burst.flags(other == index), code.offsets[other] + 1):
+            for field_index, flag in enumerate(burst.flags(other == index), code.offsets[other] + 1):
                 if flag:
-                    number += code.ones[place]
+                    number += code.ones[field_index]
         member = None if index is None else roster.announcing[index]
         before, expected = self.last if self.last.number else None, self.foresight.expected
         self.last = LastHeader(
@@ -412,22 +433,22 @@ class Headers:
         return work
 
     def set_announced_by_all(self, index: int, *, leader_alive: bool) -> None:
-        """Set the last header without sending one: all ranks are known to run a burst of member ``index`` now.
+        """Set the last header without sending one, for a burst that all ranks are known to run now.
 
         Args:
-            index: the member.
-            leader_alive: whether the leader has data.
+            index: The index of the member whose burst it is.
+            leader_alive: Whether the leader has data.
         """
         member = self.roster.announcing[index]
         header = self.roster.code.of_all(index, leader_alive)
-        # There is nothing to apply but a leader that is gone.
+        # A leader without data is the only thing that this header can make a rank act on.
         self.last = LastHeader(member=member, header=header, is_applied=leader_alive, knows_leader=leader_alive)
         member.announced_in = self.last
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self) -> Header:
-        """Wait for the last header, without passing judgement on it."""
+        """Wait for the last header and return it, even if ranks diverged in it."""
         last = self.last
         return last.header or self._read(last)
 
@@ -446,19 +467,23 @@ class Headers:
         return last.header
 
     def is_foreseen(self, index: int, last: LastHeader | None = None) -> bool:
-        """Return whether all ranks expected this burst in the last header, so that those that run it do not wait.
+        """Return whether all ranks expected this burst in a header, so that no rank that runs the burst awaits it.
 
         Args:
-            index: that of the member whose burst it is.
-            last: another header than the last one, if it is in that.
+            index: The index of the member whose burst it is.
+            last: The header; by default the last one.
         """
         last = last or self.last
         return index == last.expected and last.before is not None and not self.roster.throws
 
     def active_for(self, burst: Burst) -> int:
-        """Return how many ranks are active as far as all know that run ``burst``, which is in the last header.
+        """Return the number of active ranks, as known to all ranks that run the burst of the last header.
 
-        Where it was foreseen, that is how many announced in the header before; else in its own, for which this waits.
+        If the burst was foreseen, this is the number of ranks that announced in the header before. Otherwise it is the
+        number in the burst's own header, and the call waits for that header.
+
+        Args:
+            burst: The burst of the last header.
         """
         before = self.last.before
         if before is not None and self.is_foreseen(self.roster.index[id(burst)]):
@@ -466,28 +491,28 @@ class Headers:
         return self.read().active
 
     def announced(self, burst: Burst) -> int:
-        """Return how many ranks announced ``burst`` in the last header that announced it; waits for it."""
+        """Wait for the last header that announced this burst, and return how many ranks announced it there."""
         index = self.roster.index[id(burst)]
         last = self.roster.announcing[index].announced_in
         return (last.header or self._read(last)).announcements.get(index, 0)
 
     def flags(self, burst: Burst) -> Sequence[int]:
-        """Return how many ranks set each flag of ``burst`` in the last header that announced it; waits for it."""
+        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there."""
         index = self.roster.index[id(burst)]
         last = self.roster.announcing[index].announced_in
         return (last.header or self._read(last)).flags[index]
 
     def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
-        """Return how many ranks set each flag of ``burst`` in the last header of any burst; and how many announced."""
+        """Wait for the last header, and return how many ranks set each flag of this burst, and how many announced."""
         header = self.read()
         return header.flags[self.roster.index[id(burst)]], header.active
 
     def confirm(self) -> None:
-        """Wait for the last header and make sure that all active ranks announced the same, unless that was foreseen.
+        """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.
 
         Raises:
-            ProtocolError: if they did not.
-            EarlyTerminationError: if a rank is exhausted under ``throw_on_early_termination``.
+            ProtocolError: If active ranks announced different bursts.
+            EarlyTerminationError: If a rank is exhausted under ``throw_on_early_termination``.
         """
         member = self.last.member
         if member is not None and self.is_foreseen(self.roster.index[id(member.joinable)]):
@@ -495,19 +520,30 @@ class Headers:
         header = self.read()
         if header.stopping:
             self._guard.raise_early_termination(exhausted=False)
-        self.check()
+        if header.diverged:
+            self.raise_diverged(self.last)
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
     def apply_due(self, elect: Callable[[bool], int]) -> None:
-        """Act on headers that were not acted on before, but for the last one, if its burst was foreseen."""
+        """Apply all headers that are not applied yet, except for the last one if its burst was foreseen.
+
+        Args:
+            elect: The election of a new leader among active ranks.
+        """
         self.apply_before(elect)
         last = self.last
         if not (last.is_applied or self._was_foreseen(last)):
             self.apply(last, elect)
 
     def apply_before(self, elect: Callable[[bool], int], index: int | None = None) -> None:
-        """Act on the header before the last one, if that is not done; only if it is due before burst ``index`` runs."""
+        """Apply the header before the last one, if it is not applied yet and is due.
+
+        Args:
+            elect: The election of a new leader among active ranks.
+            index: The index of the member whose burst runs next, which decides whether the header is due. ``None``
+                means that it is.
+        """
         before = self.last.before
         if before is None or before.is_applied:
             return
@@ -522,10 +558,18 @@ class Headers:
         return self.roster.announcing[last.expected] is last.member
 
     def apply(self, last: LastHeader, elect: Callable[[bool], int]) -> None:
-        """Act on a header, which was not acted on before; ``elect`` finds a new leader among active ranks."""
+        """Apply a header that is not applied yet.
+
+        Args:
+            last: The header.
+            elect: The election of a new leader among active ranks; called with whether this rank is a candidate.
+
+        Raises:
+            ProtocolError: If active ranks announced different bursts in the header.
+        """
         header = last.header or self._read(last)
         if header.diverged:
-            self._raise_diverged(last)
+            self.raise_diverged(last)
         last.is_applied, before = True, last.before
         if before is not None and before.header is not None and before.header.active > header.active:
             for index in header.announcements:
@@ -534,18 +578,20 @@ class Headers:
                     burst.check_leavers()
         last.before = None
         if not (last.knows_leader or header.leader_alive):
-            self._find_leader(last, elect)
+            self.find_leader(elect, last)
         for use in last.waiting:
             use(self.leader)
 
-    def find_leader(self, elect: Callable[[bool], int]) -> int:
-        """Return the leader from the last header's burst on: a new one, if the old one was not among its ranks.
+    def find_leader(self, elect: Callable[[bool], int], last: LastHeader | None = None) -> int:
+        """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
 
-        Called at the same place on all ranks, if at all before the header is applied.
+        All ranks call this in the same place, or none does before the header is applied.
+
+        Args:
+            elect: The election of a new leader among active ranks.
+            last: The header; by default the last one.
         """
-        return self._find_leader(self.last, elect)
-
-    def _find_leader(self, last: LastHeader, elect: Callable[[bool], int]) -> int:
+        last = last or self.last
         if not last.knows_leader:
             last.knows_leader = True
             if self.roster.tracks_leader and not (last.header or self._read(last)).leader_alive:
@@ -553,27 +599,27 @@ class Headers:
         return self.leader
 
     def when_leader_is_known(self, use: Callable[[int], None]) -> None:
-        """Call ``use`` with the leader of the last header's burst, once that is known without waiting for it."""
+        """Call a function with the leader as of the burst of the last header, once the leader is known.
+
+        Args:
+            use: The function. It is called at once if the header is applied, and otherwise when it is applied.
+        """
         if self.last.is_applied:
             use(self.leader)
         else:
             self.last.waiting.append(use)
 
-    def check(self) -> None:
-        """Raise a :class:`ProtocolError` if active ranks announced different bursts in the last header."""
-        if self.read().diverged:
-            self._raise_diverged(self.last)
-
-    def _raise_diverged(self, last: LastHeader) -> NoReturn:
+    def raise_diverged(self, last: LastHeader) -> NoReturn:
+        """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""
         own, announcing, header = last.member, self.roster.announcing, last.header
         assert header is not None
-        names = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
+        bursts = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
-        names += [f"{looping} x join.iterate"] if looping else []
+        bursts += [f"{looping} x join.iterate"] if looping else []
         self._guard.raise_alone(
             ProtocolError(
-                f"{header.active} active ranks announced different bursts: {', '.join(names)}; rank"
-                f" {self._rank} announced {'none' if own is None else own.joinable.join_name}. All ranks"
-                " must call forward, backward and step in the same order [J088]"
+                f"{header.active} active ranks announced different bursts: {', '.join(bursts)} (rank {self._rank}"
+                f" announced {'none' if own is None else own.joinable.join_name}). Call forward, backward and step in"
+                " the same order on all ranks. [J088]"
             )
         )

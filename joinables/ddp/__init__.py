@@ -1,9 +1,9 @@
-"""What a ``DistributedDataParallel`` module stands for: :func:`joinables_of_ddp`.
+"""Joinables of a ``DistributedDataParallel`` module: :func:`joinables_of_ddp`.
 
-A stock DDP module stands for three bursts, ``BufferSync``, ``GradientSync`` and ``BucketRebuild``. Each issues the
-collectives that DDP issues, at the place where DDP issues them, but for two: buffers come from the lowest active rank
-and not from rank 0, and buckets are rebuilt at the end of the first backward and not in the forward after it, where a
-joined rank never comes. One training step::
+A stock DDP module has three joinables, all of them bursts: ``BufferSync``, ``GradientSync`` and ``BucketRebuild``. They
+issue the same collectives as DDP, at the same points of a step, with two exceptions. Buffers come from the lowest
+active rank instead of rank 0. Buckets are rebuilt at the end of the first backward instead of in the next forward,
+which a joined rank never reaches. One training step::
 
     active rank                                        joined rank
     -----------                                        -----------
@@ -17,31 +17,38 @@ joined rank never comes. One training step::
               until they are rebuilt: header, bucket   header, bucket rebuild
               rebuild (a static graph: after the second)
 
-The header is sent in the forward and hides behind it. Not so with several DDP modules in the blocks of a group, where
-forward order is not backward order, when gradients are still there in the forward under the mean over all ranks, and
-where the number of contributors is wanted and there are no buffers; nor under ``timeout``. Then the header is sent when
-the backward begins, and buffers, if any, have one of their own in the forward.
+The header is sent in the forward and overlaps with its computation. In four cases the header is sent when the backward
+begins instead, and buffers, if any, have a header of their own in the forward:
 
-``no_sync`` forwards and forwards without grad communicate nothing. A forward that finds a header open (the backward was
-skipped, or two forwards go before one backward) communicates nothing either.
+- The blocks of the process group have several DDP modules, whose forwards and backwards may run in different orders.
+- Gradients are still present in the forward, under the mean over all ranks.
+- The number of contributors is needed and the module has no buffers.
+- The block has a ``timeout``.
+
+Forwards under ``no_sync`` and forwards without grad do not communicate. A forward that finds a pending header does not
+communicate either: the backward was skipped, or two forwards run before one backward.
 
 *Scaling.* DDP divides by the world size. With ``divide_by_initial_world_size=False`` and n contributors, the reduced
-gradients are multiplied by ``world_size / n`` at the end of the backward: for every comm hook, chain and accumulation
-alike, and not at all while n is the world size. The header counts the contributors if it is sent when the backward
-begins. A header sent in the forward cannot know whether a backward will come, so then a number of its own is summed
-next to the buckets. With weights, losses are scaled (``join.scaling``), and the sum of the weights is there instead of
-that number. Neither is awaited before the end of the backward, but for the sum of weights where there is a comm hook
-(``joinables.ddp.reduction``), and for the header where gradients are kept. In a loop over ``Join.iterate`` all
-ranks know who had data, and what it weighs.
+gradients are multiplied by ``world_size / n`` at the end of the backward. This is the same for every comm hook, for
+chains of modules and for accumulation, and is skipped while n is the world size. The source of n depends on the header:
 
-*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. What a rank
-had accumulated under ``no_sync`` when it ran out goes into the first burst it shadows; other gradients do not.
+- A header that is sent when the backward begins counts the contributors.
+- A header that is sent in the forward cannot show whether a backward follows, so a separate number is summed next to
+  the buckets. With weights, losses are scaled (``join.scaling``), and this number is the sum of the weights.
+- In a loop over ``Join.iterate`` nothing is sent, since all ranks know which ranks had data, and the weights.
 
-*Kept gradients.* DDP reduces what is in ``grad``, and without ``zero_grad`` that has the last result. Contributors give
-it as often as makes the mean have it once (``joinables.ddp.reduction``); under the mean over all ranks that is
-``world_size / n`` times, so there the backward begins by waiting for its header, which was sent just then. If headers
-travel in messages, and no joined rank needs the gradients, the last result is set aside instead, and added to the new
-one.
+No rank waits for n before the end of the backward, with two exceptions: for the sum of weights if there is a comm hook
+(``joinables.ddp.reduction``), and for the header if gradients are kept.
+
+*Joined ranks.* The reduced gradient is written into ``param.grad`` so that sharded optimizers step on it. If a rank is
+out of data in the middle of an accumulation under ``no_sync``, its accumulated gradients go into the first burst that
+it shadows. Its other gradients do not.
+
+*Kept gradients.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the last result, which the
+new mean must contain once (``joinables.ddp.reduction``). Each contributor adds it as many times as that takes: under
+the mean over all ranks ``world_size / n`` times. There, the backward begins by waiting for its header, which has just
+been sent. If headers travel in messages and no joined rank needs the gradients, the last result is taken out instead,
+and added to the new one.
 """
 
 from __future__ import annotations
@@ -59,28 +66,29 @@ from joinables.ddp.reduction import GradientSync
 
 
 def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
-    """The bursts a DDP module stands for, in their order.
+    """Return the joinables of a DDP module, in the order of the list.
+
+    Args:
+        ddp: The module.
 
     Raises:
-        ValueError: if it contains SyncBatchNorm and its own forward does not run it (the trainer's does not), or
-            another DDP module, whose collectives a joined rank would leave out.
+        ValueError: If the module contains another DDP module, whose collectives a joined rank would not issue, or
+            SyncBatchNorm that the forward which DDP calls does not run, as in the trainer.
     """
     reducer.check(ddp)
-    modules = cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules())
-    for name, module in modules:
+    for name, module in cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules()):
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
-                "the module is wrapped in DistributedDataParallel twice"
-                f"{f' ({name!r})' if name else ''}; wrap the plain one, once [J291]"
+                f"The module is wrapped in DistributedDataParallel twice{f' ({name!r})' if name else ''}. Wrap the"
+                " plain module, once. [J291]"
             )
-        is_over = getattr(cast("object", ddp.module), "forward_is_over", False)
-        if isinstance(module, torch.nn.SyncBatchNorm) and is_over:
+        if isinstance(module, torch.nn.SyncBatchNorm) and getattr(cast("object", ddp.module), "forward_is_over", False):
             raise ValueError(
-                f"the module contains SyncBatchNorm ({name!r}), whose forward communicates outside DDP's and cannot"
-                " be shadowed; use BatchNorm, or feed all ranks evenly [J104]"
+                f"The module contains SyncBatchNorm ({name!r}), which communicates outside the forward of"
+                " DistributedDataParallel and cannot be shadowed. Use BatchNorm, or feed all ranks evenly. [J104]"
             )
     rebuild = BucketRebuild(ddp)
     if not reducer.broadcasts_buffers(ddp):
         return [rebuild, GradientSync(ddp, None, rebuild)]
     buffers = BufferSync(ddp)
-    return [rebuild, buffers, GradientSync(ddp, buffers, rebuild)]  # what follows the module follows its backward
+    return [rebuild, buffers, GradientSync(ddp, buffers, rebuild)]  # followers of the module follow its backward

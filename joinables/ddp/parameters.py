@@ -1,16 +1,17 @@
 """Records for each parameter of a DDP module: :class:`Factors`, :class:`UsedParameters` and :class:`StaticGraph`.
 
-*Unused parameters.* With ``find_unused_parameters`` a parameter that no rank used keeps its ``grad`` as it was, mostly
-``None``, and the optimizer passes it by. In a loop over ``Join.iterate`` the ranks without data run the module on
-dummies, and the reducer counts that as use. So the use by batches is counted here, and the rest is put back::
+*Unused parameters.* With ``find_unused_parameters`` a parameter that no rank used keeps its ``grad`` as it was. That is
+usually ``None``, so the optimizer skips it. In a loop over ``Join.iterate`` the ranks without data run the module on
+dummies, which the reducer counts as use. So the use by batches with data is recorded here, and the gradients of the
+other parameters are set back to ``None``::
 
     rank with data                                 rank without data
     the reducer's all-reduces                      the same
     all-reduce (max) of the parameters it used     the same, of those it used while it had data
 
-*Static graphs.* In its first backward, the reducer of a ``static_graph`` module counts how often each parameter's
-gradient arrives; in every later one it waits for just as many arrivals. A rank that joins before its first batch has
-counted nothing. So at the end of that first backward the ranks share the counts (one all-reduce, max), before the
+*Static graphs.* In the first backward, the reducer of a ``static_graph`` module counts how often each parameter's
+gradient arrives. In every later backward it waits for the same number of arrivals. A rank that joins before its first
+batch has no counts. So at the end of the first backward the ranks share the counts (one all-reduce, max), before the
 reducer's own collectives.
 """
 
@@ -32,20 +33,23 @@ _arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakr
 
 
 class Factors:
-    """Multiplies the gradients that arrive at ``parameters``, in the few cases in which that is needed.
+    """Multiplication of the gradients that arrive at parameters.
 
-    By 0 if a batch counts for nothing, even if the gradient is NaN; and by what makes a part of the mean of the
-    gradients that a comm hook is given.
+    The factor is 0 if a batch has the weight 0; even gradients of NaN then become 0. For a comm hook, the factor turns
+    each gradient into a part of the mean. In all other cases it is 1, and no hook is registered.
+
+    Args:
+        parameters: The parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._handles: dict[int, Any] = {}  # by the parameter's number
+        self._handles: dict[int, Any] = {}  # by the index of the parameter
         self.factor = 1.0
-        """What gradients are multiplied by."""
+        """The number that gradients are multiplied by."""
 
     def multiply_by(self, factor: float) -> None:
-        """Multiply the gradients of the backwards that follow; by 1 no longer."""
+        """Set the number that multiplies the gradients of the next backwards; 1 removes the hooks."""
         self.factor = factor
         if factor == 1.0:
             autograd.remove_hooks(self._handles)
@@ -53,26 +57,31 @@ class Factors:
         autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
 
     def _multiply(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:  # SyncBatchNorm says so for the zeros of an empty batch
+        if gradient is None:  # SyncBatchNorm passes None instead of zeros for an empty batch
             return None
         return gradient * self.factor if self.factor else torch.zeros_like(gradient)
 
 
 class UsedParameters:
-    """Counts which of a module's ``parameters``, in the reducer's order, batches used since the last reduction."""
+    """Record of the parameters that batches with data used since the last reduction.
+
+    Args:
+        ddp: The module.
+        parameters: Its parameters, in the reducer's order.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
-        self._handles: dict[int, Any] = {}  # by the parameter's number
+        self._handles: dict[int, Any] = {}  # by the index of the parameter
         self.counts = False
-        """Whether there is anything to count: not without ``find_unused_parameters``."""
+        """Whether use is counted, which needs ``find_unused_parameters``."""
         self.with_dummies = False
-        """Whether a rank had no data in one of the backwards that are reduced now."""
+        """Whether use is counted, and a rank had no data in a backward that the current reduction includes."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 
     def attach(self, join: Join) -> None:
-        """Find out whether there is anything to count; called when a block is entered."""
+        """Decide whether use is counted; called when a block is entered."""
         self._join = join
         self.counts = self._ddp.find_unused_parameters and not self._ddp.static_graph
 
@@ -82,21 +91,21 @@ class UsedParameters:
         del self._join
 
     def watch(self) -> None:
-        """Hook into parameters before a forward, in a loop over ``Join.iterate``."""
+        """Register hooks on the parameters before a forward, in a loop over ``Join.iterate``."""
         if self.counts:
-            autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._see, index))
+            autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._mark_used, index))
 
-    def _see(self, index: int, gradient: torch.Tensor) -> None:
+    def _mark_used(self, index: int, gradient: torch.Tensor) -> None:
         if self._handles and not self._join.channel.step.shadowing:
             self._used[index] = 1
 
     def begin_window(self) -> None:
-        """Begin to count anew; called before the first backward since the last reduction, or since ``zero_grad``."""
+        """Reset the record; called before the first backward since the last reduction or since ``zero_grad``."""
         self._absent = [parameter.grad is None for parameter in self._parameters]
         self._used = torch.zeros(len(self._absent), dtype=torch.int64, device="cpu")
 
     def end_reduction(self) -> None:
-        """Drop the gradients of parameters that only dummies used; called after a reduction."""
+        """Set the gradients of parameters that only dummies used to ``None``; called after a reduction."""
         self._join.collective.all_reduce(self._used, "max").wait()
         used = cast("list[int]", self._used.tolist())
         for parameter, is_used, absent in zip(self._parameters, used, self._absent, strict=True):
@@ -105,29 +114,35 @@ class UsedParameters:
 
 
 class StaticGraph:
-    """The arrivals of the gradients of a module's ``parameters``, which are in the reducer's order.
+    """Count of the arrivals of each parameter's gradient in a module with ``static_graph``.
 
-    Does nothing for a module without ``static_graph``.
+    Args:
+        ddp: The module. Without ``static_graph``, nothing is counted.
+        parameters: Its parameters, in the reducer's order.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
 
     def check(self) -> None:
-        """Make sure that a rank without data can learn the graph.
+        """Check that a rank without data can receive the counts.
 
         Raises:
-            ValueError: if the module's first backward has been run outside any block.
+            ValueError: If the first backward of the module ran outside a block.
         """
         ddp = self._ddp
         if ddp.static_graph and not reducer.first_static_backward(ddp) and ddp not in _arrivals:
             raise ValueError(
-                "the static_graph module has run its first backward outside a Join block, so a rank without data cannot"
-                " know its graph; enter the first block before the first backward [J114]"
+                "The static_graph module has run its first backward outside a Join block, so a rank without data cannot"
+                " know its graph. Enter the first block before the first backward. [J114]"
             )
 
     def watch(self, collective: Collective) -> None:
-        """Called as a backward begins: if it is the first, count in it and share the counts at its end."""
+        """Count the arrivals in the first backward and share the counts at its end; called when a backward begins.
+
+        Args:
+            collective: The ranks.
+        """
         if not reducer.first_static_backward(self._ddp):
             return
         counts = [0] * len(self._parameters)
@@ -146,7 +161,14 @@ class StaticGraph:
         autograd.after_backward(finish)
 
     def learn(self, collective: Collective) -> list[int] | None:
-        """Called before a shadowed backward: the arrivals it has to imitate; ``None`` is once for each parameter."""
+        """Return the arrivals that a shadowed backward has to imitate; called before it.
+
+        Args:
+            collective: The ranks.
+
+        Returns:
+            The number of arrivals for each parameter; ``None`` means one for each.
+        """
         if reducer.first_static_backward(self._ddp):
             self._share(collective, [0] * len(self._parameters))
         return _arrivals.get(self._ddp)

@@ -52,7 +52,7 @@ def test_one_without_collectives_in_the_loop_says_so(pool: Pool, library: str) -
 @pytest.mark.parametrize(
     ("fn", "told"),
     [
-        (counts_local_steps, "notified without an announcement of that one before it"),
+        (counts_local_steps, "notified, but the joinable that it follows in the list had announced no burst"),
         (has_a_post_hook_only, "one without collectives in the loop has communicates = False"),
     ],
 )

@@ -171,7 +171,7 @@ def test_follower_out_of_step_is_an_error() -> None:
             first()
         return str(caught.value)
 
-    assert all("without an announcement" in text for text in run_threads(2, early))
+    assert all("had announced no burst" in text for text in run_threads(2, early))
 
     def missing_at_the_end(collective: ThreadCollective) -> str:
         first, second = Counter(collective), Counter(collective)
@@ -182,8 +182,8 @@ def test_follower_out_of_step_is_an_error() -> None:
                     second()
         return str(caught.value)
 
-    assert all("announced before Counter notified" in text for text in run_threads(2, missing))
-    assert all("the block ended before Counter notified" in text for text in run_threads(2, missing_at_the_end))
+    assert all("Counter did not notify before Counter announced a burst" in text for text in run_threads(2, missing))
+    assert all("Counter did not notify before the block ended" in text for text in run_threads(2, missing_at_the_end))
 
 
 def test_timeout_names_who_is_missing() -> None:
@@ -223,7 +223,7 @@ def test_timeout_of_a_rank_that_never_leaves() -> None:
         return str(caught.value)
 
     texts = run_threads(2, rank_main)
-    assert "rank 1 has run out of inputs" in texts[1]
+    assert "rank 1 is out of data" in texts[1]
 
 
 def test_blocks_that_share_a_group() -> None:

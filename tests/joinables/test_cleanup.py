@@ -312,7 +312,7 @@ def refused(rank: int) -> None:
         Join([ddp, torch.optim.SGD])
     static = DistributedDataParallel(build("mlp"), static_graph=True)
     static(batch(rank, 0, 0)[0]).sum().backward()
-    with pytest.raises(ValueError, match="static_graph module has run its first backward outside"):
+    with pytest.raises(ValueError, match="The static_graph module has run its first backward outside"):
         Join([static]).__enter__()
     with Join([ddp]), pytest.raises(TypeError, match="a DistributedDataParallel, which announces by itself"):
         Join.notify_join_context(ddp)
@@ -345,10 +345,10 @@ def told(rank: int) -> list[str]:
 
 def test_modules_that_cannot_be_in_a_block(pool: Pool) -> None:
     theirs = (
-        "the module is in torch's own Join or model.join(), or was: leave that out, since this Join takes its place,"
-        " and build the DistributedDataParallel anew [J107]"
+        "The module is or was in torch's own Join or model.join(). Remove torch's Join, which this one replaces, and"
+        " wrap the plain module in a new DistributedDataParallel. [J107]"
     )
-    sparse = "ValueError: 'module.0' has sparse gradients, which a rank without data cannot take over"
+    sparse = "ValueError: The layer 'module.0' has sparse gradients, which a rank without data cannot receive"
     for first, second, third in pool.run(told, ranks=2):
         assert (first, second) == (f"ValueError: {theirs}", f"JoinError: {theirs}")
         assert third.startswith(sparse)

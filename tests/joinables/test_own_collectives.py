@@ -493,7 +493,7 @@ def test_a_rank_that_raises(ending: Ending, fault: str) -> None:
 
 def test_a_rank_that_leaves_the_forward_of_a_dummy_out(ending: Ending) -> None:
     texts = ending.run(outcome, "leaves out dummies")
-    assert_blamed(texts, 2, "ProtocolError: rank 2 left the forward of FSDPMLP out of step 1 of join.iterate")
+    assert_blamed(texts, 2, "ProtocolError: Rank 2 skipped the forward of FSDPMLP in step 1 of join.iterate")
 
 
 class TakesSparse(torch.nn.Sequential):

@@ -738,14 +738,14 @@ def test_buffers_that_grow_unlike_in_the_last_step(pool: Pool, way: str) -> None
             PLAIN,
             (3, 3, 3),
             ((4, 4, 4), (4, 6, 6), (4, 4, 4)),
-            "cache [6] of Cache changed their shape; so they did on 1 of 3",
+            "changed their shape on 1 of 3 ranks with data (cache [6])",
         ),
-        (PLAIN, (3, 3, 1), ((4, 4, 4), (4, 6, 6), (4,)), "changed their shape; so they did on 1 of 2"),
+        (PLAIN, (3, 3, 1), ((4, 4, 4), (4, 6, 6), (4,)), "changed their shape on 1 of 2"),
         (
             ITERATE,
             (1, 3, 3),
             ((4,), (4, 6, 6), (4, 6, 6)),
-            "cache [6] of Cache changed their shape; but another rank had no",
+            "Cache changed their shape while another rank had no data (cache [6])",
         ),
     ],
 )

@@ -213,7 +213,7 @@ def capturing(rank: int, iterates: bool) -> str:
 @pytest.mark.parametrize("iterates", [False, True])
 def test_a_captured_graph(ending: Ending, iterates: bool) -> None:
     texts = ending.run(capturing, iterates)
-    assert texts[1].startswith("JoinError: the backward of DistributedDataParallel(MLP) is captured in a CUDA graph")
+    assert texts[1].startswith("JoinError: A CUDA graph captures the backward of DistributedDataParallel(MLP)")
     for text in (texts[0], texts[2]):
         assert text.startswith("PeerError: rank 1 failed: JoinError: the backward of")
 
@@ -342,7 +342,7 @@ def test_a_forward_that_raises_and_is_caught_is_one_batch_less(pool: Pool, at: i
 @pytest.mark.parametrize(("at", "over_group"), [(0, False), (2, True)])
 def test_in_a_loop_in_lockstep_it_is_an_error_for_all(ending: Ending, at: int, over_group: bool) -> None:
     (first, _), (second, _), (third, _) = ending.run(catching, at, True, True, over_group=over_group)
-    assert second.startswith("ProtocolError: rank 1 skipped the backward of DistributedDataParallel(Fragile)")
+    assert second.startswith("ProtocolError: Rank 1 skipped the backward of DistributedDataParallel(Fragile)")
     for text in (first, third):
         assert text.startswith(f"PeerError: rank 1 failed: {second}")
 
@@ -375,7 +375,7 @@ def optimizing_manually(rank: int, lockstep: bool) -> str:
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_a_backward_inside_the_forward(ending: Ending, lockstep: bool) -> None:
     for text in ending.run(optimizing_manually, lockstep):
-        assert "a backward ran inside the forward of DistributedDataParallel(Manual)" in text
+        assert "A backward ran inside the forward of DistributedDataParallel(Manual)" in text
 
 
 class Lingers(torch.autograd.Function):
@@ -539,7 +539,7 @@ def announcing_in_the_hook(rank: int, follows: bool) -> str:
 
 @pytest.mark.parametrize(("over_group", "follows"), [(False, False), (True, False), (False, True)])
 def test_a_main_hook_that_announces(ending: Ending, over_group: bool, follows: bool) -> None:
-    told = "JoinError: the main_hook of Announcing announced Announcing"
+    told = "JoinError: The main_hook of Announcing announced Announcing"
     ends = ending.run(announcing_in_the_hook, follows, over_group=over_group)
     assert any(text.startswith(told) for text in ends)
     assert all(told in text for text in ends)
@@ -571,9 +571,11 @@ def test_a_rank_that_fails_amid_entering(ending: Ending) -> None:
 
 def wrap_twice(rank: int) -> None:
     part = torch.nn.Sequential(torch.nn.Linear(1, 1), DistributedDataParallel(torch.nn.Linear(1, 1)))
-    with pytest.raises(ValueError, match=r"is wrapped in DistributedDataParallel twice \('1'\); wrap the plain one"):
+    with pytest.raises(
+        ValueError, match=r"is wrapped in DistributedDataParallel twice \('1'\)\. Wrap the plain module"
+    ):
         Join([DistributedDataParallel(part)])
-    with pytest.raises(ValueError, match="is wrapped in DistributedDataParallel twice; wrap the plain one"):
+    with pytest.raises(ValueError, match=r"is wrapped in DistributedDataParallel twice\. Wrap the plain module"):
         Join([DistributedDataParallel(DistributedDataParallel(torch.nn.Linear(1, 1)))])
 
 

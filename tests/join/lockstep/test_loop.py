@@ -317,7 +317,7 @@ def test_leaving_alone_is_an_error_for_all(options: dict[str, Any], at: int, whe
         return outcome(collective, body, list(batches(0, 4)), **options)
 
     zero, one, two = run_threads(3, run)
-    assert one.startswith(f"ProtocolError: rank 1 left the loop over join.iterate in step {at + 1}, and rank ")
+    assert one.startswith(f"ProtocolError: Rank 1 left the loop over join.iterate in step {at + 1}, but rank ")
     assert blames(zero, 1, one) and blames(two, 1, one)
 
 
@@ -377,7 +377,9 @@ def test_a_rank_that_leaves_something_out_and_goes_on(runs: list[int], step: int
     """It is told where it waits for a roll call that the others do not come to, at the latest at the loop's end."""
     with using(look=0.05):
         zero, one, two = run_threads(3, lambda collective: leaving_out(collective, runs, step, lookahead))
-    assert re.match(r"ProtocolError: rank 1 left \w+ out of step \d of join.iterate, or of one before, and rank ", one)
+    assert re.match(
+        r"ProtocolError: Rank 1 skipped [\w ]+ in step \d of join.iterate, or in an earlier step, but rank ", one
+    )
     assert blames(zero, 1, one) and blames(two, 1, one)
 
 
@@ -413,7 +415,7 @@ def test_a_collective_of_the_bodys_own_that_a_rank_does_not_come_to(how: str) ->
     with using(still=0.5):
         zero, one, two = run_threads(3, lambda collective: in_own_collectives(collective, how))
     assert one.startswith("ProtocolError: rank 1 left ")
-    assert "a collective of the body's own out of step" in one or how == "break"
+    assert "skipped a collective of the loop body in step" in one or how == "break"
     assert blames(zero, 1, one) and blames(two, 1, one)
 
 
@@ -516,8 +518,8 @@ def test_a_rank_that_has_left_the_block() -> None:
         return f"{type(caught.value).__name__}: {caught.value}"
 
     first, second, third = run_threads(3, run)
-    told = "ProtocolError: 2 ranks began a loop over join.iterate, and 1 had left the block."
-    assert first == third == f"{told} Also a rank without batches loops over join.iterate [J091]"
+    begun = "ProtocolError: 2 ranks began a loop over join.iterate after 1 ranks had left the block."
+    assert first == third == f"{begun} Run the loop on all ranks, including ranks without batches. [J091]"
     assert second.startswith("PeerError: rank ")
     assert first in second
 

@@ -99,7 +99,7 @@ def reads_ahead(rank: int, consumer: str, how: str) -> str:
 )
 def test_a_consumer_that_reads_ahead_is_refused(ending: Ending, consumer: str, how: str) -> None:
     for text in ending.run(reads_ahead, consumer, how):
-        inside = "Put what reads ahead inside: for batch in join.iterate(prefetch(loader))"
+        inside = "Move the prefetcher inside, as in for batch in join.iterate(prefetch(loader))"
         assert inside in text or (how == "shard" and "Loop over join.iterate" in text)  # it came after the loop
 
 

@@ -234,7 +234,7 @@ def skipping(rank: int, buffers: bool, zero: bool, skipped: tuple[int, int], ste
 @pytest.mark.parametrize(("buffers", "skipped"), [(False, (2, 1)), (True, (1, 2))])
 def test_a_backward_that_one_rank_skips(ending: Ending, buffers: bool, skipped: tuple[int, int]) -> None:
     for rank, (_, told) in enumerate(ending.run(skipping, buffers, False, skipped, True)):
-        mine = f"ProtocolError: rank {skipped[0]} skipped the backward of DistributedDataParallel"
+        mine = f"ProtocolError: Rank {skipped[0]} skipped the backward of DistributedDataParallel"
         assert told.startswith(mine if rank == skipped[0] else f"PeerError: rank {skipped[0]} failed: {mine}")
 
 
@@ -384,7 +384,7 @@ def test_a_rank_that_leaves_alone(
     ending: Ending, buffers: bool, accumulate: int, at: int, raises: bool, how: dict[str, Any], over_group: bool
 ) -> None:
     zero, one, two = ending.run(leaving, buffers, accumulate, at, raises, how, over_group=over_group)
-    assert one.startswith("ValueError: enough" if raises else "ProtocolError: rank 1 left the loop over join.iterate")
+    assert one.startswith("ValueError: enough" if raises else "ProtocolError: Rank 1 left the loop over join.iterate")
     for text in (zero, two):
         assert text.startswith(f"PeerError: rank 1 failed: {one}")
 

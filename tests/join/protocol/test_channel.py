@@ -54,7 +54,7 @@ def with_a_block_before_the_follower(collective: ThreadCollective) -> str:
 
 def test_a_follower_acts_before_another_block_is_entered() -> None:
     texts = run_threads(2, with_a_block_before_the_follower)
-    assert any("another block was entered before Counter notified" in text for text in texts)
+    assert any("Counter did not notify before another block was entered" in text for text in texts)
     assert not any("J082" in text for text in texts)
 
 

@@ -61,7 +61,7 @@ def test_weight_0_of_a_gradient_that_is_no_number(pool: Pool) -> None:
     assert pool.run(has_nan, ranks=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
-ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1; set it on all ranks or on none [J277]"
+ON_SOME = "ValueError: join.weight is set on 1 ranks and not on 1. Set it on all ranks or on none. [J277]"
 CHANGES = [((2, None, 2), (2, 2, 2), ()), ((None, 2, None), (None, None, None), ())]
 
 
@@ -139,7 +139,7 @@ def weighs_late(rank: int) -> str:
 
 def test_weight_that_is_set_after_the_forward(ending: Ending) -> None:
     for text in ending.run(weighs_late, ranks=2):
-        assert "join.weight was set or unset between forward and backward; set it before the forward" in text
+        assert "join.weight was set or unset between forward and backward. Set it before the forward" in text
 
 
 def keeps_gradients(rank: int, accumulate: int) -> list[torch.Tensor]:

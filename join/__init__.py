@@ -1,7 +1,7 @@
 """Training on ranks that have different numbers of batches.
 
 Put ``with Join([model, optimizer]):`` around a training loop. A rank that is out of data keeps taking part in the
-collectives of the other ranks until all ranks are done, and the result is that of a single process.
+collectives of the other ranks until all ranks are done. The result equals the result of a single process.
 """
 
 from join.context import Join

@@ -1,6 +1,6 @@
 """One ``Join`` block on this rank, from entering to leaving: :class:`OpenBlock`.
 
-A block compares what the ranks list before anything is sent that could be mistaken, and ends with equal state on all
+A block first compares the lists of the ranks, so that no message can be mistaken, and ends with equal state on all
 ranks. :func:`claim` and :func:`release` record which objects are in a block. These are the collectives of all ranks, in
 their order::
 
@@ -20,7 +20,7 @@ their order::
 
 The exit is the same on active and on joined ranks. A joined rank has no other rank to wait for by then.
 
-*Entering does not wait.* A block whose arguments equal those of an earlier block on the group (``Collective.agreed``)
+*Entering does not wait.* A block with the same arguments as an earlier block on the group (``Collective.agreed``)
 sends its digest and continues. It waits for the digests of the other ranks when it sends its first header. No burst
 begins before that, so ranks that list different objects have sent nothing that could be mistaken. A block with new
 arguments, and a block inside another one, waits at once.
@@ -338,7 +338,7 @@ class OpenBlock:
         return outcome
 
     def _copy_all(self, source: int) -> None:
-        """Copy all state from rank ``source``, also that of enclosing blocks, whose bursts were shadowed too."""
+        """Copy all state from rank ``source``, with enclosing blocks, whose bursts were shadowed too."""
         listed, exchanges = self.channel.roster.listed, list[tuple[str, Exchange]]()
         for member in listed:
             exchange = member.joinable.exchange(source)

@@ -151,9 +151,7 @@ class Join:
             JoinError: If no block has ended yet, or if the last one ended with an exception.
         """
         if self._report is None:
-            raise JoinError(
-                "join.report is not available yet. Read it after a block that has ended without an exception. [J051]"
-            )
+            raise JoinError("There is no report yet. Read it after a block that ended without an exception. [J051]")
         return self._report()
 
     @staticmethod
@@ -188,10 +186,9 @@ class Join:
             return join._block.notify(joinable) if join._block is not None else None  # no block with enable=False
         check_initialised(joinable)
         if Join.is_open_on(joinable.join_process_group):
-            name = type(joinable).__name__
             raise JoinError(
-                f"{name} called notify_join_context inside a Join block that does not list it. Add the {name} to the"
-                " list of joinables. [J052]"
+                f"{type(joinable).__name__} called notify_join_context inside a Join block that does not list it. Add"
+                " the object to the list of joinables. [J052]"
             )
         return None
 
@@ -244,9 +241,8 @@ class Join:
     def weight(self, weight: float | None) -> None:
         if self._step is not None:
             raise JoinError(
-                f"join.weight={weight!r} was set in a loop over join.iterate, where all ranks need the weight of a"
-                " batch before its step. Pass join.iterate(loader, weigh=function) instead, and let the function"
-                " return 0 for a batch that must not count. [J468]"
+                f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
+                " Pass join.iterate(loader, weigh=function), with 0 for a batch that must not count. [J468]"
             )
         weight = None if weight is None else checked_weight(weight, "join.weight")
         if self._scope is None:
@@ -285,10 +281,9 @@ class Join:
             ValueError: If ``divided_over`` is not positive, or is passed in a plain block.
         """
         step, block = self._step, self._block
-        if block is None and not self._is_open:
+        if block is None and self._scope is None:
             raise JoinError(
-                "join.scale was called outside the block of its Join. Call it inside the block: with Join([...]) as"
-                " join: ... [J469]"
+                "join.scale was called outside its block. Write with Join([...]) as join: around it. [J469]"
             )
         if step is not None:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
@@ -398,10 +393,7 @@ class Join:
             TypeError: If the loader has no ``state_dict``.
         """
         if self._loops.last is None:
-            raise JoinError(
-                "join.loader_state() was called before any loop over join.iterate in this block. Call it inside such a"
-                " loop, or after one. [J054]"
-            )
+            raise JoinError("No loop over join.iterate has begun. Call join.loader_state() in one, or after it. [J054]")
         return self._loops.last.ahead.loader_state()
 
     def iterate(
@@ -461,10 +453,9 @@ class Join:
         return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
 
     def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
-        if not self._is_open:
+        if self._scope is None:
             raise JoinError(
-                "join.iterate was called outside the block of its Join. Call it inside the block: with Join([...]) as"
-                " join: ... [J055]"
+                "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         if self._block is None:  # with enable=False
             return self._loops.begin(LoopAlone(loader, options, self._collective.world_size))
@@ -473,10 +464,6 @@ class Join:
         return self._loops.begin(
             Iteration(self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
         )
-
-    @property
-    def _is_open(self) -> bool:
-        return self._scope is not None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -536,21 +523,16 @@ class Join:
             ProtocolError: If ranks have done different things in the block.
             JoinTimeoutError: If a rank did not arrive within ``timeout``.
         """
-        if self._is_open:
+        if self._scope is not None:
             self.__exit__(error and type(error), error, error and error.__traceback__)
 
     def __enter__(self) -> Self:
-        if self._is_open:
-            raise JoinError(
-                "This Join is open already. Leave its block before you enter it again, or make another Join. [J058]"
-            )
+        if self._scope is not None:
+            raise JoinError("This Join is open already. Leave its block first, or make another Join. [J058]")
         self._reset()
         for joinable in self._joinables:
             if join_of(joinable.join_target) is not None:
-                raise JoinError(
-                    f"{joinable.join_name} is inside another Join block already. Leave that block first, or list the"
-                    " object in one of the two blocks only. [J059]"
-                )
+                raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
         if not self._enable:
             self._scope = Scope([], self._throw, self._timeout, self._weight)
             claim(self, self._joinables, enable=False, throw=False)

@@ -1,4 +1,4 @@
-"""Loops over ``Join.iterate``, in lockstep on uneven loaders: :class:`Iteration`, and what it is made of.
+"""Loops over ``Join.iterate``, in lockstep on uneven loaders: :class:`Iteration` and its parts.
 
 All ranks run the loop body the same number of times, so the body may contain any collectives. A rank that is out of
 data gets dummy batches, which weigh nothing. The file has four parts, to be read in this order:
@@ -53,7 +53,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -68,9 +68,6 @@ from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
-Until: TypeAlias = Literal["all", "first"]
-Dummy: TypeAlias = Literal["empty", "last"] | Callable[[Any], Any]
-Window: TypeAlias = int | Literal["all"]
 _WEIGHT_BITS = 64
 
 
@@ -83,11 +80,11 @@ class Options:
         ValueError: If an argument has a value that is not allowed.
     """
 
-    until: Until
-    dummy: Dummy
+    until: Literal["all", "first"]
+    dummy: Literal["empty", "last"] | Callable[[Any], Any]
     lookahead: int
     weigh: Callable[[Any], Any] | None
-    window: Window
+    window: int | Literal["all"]
     fill_window: bool
 
     def __post_init__(self) -> None:
@@ -115,17 +112,8 @@ class Options:
             )
 
     def to_compare(self) -> list[str]:
-        """Return texts of the arguments that must be the same on all ranks."""
-        dummy = "a function" if callable(self.dummy) else self.dummy
-        weigh = "a function" if self.weigh is not None else None
-        return [
-            f"until={self.until}",
-            f"dummy={dummy}",
-            f"lookahead={self.lookahead}",
-            f"weigh={weigh}",
-            f"window={self.window}",
-            f"fill_window={self.fill_window}",
-        ]
+        """Return texts of the arguments, which must be equal on all ranks; functions are not told apart."""
+        return [f"{name}={'a function' if callable(value) else value}" for name, value in vars(self).items()]
 
 
 class _Phase(Enum):
@@ -161,9 +149,8 @@ class Iteration:
         self, channel: Channel, loader: Iterable[Any], options: Options, *, throw: bool, over_all_ranks: bool
     ) -> None:
         check_loader(loader)
-        dummy = options.dummy
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
-        if dummy == "last" and mixed:
+        if options.dummy == "last" and mixed:
             raise ValueError(
                 f"dummy='last' would count in {mixed[0]}. Pass dummy='empty', or a function that returns a batch"
                 " without samples. [J074]"
@@ -179,7 +166,7 @@ class Iteration:
         self._step = 0  # counted from the beginning of the loop
         self._dummies = 0  # the number of these steps that were on a dummy
         self.joined_at: float | None = None
-        """Time at which this rank was out of data, on the monotonic clock."""
+        """Time of this rank's first step without data, on the monotonic clock."""
 
     @property
     def running(self) -> bool:
@@ -651,7 +638,7 @@ class ReadAhead:
 
     Args:
         loader: Any iterable of batches.
-        weigh: A function that returns the weight of a batch; ``None`` stands for a weight of 1.
+        weigh: A function that returns the weight of a batch; with ``None``, every batch weighs 1.
     """
 
     def __init__(self, loader: Iterable[Any], weigh: Callable[[Any], Any] | None) -> None:
@@ -725,25 +712,18 @@ class ReadAhead:
             )
         is_final = self.loop_has_ended and self._state_at_end is not None and not self.batches
         state = self._state_at_end if is_final else self._state
-        if isinstance(state, _FailedState):
+        if isinstance(state, Exception):
             raise JoinError(
-                f"The state_dict of {self._name} raised an exception. Fix the cause of the exception above. [J076]"
-            ) from state.error
+                f"The state_dict of {self._name} raised. Fix the cause of the error above. [J076]"
+            ) from state
         return state
 
     def _copy_state(self) -> object:
-        """Return a copy of the loader's state, because a loader may change the object that it returns."""
+        """Return a copy of the loader's state, since the loader may change the object; or the exception it raised."""
         try:
             return copy.deepcopy(cast("Any", self._loader).state_dict())
         except Exception as error:  # raised only if the user asks for the state
-            return _FailedState(error)
-
-
-class _FailedState:
-    """Exception of a loader whose state was asked for."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+            return error
 
 
 # -- dummies ----------------------------------------------------------------------------------------------------------
@@ -860,7 +840,7 @@ class Loops:
 
     @property
     def joined_at(self) -> float | None:
-        """Time at which this rank was out of data in the last loop, on the monotonic clock."""
+        """Time of this rank's first step without data in the last loop, on the monotonic clock."""
         return self.last.joined_at if isinstance(self.last, Iteration) else None
 
     @property

@@ -1,8 +1,8 @@
 """Weights of batches, applied to the loss: :class:`Scaling`, behind ``Join.scale``.
 
-A loss that is multiplied by a number has gradients that are multiplied by it, whatever engine reduces them. The factor
-depends on the number of ranks W, the weight w of a batch (0 for a dummy batch), and the sum S of the weights over all
-ranks and all steps of an accumulation window::
+A loss that is multiplied by a number has gradients that are multiplied by it, whatever engine reduces them. W is the
+number of ranks, and w the weight of a batch (0 for a dummy batch). S is the sum of the weights over all ranks and all
+steps of an accumulation window. The factors are::
 
     in a loop over Join.iterate    loss * w * D / S, for an engine that divides by D. S is known before the forward
     in a plain block               loss * w / u, and the reduced gradients are multiplied by u * W / S. S is summed
@@ -46,7 +46,7 @@ class Scaling:
     def __init__(self) -> None:
         self.flows = False
         """Whether the current backward began at a scaled loss."""
-        self._required = ""  # the reason for which the current loop must scale its losses, as a clause; or ""
+        self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
         self.window = 0

@@ -33,7 +33,7 @@ def test_empty_list() -> None:
 def test_a_list_of_nothing_and_no_loop() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
-        told = r"a block that lists nothing is for loops over join.iterate"
+        told = r"A block that lists nothing is meant for loops over join.iterate"
         with pytest.warns(UserWarning, match=told), Join([], process_group=collective):
             pass
 
@@ -107,7 +107,7 @@ def test_entering_one_that_is_open(enable: bool) -> None:
         join = Join([counter], enable=enable)
         with join:
             counter()
-            with pytest.raises(JoinError, match="this Join is open: leave its block"):
+            with pytest.raises(JoinError, match="This Join is open already. Leave its block"):
                 join.__enter__()
             counter()
         assert counter.total == 2

@@ -107,7 +107,7 @@ def test_entering_one_that_is_open(enable: bool) -> None:
         join = Join([counter], enable=enable)
         with join:
             counter()
-            with pytest.raises(JoinError, match="This Join is open already. Leave its block"):
+            with pytest.raises(JoinError, match="This Join is open already"):
                 join.__enter__()
             counter()
         assert counter.total == 2
@@ -353,7 +353,7 @@ def test_a_typo_of_weight() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
         with Join([Counter(collective)]) as join:
-            with pytest.raises(AttributeError, match="no attribute 'weigth' to set; did you mean weight"):
+            with pytest.raises(AttributeError, match=r"no attribute 'weigth' that can be set"):
                 join.weigth = 3  # type: ignore[attr-defined]
             join.weight = torch.tensor(3)  # pyright: ignore[reportAttributeAccessIssue]
             assert join.weight == 3.0

@@ -1,6 +1,7 @@
-"""Join: train together on different amounts of data.
+"""Training on ranks that have different numbers of batches.
 
-``with Join([model, optimizer]):`` around a training loop, and every rank may have a different number of batches.
+Put ``with Join([model, optimizer]):`` around a training loop. A rank that is out of data keeps taking part in the
+collectives of the other ranks until all ranks are done. The result equals the result of a single process.
 """
 
 from join.context import Join

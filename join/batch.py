@@ -1,7 +1,7 @@
-"""What a rank has in a step, :class:`Step`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
+"""Data of one step of a loop, :class:`Step`, and the tensors in a batch: :func:`tensors_in`, :func:`map_tensors`.
 
-Held are tensors in lists, tuples, dicts and what else ``torch.utils._pytree`` knows, in subclasses of these, in
-mappings of any class and in dataclasses. Other objects stay as they are.
+Both functions find tensors in lists, tuples, dicts and the other containers that ``torch.utils._pytree`` knows, in
+subclasses of these, in mappings of any class and in dataclasses. Other objects stay as they are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from join.collectives._torch_private import pytree
 
 
 class StepBatch(Enum):
-    """What this rank has in a step of a loop over ``Join.iterate``."""
+    """Kind of batch that this rank has in a step of a loop over ``Join.iterate``."""
 
     DATA = auto()
-    """A batch of its own, or there is no such loop."""
+    """A batch of its own. This is the value outside such loops, too."""
     LAST = auto()
     """A batch of its own, perhaps its last one."""
     EMPTY = auto()
@@ -32,19 +32,19 @@ class StepBatch(Enum):
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """A step of a loop over ``Join.iterate``; as it is here, outside a loop.
+    """Step of a loop over ``Join.iterate``. The defaults are the values outside a loop.
 
     Attributes:
-        number: how many steps of the loop this rank has begun.
-        batch: what this rank has in this one.
-        shadowing: whether that is a dummy.
-        contributors: how many ranks have data in it; ``None`` outside a loop, where headers count those that contribute
-            to a burst.
-        first_with_data: the lowest of them.
-        has_data: whether this rank is one of them.
-        weight: what this rank's batch weighs; 0 for a dummy.
-        total: what the batches of all ranks weigh together, in all steps of the window that this one is in.
-        ends_window: whether no other step of that window follows.
+        number: The number of steps of the loop that this rank has begun.
+        batch: The kind of batch that this rank has in this step.
+        shadowing: Whether that is a dummy batch.
+        contributors: The number of ranks that have data in this step. ``None`` outside a loop; there, headers count
+            the ranks that contribute to a burst.
+        first_with_data: The lowest rank that has data in this step.
+        has_data: Whether this rank has data in this step.
+        weight: The weight of this rank's batch; 0 for a dummy batch.
+        total: The sum of the weights of all ranks' batches, over all steps of the accumulation window of this step.
+        ends_window: Whether this step is the last one of its accumulation window.
     """
 
     number: int = 0
@@ -59,7 +59,7 @@ class Step:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors, in order."""
+    """Yield the tensors in a batch, in order."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -69,29 +69,29 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """The batch, with the results of ``function`` in the place of its tensors; the one given is not changed."""
+    """Return a copy of ``batch`` in which ``function(tensor)`` replaces each tensor."""
 
-    def of(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
         items = [(key, map_tensors(function, value)) for key, value in _items(leaf)]
         return _replaced(leaf, items) if items else leaf
 
-    return pytree.tree_map(of, batch)
+    return pytree.tree_map(map_leaf, batch)
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor that has one; 1 without any."""
+    """Return the number of samples: the first dimension of the first tensor that has one; 1 without such a tensor."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim() > 0), 1)
 
 
 def has_empty_tensor(batch: Any) -> bool:
-    """Whether a batch has a tensor without rows, as an empty dummy does."""
+    """Return whether a batch has a tensor of length 0, as an empty dummy batch has."""
     return any(tensor.dim() and not len(tensor) for tensor in tensors_in(batch))
 
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:
-    """Keys or names, and values, of a container that pytree takes for a leaf; none for anything else."""
+    """Return the items, or fields, of a container that pytree takes for a leaf; an empty list for other objects."""
     if isinstance(leaf, (list, tuple)):
         return list(enumerate(cast("Sequence[Any]", leaf)))
     if isinstance(leaf, Mapping):
@@ -102,11 +102,11 @@ def _items(leaf: Any) -> list[tuple[Any, Any]]:
 
 
 def _replaced(leaf: Any, items: list[tuple[Any, Any]]) -> Any:
-    """A copy with other items."""
+    """Return a copy of ``leaf`` with these items."""
     if isinstance(leaf, tuple):
         try:
             return type(cast("tuple[Any, ...]", leaf))([value for _, value in items])
-        except TypeError:  # it is made of something else
+        except TypeError:  # its constructor takes other arguments
             return cast("Any", leaf)
     if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
         return dict(items)
@@ -116,5 +116,5 @@ def _replaced(leaf: Any, items: list[tuple[Any, Any]]) -> Any:
         if has_keys:
             changed[key] = value
         else:
-            object.__setattr__(changed, key, value)  # frozen ones too
+            object.__setattr__(changed, key, value)  # because a dataclass may be frozen
     return changed

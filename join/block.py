@@ -1,26 +1,29 @@
-"""One block on this rank, from entering it to leaving it: :class:`OpenBlock`.
+"""One ``Join`` block on this rank, from entering to leaving: :class:`OpenBlock`.
 
-What all ranks do on entering and on leaving, in this order::
+A block first compares the lists of the ranks, so that no message can be mistaken, and ends with equal state on all
+ranks. :func:`claim` and :func:`release` record which objects are in a block. These are the collectives of all ranks, in
+their order::
 
-    enter    the first block of a group: one all-reduce: do all ranks list the same? (``join.agreement``); and what
-                carries headers (shared memory: an object broadcast and an all-reduce)
-             later ones: a sum on the line of headers tells; it is awaited before the first header
-             joinables attach (a pending bucket rebuild of DDP is done now)
-    exit     drain: headers and shadowed bursts until nobody is active
-             an all-gather on the line of headers: who was last, a digest of what should be equal
-                (``join.agreement``) and of the steps that each rank has made, and the report
-             meanwhile, if nothing was shadowed: a broadcast of what each rank has for itself (``OwnTensors``)
-             ranks whose steps differ are uneven, too
-             uneven: one copy of all state from a last joiner (``join.transfer``), each joinable's ``synchronise``
-             else: tensors of other sizes than last time, each joinable's ``synchronise_own``
-             each hook's ``post_hook``
+    enter    first block of a group: one all-reduce that compares the lists of all ranks (``join.agreement``);
+                setup of the line that carries headers (shared memory: an object broadcast and an all-reduce)
+             later blocks: the comparison is a sum on the line of headers, awaited before the first header
+             joinables attach (DDP runs a pending bucket rebuild here)
+    exit     drain: headers and shadowed bursts until no rank is active
+             an all-gather on the line of headers: which ranks were last, digests of the values that should be equal
+                (``join.agreement``) and of the steps that each rank made, and the report
+             meanwhile, if nothing was shadowed: a broadcast of the tensors that each rank has for itself
+                (``OwnTensors``)
+             uneven ranks, including ranks that made different steps: one copy of all state from a last joiner
+                (``join.transfer``), then ``synchronise`` of each joinable
+             even ranks: the own tensors whose sizes differ from last time, then ``synchronise_own`` of each joinable
+             ``post_hook`` of each hook
 
-All of it is the same on an active and on a joined rank, which has no other rank to wait for by then.
+The exit is the same on active and on joined ranks. A joined rank has no other rank to wait for by then.
 
-*Entering does not wait.* A block that is entered with what an earlier one on the group was entered with
-(``Collective.agreed``) sends its digest and goes on; it waits for those of others when it sends its first header. Only
-then may a burst begin, and ranks that list different objects have sent nothing that could be mistaken. Other blocks,
-and those inside others, wait at once.
+*Entering does not wait.* A block with the same arguments as an earlier block on the group (``Collective.agreed``)
+sends its digest and continues. It waits for the digests of the other ranks when it sends its first header. No burst
+begins before that, so ranks that list different objects have sent nothing that could be mistaken. A block with new
+arguments, and a block inside another one, waits at once.
 """
 
 from __future__ import annotations
@@ -50,27 +53,27 @@ from join.report import JoinReport, RankReport
 from join.transfer import Exchange, OwnTensors, copy_state
 
 channels: dict[int, Channel] = {}
-"""One channel for each group on which blocks are open, by the ``id`` of its collective."""
-_blocks: dict[int, Any] = {}  # by the id of a joinable, and of its target: a joinable must stay picklable in its block
+"""Channels of the groups on which blocks are open, by the ``id`` of the group's collective."""
+_joins: dict[int, Any] = {}  # by the id of a joinable and of its target, since a joinable must stay picklable
 
 
-def block_of(obj: Any) -> Any:
-    """The ``Join`` whose block is open, and has this joinable, or has one that stands for this object."""
-    return _blocks.get(id(obj))
+def join_of(obj: Any) -> Any:
+    """Return the ``Join`` whose open block contains this joinable, or a joinable for this object; or ``None``."""
+    return _joins.get(id(obj))
 
 
-def put_inside(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool) -> None:
+def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool) -> None:
     """Record that these joinables are in the block of ``join``."""
     for position, joinable in enumerate(joinables):
-        _blocks[id(joinable)] = _blocks[id(joinable.join_target)] = join
+        _joins[id(joinable)] = _joins[id(joinable.join_target)] = join
         _set_config(joinable, JoinConfig(enable, throw, position == 0))
 
 
-def put_outside(joinables: Sequence[Joinable]) -> None:
+def release(joinables: Sequence[Joinable]) -> None:
     """Record that these joinables are in no block any more."""
     for joinable in joinables:
-        _blocks.pop(id(joinable), None)
-        _blocks.pop(id(joinable.join_target), None)
+        _joins.pop(id(joinable), None)
+        _joins.pop(id(joinable.join_target), None)
         _set_config(joinable, JoinConfig.construct_disabled_join_config())
 
 
@@ -80,15 +83,18 @@ def _set_config(joinable: Joinable, config: JoinConfig) -> None:
 
 @atexit.register
 def _warn_of_open_blocks() -> None:
-    if _blocks:
+    if _joins:
         warnings.warn(
-            "a Join block was opened and not left, so that the other ranks wait for this one: call join.close()",
+            "A Join block was opened and never left, so the other ranks wait for this one. Call join.close().",
             stacklevel=1,
         )
 
 
-def tell_not_entered(collective: Collective, error: BaseException) -> None:
-    """Tell the other ranks, which wait for this one to enter, that it has failed; inside another block, that does."""
+def report_failed_entry(collective: Collective, error: BaseException) -> None:
+    """Send ``error`` to the other ranks, which wait for this one to enter a block.
+
+    Nothing is sent inside another block on the group, because that block sends the error when it is left.
+    """
     if id(collective) not in channels:
         peers = Peers(collective, collective.next_block(), Progress)
         peers.post(error)
@@ -96,14 +102,16 @@ def tell_not_entered(collective: Collective, error: BaseException) -> None:
 
 
 class _End(NamedTuple):
-    """What a rank tells when all have run out, ahead of its row of the report.
+    """Message of a rank when all ranks are out of data; its row of the report follows it.
+
+    The last three are 0 if bursts were shadowed.
 
     Attributes:
-        last: whether it was among the last that had data.
-        headers: how many headers it sent.
-        total_steps: if nothing was shadowed, how many steps it made by itself (``Joinable.own_steps``),
-        own_steps: and a digest of how many with each joinable,
-        values: and a digest of what all ranks should hold alike.
+        last: Whether the rank was among the last that had data.
+        headers: The number of headers that it sent.
+        total_steps: The number of steps that it made by itself (``Joinable.own_steps``), over all joinables.
+        own_steps: A digest of the numbers of these steps, by joinable.
+        values: A digest of the values that should be equal on all ranks.
     """
 
     last: bool
@@ -121,14 +129,14 @@ def _report_of(rows: Sequence[bytes], even: bool) -> JoinReport:
 
 
 class OpenBlock:
-    """A block that this rank has entered and not left.
+    """Block that this rank has entered and not left.
 
     Args:
-        collective: the group.
-        scope: the block's members and settings.
+        collective: The collectives of the block's process group.
+        scope: The members and settings of the block.
 
     Raises:
-        JoinError: if it cannot be open now.
+        JoinError: If the block cannot be opened now.
     """
 
     def __init__(self, collective: Collective, scope: Scope) -> None:
@@ -138,19 +146,25 @@ class OpenBlock:
             channel = Channel(collective)
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
-        self._limit_before: timedelta | None = None  # of the group's operations
+        self._previous_limit: timedelta | None = None  # time limit of the group's operations outside the block
         self.undo = ExitStack()
-        """What is to be done when the block is left, whatever happened in it: what was added last comes first."""
+        """Callbacks that run when the block is left, whatever happened in it; the one added last runs first."""
         self.undo.callback(self._close_channel)
         self.undo.callback(self._restore_limit)
 
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def begin(self, entered_with: Sequence[str]) -> None:
-        """Check that all ranks list the same; wait for that if it is new, else before the first header.
+        """Check that all ranks enter with the same objects and arguments.
+
+        The check is awaited at once if they are new to the group, and before the first header if an earlier block on
+        the group had the same.
+
+        Args:
+            entered_with: The names of the joinables, and the arguments of ``Join``, as texts.
 
         Raises:
-            ProtocolError: on all ranks, if they have not entered with the same.
+            ProtocolError: On all ranks, if they enter with different texts.
         """
         collective, channel, agreed = self._collective, self.channel, self._collective.agreed
         self._digest = digest("\n".join(entered_with))
@@ -169,14 +183,14 @@ class OpenBlock:
                 agreed.setdefault(self._digest, ())
         except JoinError:
             raise
-        except BaseException as error:  # of which this rank alone knows, while the others wait for it
-            self.channel.guard.peers.post(error)
+        except BaseException as error:  # only this rank has it, and the other ranks wait
+            channel.guard.peers.post(error)
             raise
-        if self._scope.timeout is not None:  # no burst begins before all ranks have come to it
-            self._limit_before = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
+        if self._scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
+            self._previous_limit = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
 
     def attach(self, join: Any) -> None:
-        """Attach the joinables, each to ``join``, whose block this is."""
+        """Attach each joinable to ``join``, the ``Join`` of this block."""
         try:
             for member in self._scope.members:
                 member.joinable.attach(join)
@@ -186,20 +200,23 @@ class OpenBlock:
             raise
 
     def start(self) -> None:
-        """Start the clocks; called right before the user's code runs."""
+        """Start the clocks of the report, right before the user's code runs."""
         self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
         for member in self._scope.members:
             member.announced_at = self._started
 
     def notify(self, caller: Any) -> Work | None:
-        """Tell all ranks that this one is about to run a burst of ``caller``, if that announces; return the header.
+        """Announce a burst of ``caller`` to all ranks if it announces; otherwise note that it follows.
 
         Args:
-            caller: a joinable of the block, or what one stands for.
+            caller: A joinable of the block, or the object that a joinable wraps.
+
+        Returns:
+            The header's sum over all ranks, or ``None`` for a joinable that follows.
 
         Raises:
-            TypeError: if what stands for it does not need to be told.
+            TypeError: If the joinable around ``caller`` announces its bursts by itself.
         """
         member = next(
             member
@@ -209,8 +226,8 @@ class OpenBlock:
         joinable = member.joinable
         if joinable is not caller and member.burst is not None:
             raise TypeError(
-                f"notify_join_context is not for a {type(caller).__name__}, which announces by itself; leave it out"
-                " [J078]"
+                f"notify_join_context was called for a {type(caller).__name__}, which announces its bursts by itself."
+                " Remove the call. [J078]"
             )
         if member in self._scope.announcing:
             return self.channel.announce(joinable)
@@ -220,14 +237,17 @@ class OpenBlock:
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None, loops: Loops) -> Callable[[], JoinReport] | None:
-        """Take part in what others still do; called when the user's code has come to its end.
+        """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:
-            error: what the code has raised, if anything; it goes up after this.
-            loops: those over ``Join.iterate``.
+            error: The exception that the code raised, if any; the caller raises it after this call.
+            loops: The loops over ``Join.iterate`` in this block.
 
         Returns:
-            Tells what has happened on all ranks, if there was no error.
+            A function that returns the report of all ranks; ``None`` after an error.
+
+        Raises:
+            PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
         """
         if error is not None:
             if loops.running is not None:
@@ -237,22 +257,22 @@ class OpenBlock:
         try:
             if loops.running is not None:
                 loops.running.leave()
-            ran_out = time.monotonic() if loops.joined_at is None else loops.joined_at
-            return self._finish(self.channel.drain(), ran_out, loops)
+            out_of_data_at = time.monotonic() if loops.joined_at is None else loops.joined_at
+            return self._finish(self.channel.drain(), out_of_data_at, loops)
         except BaseException as failure:
-            self._fail(failure)  # others may wait for this rank
+            self._fail(failure)  # other ranks may wait for this one
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Leave the block with ``error``; raises what it comes of, if that is another rank's failure."""
+        """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
         cause = self.channel.guard.fail(error)
         if cause is not None:
             raise cause from error
 
-    def _finish(self, outcome: Outcome, ran_out: float, loops: Loops) -> Callable[[], JoinReport]:
-        """Gather the report, and synchronise state; called when all ranks have run out."""
+    def _finish(self, outcome: Outcome, out_of_data_at: float, loops: Loops) -> Callable[[], JoinReport]:
+        """Gather the report and synchronise state; called when all ranks are out of data."""
         headers, collective = self.channel.headers, self._collective
-        row = self._row(ran_out, loops)
+        row = self._row(out_of_data_at, loops)
         joinables = [member.joinable for member in self._scope.members]
         end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
@@ -267,7 +287,7 @@ class OpenBlock:
             self.channel.guard.wait(work, "has left its block")
         rows = work.rows()
         outcome = self._compare(outcome, [_End(*_END.unpack_from(row)) for row in rows], values)
-        self._restore_limit()  # state may take its time
+        self._restore_limit()  # because a copy of all state may take longer than a burst
         if own is None or outcome.shadowed:
             self._copy_all(headers.leader)
         else:
@@ -277,35 +297,39 @@ class OpenBlock:
             member.hook.post_hook(outcome.last)
         return partial(_report_of, rows, outcome.even)
 
-    def _row(self, ran_out: float, loops: Loops) -> RankReport:
-        """Return this rank's row of the report."""
-        joined_at, ended_at = ran_out - self._started, time.monotonic() - self._started
+    def _row(self, out_of_data_at: float, loops: Loops) -> RankReport:
+        """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""
+        joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
-        busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)  # the same on all ranks
+        # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
+        busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
         steps, shadowed = sum(busiest.times), busiest.shadowed
-        if not (steps or shadowed):  # on any rank: nothing in the loops' bodies is announced, as in an evaluation
+        if not (steps or shadowed):  # no rank has announced anything in its loops, as in an evaluation
             steps, shadowed = loops.steps
         sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
 
     def _compare(self, outcome: Outcome, ends: Sequence[_End], values: Values) -> Outcome:
-        """Find out from whom state is copied, if from anybody: ranks that ran out together may have made other steps.
+        """Return the outcome after a comparison of all ranks, and set the leader from which state is copied.
+
+        Ranks that are out of data at the same time may have made different steps of their own. They are uneven then.
 
         Raises:
-            ProtocolError: if ranks have made the same steps, and do not hold the same.
+            ProtocolError: If ranks sent different numbers of headers, or made the same steps and hold different values.
         """
         if len({end.headers for end in ends}) > 1:
             raise ProtocolError(
-                "other collectives ran on the group inside the block and were mistaken for this package's: ranks sent"
-                f" {[end.headers for end in ends]} headers. Run them after the block, or make them a joinable [J079]"
+                "Other collectives ran on the process group inside the block and were mistaken for headers of Join:"
+                f" ranks sent {[end.headers for end in ends]} headers. Move them behind the block, or make a joinable"
+                " of them. [J079]"
             )
         headers, rank = self.channel.headers, self._collective.rank
         if outcome.shadowed:
             self.channel.keeps_own_state = outcome.last
             headers.leader = next(rank for rank, end in enumerate(ends) if end.last)
-        elif len({end.own_steps for end in ends}) > 1:  # steps that nobody announces
+        elif len({end.own_steps for end in ends}) > 1:  # steps that no rank announces, such as those under no_sync
             headers.leader = max(range(len(ends)), key=lambda rank: ends[rank].total_steps)
-            # Each rank has made steps of its own, and just one is copied.
+            # Each rank has made steps of its own, and the state of only one rank is copied.
             self.channel.keeps_own_state = headers.leader == rank
             last = ends[rank].own_steps == ends[headers.leader].own_steps
             return Outcome(even=False, last=last, shadowed=True)
@@ -314,7 +338,7 @@ class OpenBlock:
         return outcome
 
     def _copy_all(self, source: int) -> None:
-        """Copy all state, also of a block around this one: everything was shadowed."""
+        """Copy all state from rank ``source``, with enclosing blocks, whose bursts were shadowed too."""
         listed, exchanges = self.channel.roster.listed, list[tuple[str, Exchange]]()
         for member in listed:
             exchange = member.joinable.exchange(source)
@@ -328,9 +352,9 @@ class OpenBlock:
                 member.joinable.synchronise(source)
 
     def _restore_limit(self) -> None:
-        if self._limit_before is not None:
-            self._collective.limit(self._limit_before)
-            self._limit_before = None
+        if self._previous_limit is not None:
+            self._collective.limit(self._previous_limit)
+            self._previous_limit = None
 
     def _close_channel(self) -> None:
         if self.channel.close(self._scope):

@@ -1,7 +1,8 @@
-"""The context manager: :class:`Join`.
+"""Context manager around a training loop: :class:`Join`, the class that users write.
 
-It checks its arguments, and turns objects into joinables. The order of collectives inside the block is told in
-``join.protocol``, that on entering and leaving it in ``join.block``.
+``Join`` checks its arguments and turns the listed objects into joinables. Everything that communicates lies below it:
+``join.block`` documents the collectives on entering and leaving a block, ``join.protocol.channel`` the collectives
+inside a block, and ``join.loop`` the loops over :meth:`Join.iterate`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from join.arguments import (
     listed,
 )
 from join.batch import Step
-from join.block import OpenBlock, block_of, channels, put_inside, put_outside, tell_not_entered
+from join.block import OpenBlock, channels, claim, join_of, release, report_failed_entry
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
@@ -36,51 +37,67 @@ from join.loop import Batches, Iteration, LoopAlone, Loops, Options
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_engine, factor_in_loop, scaled
+from join.scaling import checked_divided_over, factor_in_loop, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
 
 
 class Join:
-    """Lets ranks with different numbers of batches train together.
+    """Context manager for training on ranks that have different numbers of batches.
 
-    Inside the block every rank runs its own loop. A rank that runs out of inputs leaves its loop and, in ``__exit__``,
-    shadows the collectives of the others until all are done. After the block all ranks hold the same parameters,
-    buffers and optimizer state: those that one process would hold after the same global batches.
+    Inside the block each rank runs its own training loop. A rank that is out of data leaves its loop and stays in
+    ``__exit__``. There it *shadows* the other ranks: it issues the same collectives and contributes nothing to them.
+    The block ends on all ranks when the last rank is out of data. All ranks then hold the same parameters, buffers and
+    optimizer state: those of a single process that has trained on the same global batches.
 
     Example::
 
-        with Join([model, optimizer], divide_by_initial_world_size=False):
+        with Join([model, optimizer], divide_by_initial_world_size=False) as join:
             for x, y in loader:
                 optimizer.zero_grad()
                 loss_fn(model(x), y).backward()
                 optimizer.step()
+        if rank == 0:
+            torch.save(model.module.state_dict(), "model.pt")  # all ranks hold the same state
+            print(join.report)
 
-    It may be entered again once it was left: a new block, of the same objects, that knows nothing of the one before.
+    If the loop body contains collectives of its own, such as the all-reduce of a metric, loop over :meth:`iterate`
+    instead of the loader.
+
+    A ``Join`` can be entered again after its block has ended. The new block has the same objects, and keeps nothing
+    from the previous one.
 
     Args:
-        joinables: DDP modules, optimizers, schedulers, scalers, :class:`Joinable` objects of your own, torch's. What is
-            trained and not listed is not kept in step. ``[]``: for loops over :meth:`iterate` that train nothing.
-        enable: ``False`` makes the block do nothing, for inputs known to be even. In one process, without a process
-            group, it does nothing if nothing that is listed communicates: a plain module, say.
-        throw_on_early_termination: raise :class:`EarlyTerminationError` on all ranks once one is exhausted.
-        timeout: seconds to wait for a rank that does not announce; then :class:`JoinTimeoutError` says who. With it an
-            active rank awaits every header right before the burst, and in a loop over :meth:`iterate` all ranks wait
-            for each other before each step and each burst. On gloo, a collective of the group breaks inside the block
-            once it takes twice as long.
-        process_group: the ranks, where nothing is listed, and then to be given; ``None`` is the default group.
-        loss_divided_by: by how much each loss is divided before :meth:`scale` gets it, which multiplies it by that: the
-            number of micro-batches in a window of accumulation, where a framework divides by it.
-        **kwargs: handed to every ``join_hook``. DDP takes ``divide_by_initial_world_size``: ``True`` (as in PyTorch)
-            divides gradients by the size of the group, ``False`` by the number of ranks that contributed.
+        joinables: The objects to synchronise: DDP modules, optimizers, schedulers, gradient scalers, and
+            :class:`Joinable` objects, your own or torch's. An object that is trained but not listed is not
+            synchronised. Pass ``[]`` for loops over :meth:`iterate` that train nothing.
+        enable: If ``False``, the block does nothing. Use this for inputs that are known to be even. In a single
+            process without a process group, a block whose objects do not communicate, such as a plain module, does
+            nothing either.
+        throw_on_early_termination: If ``True``, all ranks raise :class:`EarlyTerminationError` as soon as one rank is
+            out of data.
+        timeout: Seconds to wait for a rank that does not announce its next collectives; ``None``, the default, is
+            without limit. After that time :class:`JoinTimeoutError` names the rank. With a timeout, an active rank
+            waits for every header right before the burst of collectives that it announces. In a loop over
+            :meth:`iterate`, all ranks wait for each other before each step and each burst. On gloo, a collective of
+            the process group fails inside the block if it takes more than twice the timeout.
+        process_group: The process group of a block that lists nothing, where it is required. ``None`` is the default
+            process group.
+        loss_divided_by: The number by which each loss is divided before :meth:`scale` gets it. Frameworks divide by
+            the number of micro-batches in an accumulation window; pass that number. :meth:`scale` multiplies the loss
+            by it.
+        **kwargs: Keywords for the ``join_hook`` of every listed object. DDP takes ``divide_by_initial_world_size``:
+            ``True``, the default as in PyTorch, divides gradients by the size of the process group. ``False`` divides
+            them by the number of ranks that contributed, as a single process would.
 
     Raises:
-        ValueError: no joinable and no group, none that communicates on many ranks, one given twice, or two process
-            groups.
-        TypeError: an object that cannot join, a ``Joinable`` whose constructor did not call ``Joinable.__init__``, or a
-            keyword that no hook takes.
-        ProtocolError: on entering, on all ranks, if they list different objects or give different arguments.
+        ValueError: If the list is empty and no process group is passed, if there are several processes and no listed
+            object communicates, if an object is listed twice, if the objects use more than one process group, or if
+            an argument is out of range.
+        TypeError: If an object cannot join, if the constructor of a ``Joinable`` did not call ``Joinable.__init__``, if
+            no hook takes a keyword, or if an argument has the wrong type.
+        ProtocolError: On entering the block, on all ranks, if ranks list different objects or pass different arguments.
 
     Source: PyTorch PR 61555 (generic join) for the interface; the protocol is this package's own.
     """
@@ -100,18 +117,18 @@ class Join:
         self._objects, self._group = listed(joinables, process_group), process_group
         self._block: OpenBlock | None = None  # while the block is open
         self._enable = enable
-        self._begin_anew()
+        self._reset()
         check_keywords(self._joinables, kwargs)
         divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
         check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
         self._throw, self._kwargs = throw_on_early_termination, kwargs
         self._divisor = checked_divisor(loss_divided_by)
         self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._weight: float | None = None  # outside a block, and at the beginning of one
+        self._weight: float | None = None  # outside a block, and at the beginning of each block
         self._scope: Scope | None = None  # while the block is open
 
-    def _begin_anew(self) -> None:
-        """Make new joinables for the objects, and a new report: the old ones remember the last block."""
+    def _reset(self) -> None:
+        """Make new joinables for the objects, and forget the report: both belong to the previous block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._enable = self._enable and any(joinable.communicates for joinable in self._joinables)
@@ -122,60 +139,98 @@ class Join:
 
     @property
     def report(self) -> JoinReport:
-        """Who did what in the last block, rank by rank; available if that ended without an exception."""
+        """Report of the last block: the steps of each rank, and how long it waited.
+
+        Example::
+
+            with Join([model, optimizer]) as join:
+                train()
+            print(join.report)
+
+        Raises:
+            JoinError: If no block has ended yet, or if the last one ended with an exception.
+        """
         if self._report is None:
-            raise JoinError("there is no report: read it after a block that has ended without an exception [J051]")
+            raise JoinError("There is no report yet. Read it after a block that ended without an exception. [J051]")
         return self._report()
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Work | None:
-        """Tell the other ranks that this rank is about to run a burst of ``joinable``'s collectives.
+        """Announce to the other ranks that this rank is about to run a burst of ``joinable``'s collectives.
 
-        Call it before the collectives of each burst.
+        Call it in your own :class:`Joinable`, before the collectives of each burst.
+
+        Example::
+
+            class GlobalSum(Joinable):
+                def add(self, value):
+                    Join.notify_join_context(self)
+                    dist.all_reduce(value)
+
+        Args:
+            joinable: The object that is about to communicate.
 
         Returns:
-            The header's sum over all ranks, under way, with ``wait`` and ``is_completed`` as of an all-reduce, if
-            ``joinable`` announces: it comes first in the list, or is a :class:`Burst`. ``None`` for the others, which
-            follow it, in a block with ``enable=False``, and outside any block, where there is nobody to tell.
+            The sum of the header over all ranks, if ``joinable`` announces its bursts: if it is the first in the list,
+            or a :class:`Burst`. The sum is still being computed, and has ``wait`` and ``is_completed`` as the work of
+            an all-reduce has. ``None`` for all other joinables, which follow the first one, for a block with
+            ``enable=False``, and outside any block.
 
         Raises:
-            JoinError: inside a block on its group that does not list it, or if the block is over because a rank failed.
-            TypeError: if the joinable's constructor did not call ``Joinable.__init__``.
+            JoinError: If a block is open on the joinable's process group and does not list it, or if the block has
+                ended because a rank failed.
+            TypeError: If the constructor of the joinable did not call ``Joinable.__init__``.
         """
-        join: Join | None = block_of(joinable)
+        join: Join | None = join_of(joinable)
         if join is not None:
-            return join._block.notify(joinable) if join._block is not None else None  # without one: enable=False
+            return join._block.notify(joinable) if join._block is not None else None  # no block with enable=False
         check_initialised(joinable)
         if Join.is_open_on(joinable.join_process_group):
-            name = type(joinable).__name__
             raise JoinError(
-                f"{name} called notify_join_context inside a Join block that does not list it; list it [J052]"
+                f"{type(joinable).__name__} called notify_join_context inside a Join block that does not list it. Add"
+                " the object to the list of joinables. [J052]"
             )
         return None
 
     @staticmethod
     def is_open_on(group: Any) -> bool:
-        """Whether a block is open on a process group (``None``: the default one)."""
+        """Return whether a block is open on a process group.
+
+        Example::
+
+            if not Join.is_open_on(None):
+                dist.barrier()  # no rank is inside a block on the default group
+
+        Args:
+            group: The process group; ``None`` is the default group.
+        """
         return bool(channels) and id(collective_of(group)) in channels
 
     @property
     def weight(self) -> float | None:
-        """What this rank's batch weighs: its number of samples or tokens, say.
+        """Weight of this rank's batch, such as its number of samples or tokens.
 
-        In a loop over :meth:`iterate` it is read: what ``weigh`` has told, 1 without it, and 0 for a dummy, so that
-        ``total += loss.item() * join.weight`` is the numerator of a mean; do that only ``if join.weight``, since the
-        loss of an empty dummy is mostly NaN.
+        *In a plain block* you set it before each forward, on all ranks or on none, and pass each loss through
+        :meth:`scale`. Gradients become the mean over the batches of all ranks, weighted by it. Under accumulation they
+        become the mean over the micro-batches too, so do not divide the loss by their number.
+        ``divide_by_initial_world_size`` has no effect then. A weight is valid until you set another one or the block
+        ends; after the block the attribute has its value from before the block. ``None``, the default, gives every rank
+        the same weight::
 
-        In a plain block it is set before each forward, on all ranks or on none, to a number that is not negative, and
-        each loss goes through :meth:`scale`. It stays until it is set again or the block ends, after which it is what
-        it was before. Gradients become the mean over all ranks, weighted by it, and under accumulation over the
-        micro-batches too, so do not divide the loss by their number; ``divide_by_initial_world_size`` has no say then.
-        ``None``, the default: every rank weighs the same.
+            for x, y in loader:
+                join.weight = len(x)
+                join.scale(loss_fn(model(x), y)).backward()
+
+        *In a loop over* :meth:`iterate` you read it. It is the result of ``weigh``, 1 without ``weigh``, and 0 for a
+        dummy batch. Test it before you use a loss, because the loss of an empty dummy batch is usually NaN::
+
+            if join.weight:
+                total += loss.item() * join.weight  # numerator of a weighted mean
 
         Raises:
-            ValueError: on setting, if it is negative, infinite or NaN.
-            TypeError: on setting, if it is no number.
-            JoinError: on setting it in a loop over :meth:`iterate`.
+            ValueError: On setting, if the weight is negative, infinite or NaN.
+            TypeError: On setting, if the weight is not a number.
+            JoinError: On setting it in a loop over :meth:`iterate`.
         """
         step = self._step
         if step is not None:
@@ -186,9 +241,8 @@ class Join:
     def weight(self, weight: float | None) -> None:
         if self._step is not None:
             raise JoinError(
-                f"join.weight={weight!r} is set in a loop over join.iterate, where all ranks know what a batch weighs"
-                " before it is used; give join.iterate(loader, weigh=function), which returns 0 to leave a batch out"
-                " [J468]"
+                f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
+                " Pass join.iterate(loader, weigh=function), with 0 for a batch that must not count. [J468]"
             )
         weight = None if weight is None else checked_weight(weight, "join.weight")
         if self._scope is None:
@@ -197,35 +251,49 @@ class Join:
             self._scope.weight = weight
 
     def scale(self, loss: L, divided_over: float | None = None) -> L:
-        """Scale a loss by what its batch weighs; call ``backward`` on the result.
+        """Scale a loss by the weight of its batch.
 
-        In a loop over :meth:`iterate` gradients become the weighted mean over the batches of all ranks and of all steps
-        of a window, whatever engine reduces them; on a dummy the loss becomes 0, also where it is NaN. There it is
-        needed with ``weigh`` and ``window``, with a listed module that is not in ``DistributedDataParallel``, and where
-        a loss combines ranks; call it for each backward, or for none. In a plain block it is needed where
-        :attr:`weight` is set, and changes nothing where it is not.
+        Call ``backward`` on the result. Scale the loss of every backward in a loop, or of none.
+
+        In a loop over :meth:`iterate`, gradients become the weighted mean over the batches of all ranks and of all
+        steps of an accumulation window, whatever engine reduces them. On a dummy batch the loss becomes 0, even if it
+        was NaN. Scaling is required with ``weigh``, with ``window``, for a listed module that is not wrapped in
+        ``DistributedDataParallel``, and for a loss that combines the outputs of several ranks.
+
+        In a plain block, scaling is required if :attr:`weight` is set. If it is not set, the loss is returned as it is.
+
+        Example::
+
+            for tokens in join.iterate(loader, weigh=len):
+                join.scale(loss_fn(model(tokens))).backward()
 
         Args:
-            loss: of this rank's batch: a mean over what is weighed. It is not divided by the number of micro-batches in
-                a window, unless ``loss_divided_by`` of ``Join`` says so.
-            divided_over: by how many the engine divides the sum over ranks: the world size if it is not given, 1 for
-                one that sums.
+            loss: The loss of this rank's batch, as a mean over the samples or tokens that its weight counts. Do not
+                divide it by the number of micro-batches in a window, unless you pass ``loss_divided_by`` to ``Join``.
+            divided_over: The number by which the engine divides the sum of the gradients over ranks. The default is the
+                size of the process group; pass 1 for an engine that only sums. Only for loops over :meth:`iterate`.
+
+        Returns:
+            The scaled loss, with the same shape as ``loss``.
 
         Raises:
-            JoinError: outside a block.
-            ValueError: for a ``divided_over`` that is not positive, or in a plain block.
+            JoinError: If the block is not open.
+            ValueError: If ``divided_over`` is not positive, or is passed in a plain block.
         """
         step, block = self._step, self._block
-        if block is None and not self._is_open:
-            raise JoinError("join.scale is for the inside of a block: with Join([...]) as join: ... [J469]")
+        if block is None and self._scope is None:
+            raise JoinError(
+                "join.scale was called outside its block. Write with Join([...]) as join: around it. [J469]"
+            )
         if step is not None:
-            engine = self._collective.world_size if divided_over is None else checked_engine(divided_over)
+            engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
         if divided_over is not None:
             raise ValueError(
-                f"divided_over={divided_over!r} is for loops over join.iterate; leave it out in a plain block, where"
-                " DistributedDataParallel divides [J470]"
+                f"divided_over={divided_over!r} was passed to join.scale in a plain block, where"
+                " DistributedDataParallel divides the gradients. Remove the argument from the call, or loop over"
+                " join.iterate. [J470]"
             )
         weight = None if self._scope is None else self._scope.weight
         if block is None or weight is None:
@@ -235,57 +303,97 @@ class Join:
 
     @property
     def _step(self) -> Step | None:
-        """The step of a loop over :meth:`iterate` that is under way, also of a block around this one, if any."""
-        if self._block is None:  # enable=False, or outside
+        """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``None``."""
+        if self._block is None:  # with enable=False, or outside a block
             return self._loops.last.step if isinstance(self._loops.last, LoopAlone) else None
         return self._block.channel.step if self._block.channel.is_in_loop_body else None
 
     @property
     def ends_window(self) -> bool:
-        """Whether the gradients of a window of accumulation are complete after this step: step the optimizer then.
+        """Whether this step completes the gradients of an accumulation window.
 
-        ``True`` outside loops over :meth:`iterate`.
+        Step the optimizer if it is ``True``. Outside loops over :meth:`iterate` it is always ``True``.
+
+        Example::
+
+            for x, y in join.iterate(loader, window=4):
+                join.scale(loss_fn(model(x), y)).backward()
+                if join.ends_window:
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         step = self._step
         return step is None or step.ends_window
 
     @property
     def shadowing(self) -> bool:
-        """Whether the batch that :meth:`iterate` handed out last is a dummy, which must not count.
+        """Whether the current batch of :meth:`iterate` is a dummy batch, which must not count.
 
-        Also where the loop is that of another block, around this one on the same group.
+        This includes the loop of another block, around this one on the same process group.
+
+        Example::
+
+            for x, y in join.iterate(loader):
+                output = model(x)
+                if not join.shadowing:
+                    count += len(x)
         """
         return self._block is not None and self._block.channel.step.shadowing
 
     @property
     def is_last_step(self) -> bool:
-        """Whether no other step follows in the loop over :meth:`iterate`, on any rank; ``False`` outside one.
+        """Whether the current step of a loop over :meth:`iterate` is the last one; ``False`` outside a loop.
 
-        The same on all ranks, so that all can make something of what is left, such as the gradients of a window of
-        accumulation that is not full. No collective is sent for it; but it may wait until all have begun this step.
-        With ``throw_on_early_termination``, the step before that error is not called the last.
+        All ranks get the same answer, so all of them can use the remaining gradients of an accumulation window that is
+        not full. No collective is sent for the answer, but reading it may wait until all ranks have begun this step.
+        With ``throw_on_early_termination``, it stays ``False`` in the step before the error.
+
+        Example::
+
+            for step, (x, y) in enumerate(join.iterate(loader), start=1):
+                loss_fn(model(x), y).backward()
+                if step % 4 == 0 or join.is_last_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         return self._loops.last is not None and self._loops.last.is_last_step
 
     @property
     def pending(self) -> list[Any]:
-        """The batches that :meth:`iterate` has read ahead and not handed out, in their order."""
+        """Batches that :meth:`iterate` has read ahead and not yielded, in their order.
+
+        Example::
+
+            for batch in join.iterate(loader, until="first"):
+                train(batch)
+            unused = join.pending  # of the ranks that still had data
+        """
         return [] if self._loops.last is None else list(self._loops.last.ahead.batches)
 
     def loader_state(self) -> Any:
-        """The state of the loader of the last loop over :meth:`iterate`, as of the batch that was handed out last.
+        """Return the state of the loader as of the batch that :meth:`iterate` yielded last.
 
-        What the loader itself says is ahead of that, by what is read ahead. A loader that takes this state over by
-        ``load_state_dict``, on every rank its own, goes on with the next batch: with none on a rank that had run out.
-        Once the loop has come to its end on all ranks, it is the state that the loader itself ends with; torchdata's
-        begins its next epoch then.
+        The loader's own ``state_dict`` is ahead of this state, because :meth:`iterate` reads ahead. Every rank saves
+        and loads the state of its own loader. A loader that loads this state continues with the next batch, or with
+        none on a rank that was out of data. Once the loop has ended on all ranks, the state is the final state of the
+        loader; torchdata's loader begins its next epoch from it.
+
+        Example::
+
+            for step, (x, y) in enumerate(join.iterate(loader)):
+                train(x, y)
+                if step % 1000 == 999:
+                    torch.save(join.loader_state(), f"loader-{rank}.pt")
+
+            loader.load_state_dict(torch.load(f"loader-{rank}.pt"))  # in the next run
 
         Raises:
-            JoinError: if there was no loop over :meth:`iterate` in this block; if the loader's ``state_dict`` raised.
-            TypeError: if the loader has no ``state_dict``.
+            JoinError: If this block has had no loop over :meth:`iterate`, or if the loader's ``state_dict`` raised an
+                exception.
+            TypeError: If the loader has no ``state_dict``.
         """
         if self._loops.last is None:
-            raise JoinError("no loop was in this block; join.loader_state() is of one over join.iterate [J054]")
+            raise JoinError("No loop over join.iterate has begun. Call join.loader_state() in one, or after it. [J054]")
         return self._loops.last.ahead.loader_state()
 
     def iterate(
@@ -299,104 +407,135 @@ class Join:
         window: int | Literal["all"] = 1,
         fill_window: bool = False,
     ) -> Batches[T]:
-        """Hand out ``loader``'s batches in lockstep: all ranks run the loop's body equally often.
+        """Iterate over ``loader`` in lockstep: all ranks run the loop body the same number of times.
 
-        So the body may contain any collectives: of the model, of metrics, of clipping. It must do the same on all
-        ranks. A rank that has run out of batches gets dummies, which weigh nothing in gradients; ``shadowing`` tells.
+        The loop body may therefore contain any collectives: of the model, of metrics, of gradient clipping. It must do
+        the same on all ranks. A rank that is out of data gets *dummy batches*, which contribute nothing to gradients;
+        :attr:`shadowing` is ``True`` for them.
+
+        Example::
+
+            for x, y in join.iterate(loader):
+                output = model(x)
+                loss_fn(output, y).backward()
+                correct = (output.argmax(1) == y).sum()
+                dist.all_reduce(correct)  # every rank calls it in every step
 
         Args:
-            loader: this rank's batches: anything that can be iterated, also with no length or no batches.
-            until: ``"all"``: until all ranks have run out. ``"first"``: all ranks stop when one has run out; what they
-                had read ahead is in ``pending``.
-            dummy: ``"empty"``: the rank's last batch with all tensors of length 0 along their first dimension.
-                ``"last"``: the last batch itself; not where ranks compute together (SyncBatchNorm), for there it would
-                count. A function: what it returns for the last batch, at every step. A rank that never had a batch uses
-                the first one of another rank.
-            lookahead: how many steps one roll call is for, rounded up to a multiple of ``window``. Up to
-                ``2 * lookahead - 1`` batches are read ahead and held, besides the one in use. A loader with a
-                ``state_dict`` is asked for it after each; see :meth:`loader_state`.
-            weigh: tells what a batch weighs: its number of samples or tokens; 0 leaves it out. Each loss goes through
-                :meth:`scale` then.
-            window: the steps whose gradients one optimizer step averages, also in a last window that is not full;
-                ``"all"``: the whole loop, of which all batches are read first. Each loss goes through :meth:`scale`
-                then, and optimizers step where :attr:`ends_window` says so.
-            fill_window: fill a last window that is not full with dummies on all ranks, for engines that count
+            loader: The batches of this rank: any iterable, even one without a length or without batches.
+            until: ``"all"`` ends the loop when all ranks are out of data, ``"first"`` when one rank is. The batches
+                that other ranks have read ahead by then are in :attr:`pending`.
+            dummy: ``"empty"`` yields this rank's last batch with no samples: all tensors have length 0 along their
+                first dimension. ``"last"`` yields the last batch itself; it is refused for layers that combine the
+                samples of ranks, such as SyncBatchNorm. A function is called with the last batch in each step, and
+                returns the dummy batch. A rank that never had a batch uses the first batch of another rank.
+            lookahead: The number of steps that one message announces, rounded up to a multiple of ``window``. Up to
+                ``2 * lookahead - 1`` batches are held besides the current one. A loader with a ``state_dict`` is asked
+                for its state after each batch; see :meth:`loader_state`.
+            weigh: A function that returns the weight of a batch: its number of samples or tokens, or 0 for a batch that
+                must not count. Pass each loss through :meth:`scale`.
+            window: The number of steps whose gradients one optimizer step averages; a last window may have fewer.
+                ``"all"`` is the whole loop, whose batches are all read first. Pass each loss through :meth:`scale`, and
+                step optimizers if :attr:`ends_window` is ``True``.
+            fill_window: Whether to fill up the last window with dummy batches, on all ranks, for engines that count
                 micro-batches themselves.
 
         Returns:
-            The batches, once. ``len`` of it is how many steps all ranks make; a ``TypeError`` if a loader has none.
+            The batches, to be iterated once. Their ``len`` is the number of steps that all ranks make; it raises
+            ``TypeError`` if the loader of a rank has no length.
 
         Raises:
-            ValueError, TypeError: for arguments that are none of these.
-            JoinError: in the loop, on all ranks, if it is inside another one on the same group.
-            ProtocolError: on all ranks, if some leave the loop early and others do not.
-            PeerError: if a rank fails, in its loader or in the body.
+            ValueError, TypeError: If an argument is none of these.
+            JoinError: Outside a block; in the loop, on all ranks, if it runs inside another one on the same group.
+            ProtocolError: On all ranks, if some ranks leave the loop early and others do not.
+            PeerError: If a rank fails, in its loader or in the loop body.
         """
-        if not self._is_open:
-            raise JoinError("join.iterate is for the inside of a block: with Join([...]) as join: ... [J055]")
-        options = Options(until, dummy, lookahead, weigh, window, bool(fill_window))
-        if self._block is None:  # enable=False
+        return self._iterate(loader, Options(until, dummy, lookahead, weigh, window, bool(fill_window)))
+
+    def _iterate(self, loader: Iterable[T], options: Options) -> Batches[T]:
+        if self._scope is None:
+            raise JoinError(
+                "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
+            )
+        if self._block is None:  # with enable=False
             return self._loops.begin(LoopAlone(loader, options, self._collective.world_size))
         if self._loops.running is not None:
-            self._loops.running.leave(gives_way=True)
+            self._loops.running.leave(superseded=True)
         return self._loops.begin(
             Iteration(self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
         )
 
-    @property
-    def _is_open(self) -> bool:
-        return self._scope is not None
-
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
-            raise AttributeError(f"Join has no attribute {name!r} to set; did you mean weight? [J057]")
+            raise AttributeError(f"Join has no attribute {name!r} that can be set. Did you mean join.weight? [J057]")
         object.__setattr__(self, name, value)
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 
     @property
     def channel(self) -> Channel:
-        """The protocol of this block's group, for :class:`Burst` implementations."""
+        """Protocol of this block's process group, on which a :class:`Burst` announces."""
         assert self._block is not None
         return self._block.channel
 
     @property
     def collective(self) -> Collective:
-        """The group of this block."""
+        """Collectives of this block's process group."""
         return self._collective
 
     # -- the context manager ------------------------------------------------------------------------------------------
 
     def open(self) -> Self:
-        """Enter the block where no ``with`` statement can be: in the hooks of a framework. Leave it by :meth:`close`.
+        """Enter the block without a ``with`` statement, in the hooks of a framework. Leave it by :meth:`close`.
+
+        Example::
+
+            def on_train_start(self):
+                self.join = Join([self.model, self.optimizer]).open()
+
+            def on_exception(self, error):
+                self.join.close(error)
+
+            def on_train_end(self):
+                self.join.close()
+
+        Returns:
+            This ``Join``.
 
         Raises:
-            JoinError, ProtocolError, ValueError, TypeError: as entering by ``with`` does.
+            JoinError: If this ``Join`` is open already, or if a listed object is inside another block.
+            ProtocolError: On all ranks, if ranks list different objects or pass different arguments.
+            ValueError, TypeError: As the constructor does.
         """
         return self.__enter__()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the block, if it is open, as at the end of a ``with`` statement.
+        """Leave the block as at the end of a ``with`` statement. Do nothing if it is not open.
+
+        See :meth:`open` for an example.
 
         Args:
-            error: what the code in the block has raised, of which the others are told; raise it yourself after this.
+            error: The exception that the code in the block raised, if any. The other ranks receive its class and text.
+                Raise it yourself after this call.
 
         Raises:
-            PeerError, ProtocolError, JoinTimeoutError: as leaving by ``with`` does.
+            PeerError: If another rank failed.
+            ProtocolError: If ranks have done different things in the block.
+            JoinTimeoutError: If a rank did not arrive within ``timeout``.
         """
-        if self._is_open:
+        if self._scope is not None:
             self.__exit__(error and type(error), error, error and error.__traceback__)
 
     def __enter__(self) -> Self:
-        if self._is_open:
-            raise JoinError("this Join is open: leave its block before it is entered again, or build another [J058]")
-        self._begin_anew()
+        if self._scope is not None:
+            raise JoinError("This Join is open already. Leave its block first, or make another Join. [J058]")
+        self._reset()
         for joinable in self._joinables:
-            if block_of(joinable.join_target) is not None:
-                raise JoinError(f"{joinable.join_name} is inside another Join block already; leave that first [J059]")
+            if join_of(joinable.join_target) is not None:
+                raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
         if not self._enable:
             self._scope = Scope([], self._throw, self._timeout, self._weight)
-            put_inside(self, self._joinables, enable=False, throw=False)
+            claim(self, self._joinables, enable=False, throw=False)
             self._report = JoinReport
             return self
         try:
@@ -405,13 +544,13 @@ class Join:
             self._block = block = OpenBlock(self._collective, self._scope)
         except BaseException as error:
             self._scope = None
-            tell_not_entered(self._collective, error)
+            report_failed_entry(self._collective, error)
             raise
         block.undo.callback(self._unconfigure)
         try:
             arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
             block.begin(entered_with(self._joinables, arguments, self._divisor))
-            put_inside(self, self._joinables, enable=True, throw=self._throw)
+            claim(self, self._joinables, enable=True, throw=self._throw)
             block.attach(self)
         except BaseException:
             block.undo.close()
@@ -431,8 +570,8 @@ class Join:
             self._report = block.end(error, self._loops)
             if error is None and self._loops.last is None and not self._objects:
                 warnings.warn(
-                    "a block that lists nothing is for loops over join.iterate, and there was none: write for batch in"
-                    " join.iterate(loader)",
+                    "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch"
+                    " in join.iterate(loader).",
                     stacklevel=2,
                 )
         finally:
@@ -440,4 +579,4 @@ class Join:
 
     def _unconfigure(self) -> None:
         self._scope = self._block = None
-        put_outside(self._joinables)
+        release(self._joinables)

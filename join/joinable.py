@@ -1,16 +1,17 @@
-"""What can take part in a :class:`join.Join`: :class:`Joinable`, its :class:`JoinHook`, and :class:`Burst`.
+"""Objects that can take part in a :class:`join.Join` block: :class:`Joinable`, its :class:`JoinHook`, :class:`Burst`.
 
-A *burst* is a sequence of collectives that a joinable issues in one go: a backward's gradient all-reduces, the
-broadcasts of a sharded optimizer step. A joined rank *shadows* a burst: it issues the same collectives with nothing to
-say. ``JoinHook.main_hook`` is the shadow of one burst, ``JoinHook.post_hook`` runs once, when all ranks have joined.
+A *burst* is a sequence of collectives that a joinable issues together: the gradient all-reduces of one backward, or the
+broadcasts of one step of a sharded optimizer. A joined rank *shadows* a burst: it issues the same collectives and
+contributes nothing. ``JoinHook.main_hook`` shadows one burst. ``JoinHook.post_hook`` runs once, when all ranks have
+joined.
 
-A plain :class:`Joinable` announces its bursts if it comes first in the list, and else follows those before it. One
-whose bursts do not come in step with another's derives from :class:`Burst` and announces each of them: a DDP module's
-backward does.
+A plain :class:`Joinable` announces its bursts if it is the first in the list; otherwise each of its bursts follows one
+of a joinable before it. A joinable that keeps its own time, such as the backward of a DDP module, derives from
+:class:`Burst` and announces each burst itself.
 
-The interface is that of PyTorch (PR 61555, ``torch.distributed.algorithms.join``), with two differences on purpose:
-``Joinable.__init__`` needs no cooperation from the other base classes, and the configuration is set on entering the
-block and reset on leaving it.
+The interface is PyTorch's (PR 61555, ``torch.distributed.algorithms.join``), with two deliberate differences.
+``Joinable.__init__`` needs no cooperation from other base classes. The configuration is set on entering the block and
+reset on leaving it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from join.transfer import Exchange
 
 
 class JoinConfig(NamedTuple):
-    """How a joinable takes part in the block it is in; all ``False`` outside a block.
+    """Settings of a joinable for its current block; all ``False`` outside a block.
 
     Attributes:
-        enable: whether uneven inputs are handled at all.
-        throw_on_early_termination: whether the first exhausted rank ends the block for everyone.
-        is_first_joinable: whether this joinable is the first of the list.
+        enable: Whether uneven inputs are handled.
+        throw_on_early_termination: Whether all ranks raise an error as soon as one rank is out of data.
+        is_first_joinable: Whether this joinable is the first in the list.
     """
 
     enable: bool
@@ -40,51 +41,85 @@ class JoinConfig(NamedTuple):
 
     @staticmethod
     def construct_disabled_join_config() -> JoinConfig:
-        """The configuration of a joinable that is in no block."""
+        """Return the configuration of a joinable outside any block."""
         return JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
 class JoinHook:
-    """The joined rank's side of a joinable; both methods do nothing unless overridden."""
+    """Actions of a joined rank on behalf of one joinable; both methods do nothing unless they are overridden.
+
+    Example::
+
+        class CounterHook(JoinHook):
+            def __init__(self, counter):
+                self.counter = counter
+
+            def main_hook(self):
+                dist.all_reduce(torch.zeros(1))  # the collective of an active rank, with nothing to add
+
+            def post_hook(self, is_last_joiner):
+                self.counter.is_final = True
+    """
 
     def main_hook(self) -> None:
-        """Issue the collectives of one burst, contributing nothing.
+        """Issue the collectives of one burst, and contribute nothing.
 
-        It is called because another rank has announced the burst, so it must not announce or notify itself.
+        It is called when another rank has announced the burst, so it must not announce anything itself.
         """
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Run once after all ranks have joined.
+        """Run once at the end of the block, after all ranks have joined.
 
         Args:
-            is_last_joiner: whether this rank was among the last to run out of inputs.
+            is_last_joiner: Whether this rank was among the last that had data.
         """
 
 
 class Joinable(ABC):
-    """An object that communicates in the training loop and can be shadowed by a rank that has run out of inputs.
+    """Object that communicates in the training loop, and that a rank without data can shadow.
 
     A subclass calls ``Joinable.__init__(self)`` in its constructor, and ``Join.notify_join_context(self)`` before the
-    collectives of each burst.
+    collectives of each burst. It must define ``join_hook``, ``join_device`` and ``join_process_group``.
+
+    Example::
+
+        class Counter(Joinable):
+            def __init__(self):
+                super().__init__()
+                self.count = torch.zeros(1)
+
+            def add(self, samples):
+                Join.notify_join_context(self)
+                total = torch.tensor([float(samples)])
+                dist.all_reduce(total)
+                self.count += total
+
+            def join_hook(self, **kwargs):
+                return CounterHook(self)
+
+            join_device = torch.device("cpu")
+            join_process_group = None
     """
 
     communicates: ClassVar[bool] = True
     """Whether this joinable issues collectives in the loop; ``False`` for mere state, which is synchronised on exit."""
 
     join_keywords: ClassVar[frozenset[str] | None] = None
-    """The keywords ``join_hook`` takes; ``None`` reads them off its signature (``**kwargs`` takes all)."""
+    """Names of the keywords that ``join_hook`` takes.
+
+    If it is ``None``, they are read from the signature of ``join_hook``; ``**kwargs`` takes all keywords."""
 
     has_own_group: ClassVar[bool] = True
-    """Whether ``join_process_group`` matters; ``False`` for what communicates on whatever group the block is on."""
+    """Whether ``join_process_group`` is binding; ``False`` for joinables that use whatever group the block is on."""
 
     own_steps: int = 0
-    """How many steps this rank has made in the block by itself, announced or not; 0 if there are none such.
+    """Number of steps that this rank has made in the block by itself, announced or not.
 
-    Those in a loop over ``Join.iterate`` do not count. Ranks that leave together with different numbers are uneven: one
-    has made more backwards under ``no_sync``."""
+    Ranks that leave together with different numbers are uneven; one of them has made more backwards under ``no_sync``,
+    for example. Steps of a loop over ``Join.iterate`` do not count. 0 for joinables without such steps."""
 
     needs_scale: bool = False
-    """Whether a loop over ``Join.iterate`` has to call ``Join.scale``: nothing else weighs this one's gradients."""
+    """Whether a loop over ``Join.iterate`` must call ``Join.scale``, because nothing else weighs these gradients."""
 
     _join_config: JoinConfig
 
@@ -95,136 +130,155 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for one block; ``kwargs`` are those given to ``Join``, the same for all joinables."""
+        """Return the hook for one block.
+
+        Args:
+            **kwargs: The keywords that the user passed to ``Join``, the same for all joinables.
+        """
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device on which the joinable communicates."""
+        """Device on which the joinable communicates."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The joinable's ``ProcessGroup`` or :class:`join.collectives.Collective`; ``None`` is the default group."""
+        """``ProcessGroup`` or :class:`join.collectives.Collective` of the joinable; ``None`` is the default group."""
 
     def attach(self, join: Any) -> None:
-        """Called on entering a block, in the order of the list; the place to register hooks.
+        """Prepare for a block that is being entered, for example by registering hooks.
+
+        It is called in the order of the list. If it raises an exception, ``detach`` is not called, so undo first
+        everything that was done.
 
         Args:
-            join: the ``Join`` whose block is entered; its ``channel`` is where a burst is announced.
-
-        If this raises, ``detach`` is not called: undo what was done before.
+            join: The ``Join`` whose block is entered; a burst announces on its ``channel``.
         """
 
     def detach(self) -> None:
-        """Called on leaving a block, whatever happened in it; must undo everything that ``attach`` did."""
+        """Undo everything that ``attach`` did; called when the block is left, whatever happened in it."""
 
     def exchange(self, source: int) -> Exchange | None:
-        """This object's part in the one copy of the state of all objects from rank ``source``, a last joiner.
+        """Return this object's part in the common copy of all objects' state from rank ``source``.
 
-        Called on all ranks at the end of a block in which some have shadowed the bursts of others. ``None`` if the
-        object has no part in it.
+        It is called on all ranks at the end of a block in which some ranks shadowed bursts of others.
+
+        Args:
+            source: The rank whose state is copied, one of the last that had data.
+
+        Returns:
+            ``None`` if the object has no part in the copy.
         """
         return None
 
     def own_tensors(self) -> Sequence[torch.Tensor]:
-        """The tensors that each rank has for itself where all ran the same: BatchNorm's buffers.
+        """Return the tensors that differ between ranks even after the same steps, such as BatchNorm's buffers.
 
-        They are copied from one rank at the end of each loop over ``Join.iterate``, and of a block in which nothing was
-        shadowed, those of all objects together.
+        They are copied from one rank, together with the own tensors of all other objects. This is done at the end of
+        each loop over ``Join.iterate``, and of each block in which nothing was shadowed.
         """
         return ()
 
     def synchronise(self, source: int) -> None:
-        """Take over what else there is of the state of rank ``source``, with messages of its own.
+        """Copy the rest of the state of rank ``source``, with collectives of this object's own.
 
-        Called on all ranks after ``exchange`` has come to its end.
+        It is called on all ranks after ``exchange`` is complete.
+
+        Args:
+            source: The rank whose state is copied.
         """
 
     def synchronise_own(self, source: int) -> None:
-        """Take over what else each rank has for itself from rank ``source``, with messages of its own.
+        """Copy the rest of the state that differs between even ranks, with collectives of this object's own.
 
-        Called on all ranks after ``own_tensors`` were copied.
+        It is called on all ranks after ``own_tensors`` were copied.
+
+        Args:
+            source: The rank whose state is copied.
         """
 
     def equal_values(self) -> Mapping[str, Any]:
-        """What is the same on all ranks once these have made the same steps, by name: numbers, texts and the like.
+        """Return values by name that are equal on ranks that have made the same steps, such as numbers and strings.
 
-        It is compared at the end of each loop over ``Join.iterate``, and of a block in which nothing was shadowed.
+        Ranks compare them at the end of each loop over ``Join.iterate``, and of each block in which nothing was
+        shadowed. A difference is a ``ProtocolError``.
         """
         return {}
 
     @property
     def join_config(self) -> JoinConfig:
-        """How this joinable takes part in the block it is in."""
+        """Settings of this joinable for its current block."""
         return self._join_config
 
     @property
     def join_name(self) -> str:
-        """How reports and errors call this joinable."""
+        """Name of this joinable in reports and errors."""
         return type(self).__name__
 
     @property
     def join_target(self) -> Any:
-        """The object this joinable stands for; an object can be in one block at a time only."""
+        """Object that the user listed, which this joinable may only wrap. It can be in one block at a time."""
         return self
 
 
 class Burst(Joinable):
-    """A joinable that announces each of its bursts itself, wherever it stands in the list."""
+    """Joinable that announces each of its bursts itself, wherever it is in the list."""
 
     runs_ahead: ClassVar[bool] = False
-    """Whether the burst cannot wait for its header's verdict, because foreign code starts it (autograd)."""
+    """Whether the burst cannot wait for its header, because other code starts it (autograd)."""
 
     breaks_in_time: ClassVar[bool] = False
-    """Whether its collectives break under ``timeout`` if a rank does not come to them. Else its header is awaited then,
-    in which a missing rank is looked for."""
+    """Whether its collectives fail under ``timeout`` if a rank does not reach them.
+
+    If not, its header is awaited under ``timeout``, and the missing rank is found while waiting."""
 
     flag_count: ClassVar[int] = 0
-    """How many flags this burst adds to every header."""
+    """Number of flags that this burst adds to every header."""
 
     interjects: ClassVar[bool] = False
-    """Whether the burst comes between another one and its followers, when it has something to do (the bucket rebuild
-    of DDP, once)."""
+    """Whether the burst runs between another burst and the followers of that one, if it has something to do.
+
+    An example is DDP's bucket rebuild, which runs once."""
 
     tracks_leader: ClassVar[bool] = False
     """Whether this burst needs to know the lowest active rank."""
 
     is_pending = False
-    """Whether it is announced, and none of its collectives is issued."""
+    """Whether the burst is announced, but none of its collectives has been issued."""
 
     holds_followers = False
-    """On a joined rank, of a burst that interjects: whether it is to come before the followers may act."""
+    """On a joined rank, for a burst that interjects: whether the followers must wait until it has run."""
 
     @property
     def mixes_ranks(self) -> str:
-        """What in this burst computes with the samples of all ranks together, so that dummies must have none; or ""."""
+        """Part of this burst that combines the samples of all ranks, so that dummies must have none; or ``""``."""
         return ""
 
     def flags(self, active: bool) -> Sequence[int]:
-        """What this rank tells in a header; ``Headers.flags`` has how many ranks set each.
+        """Return the flags that this rank sets in a header; ``Headers.flags`` has how many ranks set each.
 
         Args:
-            active: whether this rank announces this very burst; else it announces another, or has joined.
+            active: Whether this rank announces this burst. Otherwise it announces another one, or has joined.
         """
         return (False,) * self.flag_count
 
     def check_leavers(self) -> None:
-        """Check ranks that have left the block between the header before the last one and this burst, which is over.
+        """Check ranks that left the block between the header before the last one and this burst, which has now run.
 
-        Called on all ranks, before the next header, if there are such ranks. Those that ran the burst took these for
-        active.
+        Ranks that ran the burst took them for active. It is called on all ranks, before the next header, if there are
+        such ranks.
         """
 
     def fulfil(self) -> None:
-        """Run the pending burst with nothing to say, leaving the object as it is; it is not pending then."""
+        """Run the pending burst, contributing nothing and leaving the object as it is; it is not pending afterwards."""
 
 
 class OnGroup(Joinable, JoinHook):
-    """Communicates, if at all, on a group that it is given; takes no keywords.
+    """Joinable on a fixed process group, whether it communicates there or not; takes no keywords.
 
     Args:
-        process_group: the ranks; ``None`` is the default group.
+        process_group: The process group; ``None`` is the default group.
     """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
@@ -249,4 +303,4 @@ class OnGroup(Joinable, JoinHook):
 
 
 class NothingListed(OnGroup, Burst):
-    """Has no collectives: what its ranks keep in step is their loops over ``Join.iterate``."""
+    """Joinable of a block that lists nothing. It has no collectives; the block synchronises loops over iterate only."""

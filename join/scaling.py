@@ -1,14 +1,15 @@
-"""Weights go through the loss: :class:`Scaling`, behind ``Join.scale``.
+"""Weights of batches, applied to the loss: :class:`Scaling`, behind ``Join.scale``.
 
-A loss that is multiplied by a number gives gradients multiplied by it, whatever the engine that reduces them. With W
-ranks, the weight w of a batch (0 for a dummy), and S, the sum of the weights over all ranks and all steps of a window::
+A loss that is multiplied by a number has gradients that are multiplied by it, whatever engine reduces them. W is the
+number of ranks, and w the weight of a batch (0 for a dummy batch). S is the sum of the weights over all ranks and all
+steps of an accumulation window. The factors are::
 
-    in a loop over Join.iterate    loss * w * D / S, where the engine divides by D: S is known before the forward
-    in a plain block               loss * w / u, and the reduced gradients are multiplied by u * W / S: S is summed
-                                   beside the buckets; u, a power of two near the last S / W, keeps gradients at the
-                                   size that they have without weights
+    in a loop over Join.iterate    loss * w * D / S, for an engine that divides by D. S is known before the forward
+    in a plain block               loss * w / u, and the reduced gradients are multiplied by u * W / S. S is summed
+                                   beside the buckets. u is a power of two near the last S / W: it keeps gradients at
+                                   the size that they have without weights
 
-So the sum over ranks and micro-batches is the weighted mean.
+The sum over ranks and micro-batches is then the weighted mean.
 """
 
 from __future__ import annotations
@@ -28,33 +29,32 @@ L = TypeVar("L", bound="torch.Tensor | float")
 
 
 def scaled(loss: L, factor: float) -> L:
-    """``loss * factor``; for a factor of 0, a loss of 0 with the graph of ``loss``, also where that is NaN."""
+    """Return ``loss * factor``. For a factor of 0, return 0 with the graph of ``loss``, even if ``loss`` is NaN."""
     if factor:
         return cast("L", loss * factor)
     return cast("L", torch.nan_to_num(loss) * 0.0) if isinstance(loss, torch.Tensor) else cast("L", 0.0)
 
 
 def factor_in_loop(step: Step, divided_over: float) -> float:
-    """What a loss is multiplied by in a step of a loop, for an engine that divides by ``divided_over``."""
+    """Return the factor for a loss in a step of a loop, for an engine that divides by ``divided_over``."""
     return step.weight * divided_over / step.total if step.weight else 0.0
 
 
 class Scaling:
-    """What the blocks of one group know of the losses that are scaled."""
+    """State of the scaled losses in all blocks of one process group."""
 
     def __init__(self) -> None:
         self.flows = False
-        """Whether the backward under way began at a scaled loss."""
-        self.required = ""
-        """Why the loop under way has to scale its losses, if it has to."""
+        """Whether the current backward began at a scaled loss."""
+        self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
-        """Whether that loop scales its losses; ``None`` before its first backward."""
+        """Whether the current loop scales its losses; ``None`` before its first backward."""
         self.window = 0
-        """The number of the window under way, of all loops."""
-        self._has_flowed = False  # whether a backward has begun at a scaled loss in that loop
+        """Number of the current accumulation window, counted over all loops."""
+        self._has_scaled = False  # whether a backward of the current loop has begun at a scaled loss
         self.unit = 1.0
-        """What losses in a plain block are divided by: a power of two, the same on all ranks."""
-        self._modules = 0  # how many modules may change it
+        """Divisor of losses in a plain block: a power of two, the same on all ranks."""
+        self._modules = 0  # the number of modules that may change the unit
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
@@ -62,100 +62,107 @@ class Scaling:
         """Scale a loss, and notice when a backward begins at it.
 
         Args:
-            loss: of this rank's batch.
-            factor: the number that it is multiplied by.
-            unit: in a plain block, what it is divided by, since the sum of the weights is not known yet: that of now.
+            loss: The loss of this rank's batch.
+            factor: The number by which the loss is multiplied.
+            unit: In a plain block, the current unit, by which the loss is divided because the sum of the weights is not
+                known yet.
         """
         result = scaled(loss, factor if unit is None else factor / unit)
         if isinstance(result, torch.Tensor) and result.requires_grad:
-            on_gradient(result, self._begins if unit is None else partial(self._begins, unit=unit))
+            on_gradient(result, self._begin_backward if unit is None else partial(self._begin_backward, unit=unit))
         return result
 
-    def _begins(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
+    def _begin_backward(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
         if not self.flows:
-            self.flows = self._has_flowed = True
-            after_backward(self._ends)
+            self.flows = self._has_scaled = True
+            after_backward(self._end_backward)
         return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
 
-    def _ends(self) -> None:
+    def _end_backward(self) -> None:
         self.flows = False
 
     # -- in a loop ----------------------------------------------------------------------------------------------------
 
     def begin_loop(self, required: str) -> None:
-        """Begin a loop, which has to scale its losses for the reason that is given, if any."""
-        self.required, self.in_use, self._has_flowed = required, None, False
+        """Begin a loop; ``required`` is the reason for which it must scale its losses, as a clause, or ``""``."""
+        self._required, self.in_use, self._has_scaled = required, None, False
 
     def check_backward(self, burst: Joinable) -> None:
-        """Check that a loop scales its losses if it has to, and all or none; called when one reaches a listed module.
+        """Check that a loop scales its losses if it must, and all of them or none.
+
+        It is called when a backward reaches a listed module.
 
         Args:
-            burst: the backward of that module.
+            burst: The backward of the module.
 
         Raises:
-            JoinError: if it does not.
+            JoinError: If the loop does not.
         """
         if self.in_use is None:
-            if self.required and not self.flows:
-                raise JoinError(f"the loss of {burst.join_name} is not scaled, and {self.required}; {_CALL} [J460]")
+            if self._required and not self.flows:
+                raise JoinError(f"The loss of {burst.join_name} is not scaled, but {self._required}. {_CALL} [J460]")
             self.in_use = self.flows
         if self.in_use != self.flows:
             now, first = ("is", "was not") if self.flows else ("is not", "was")
             raise JoinError(
-                f"the loss of {burst.join_name} {now} scaled, and that of the first backward in this loop over"
-                f" join.iterate {first}; call join.scale(loss) for each backward of it, or for none [J461]"
+                f"The loss of {burst.join_name} {now} scaled, but the loss of the first backward in this loop over"
+                f" join.iterate {first}. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
             )
 
     def check_step(self, joinable: Joinable, step: Step) -> None:
         """Check that a listed optimizer may step now, in a loop.
 
+        Args:
+            joinable: The joinable of the optimizer.
+            step: The current step of the loop.
+
         Raises:
-            JoinError: in the middle of a window, or if the loop has to scale its losses and does not.
+            JoinError: Inside an accumulation window, or if the loop must scale its losses and has scaled none.
         """
         if not step.ends_window:
             raise JoinError(
-                f"{joinable.join_name} stepped inside a window of accumulation, in step {step.number} of join.iterate,"
-                " where the gradients of its other steps are missing; step if join.ends_window [J462]"
+                f"{joinable.join_name} stepped in step {step.number} of join.iterate, inside an accumulation window"
+                " whose gradients are not complete. Step the optimizer only if join.ends_window is True. [J462]"
             )
-        if self.required and not self._has_flowed:
+        if self._required and not self._has_scaled:
             raise JoinError(
-                f"{joinable.join_name} stepped, and no loss was scaled, though {self.required}; {_CALL} [J463]"
+                f"{joinable.join_name} stepped, but no loss was scaled, although {self._required}. {_CALL} [J463]"
             )
 
     # -- in a plain block ---------------------------------------------------------------------------------------------
 
     def attach_module(self) -> None:
-        """A module joins whose reductions sum weights."""
+        """Count a module whose reductions sum weights."""
         self._modules += 1
 
     def detach_module(self) -> None:
-        """A module leaves."""
+        """Stop counting a module; the last one resets the unit."""
         self._modules -= 1
         if not self._modules:
             self.unit = 1.0
 
     def learn(self, mean_weight: float) -> None:
-        """Take a new unit from the mean weight of a rank in a reduction that is over.
+        """Choose a new unit from the mean weight of a rank in the last reduction.
 
-        Not with several modules: a rank without data shadows their reductions one after the other, where on others they
-        overlap, and would change the unit between two that they begin with the same one.
+        With several modules the unit stays. A rank without data shadows their reductions one after the other, while on
+        other ranks they overlap and begin with the same unit; a change in between would make the units differ.
         """
         if self._modules == 1 and mean_weight:
             self.unit = 2.0 ** round(math.log2(mean_weight))
 
 
-_CALL = "call join.scale(loss).backward()"
+_CALL = "Call join.scale(loss).backward() for every backward."
 
 
-def checked_engine(divided_over: Any) -> float:
-    """Return ``divided_over`` if it is a number by which an engine may divide.
+def checked_divided_over(divided_over: Any) -> float:
+    """Return ``divided_over`` as a float.
 
     Raises:
-        ValueError: if it is not positive.
+        ValueError: If it is not a positive number.
     """
     if isinstance(divided_over, bool) or not isinstance(divided_over, (int, float)) or not divided_over > 0:
         raise ValueError(
-            f"divided_over={divided_over!r} must be the number by which the engine divides the sum over ranks: 1 if it"
-            " does not divide, the world size if it averages [J464]"
+            f"divided_over={divided_over!r} is not a positive number. Pass the number by which the engine divides the"
+            " sum over ranks: the world size if it averages, or 1 if it does not divide. [J464]"
         )
     return float(divided_over)

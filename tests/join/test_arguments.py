@@ -33,7 +33,7 @@ def test_empty_list() -> None:
 def test_a_list_of_nothing_and_no_loop() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
-        told = r"a block that lists nothing is for loops over join.iterate"
+        told = r"A block that lists nothing is meant for loops over join.iterate"
         with pytest.warns(UserWarning, match=told), Join([], process_group=collective):
             pass
 
@@ -107,7 +107,7 @@ def test_entering_one_that_is_open(enable: bool) -> None:
         join = Join([counter], enable=enable)
         with join:
             counter()
-            with pytest.raises(JoinError, match="this Join is open: leave its block"):
+            with pytest.raises(JoinError, match="This Join is open already"):
                 join.__enter__()
             counter()
         assert counter.total == 2
@@ -353,7 +353,7 @@ def test_a_typo_of_weight() -> None:
     @alone
     def _(collective: ThreadCollective) -> None:
         with Join([Counter(collective)]) as join:
-            with pytest.raises(AttributeError, match="no attribute 'weigth' to set; did you mean weight"):
+            with pytest.raises(AttributeError, match=r"no attribute 'weigth' that can be set"):
                 join.weigth = 3  # type: ignore[attr-defined]
             join.weight = torch.tensor(3)  # pyright: ignore[reportAttributeAccessIssue]
             assert join.weight == 3.0

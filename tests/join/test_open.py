@@ -54,7 +54,7 @@ def test_open_and_close_are_a_block() -> None:
         join = Join([counter])
         for _ in range(2):
             assert join.open() is join
-            with pytest.raises(JoinError, match="this Join is open"):
+            with pytest.raises(JoinError, match="This Join is open"):
                 join.open()
             for _ in range(collective.rank):
                 counter()
@@ -92,4 +92,4 @@ def test_one_that_is_never_closed() -> None:
         "from join import Join; from join.collectives import SingleCollective as S; Join([], process_group=S()).open()"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stderr
-    assert "a Join block was opened and not left" in told
+    assert "A Join block was opened and never left" in told

@@ -365,14 +365,14 @@ def mistaken(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("forgets with weigh", "is not scaled, and weigh= is given; call join.scale(loss).backward()"),
-        ("forgets with a window", "is not scaled, and window=2 is given; call join.scale(loss).backward()"),
-        ("steps inside a window", "step if join.ends_window"),
-        ("breaks inside a window", "leave it if join.ends_window"),
+        ("forgets with weigh", "is not scaled, but join.iterate has weigh=. Call join.scale(loss).backward()"),
+        ("forgets with a window", "is not scaled, but join.iterate has window=2. Call join.scale(loss).backward()"),
+        ("steps inside a window", "Step the optimizer only if join.ends_window is True"),
+        ("breaks inside a window", "Leave the loop only if join.ends_window is True"),
         ("leaves gradients unreduced", "give join.iterate(loader, window=k)"),
-        ("begins to scale", "call join.scale(loss) for each backward of it, or for none"),
-        ("stops to scale", "call join.scale(loss) for each backward of it, or for none"),
-        ("sets the weight", "give join.iterate(loader, weigh=function)"),
+        ("begins to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
+        ("stops to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
+        ("sets the weight", "Pass join.iterate(loader, weigh=function)"),
         ("weighs negatively", "must be finite and not negative"),
         ("plain: forgets", "call join.scale(loss).backward()"),
     ],
@@ -410,4 +410,4 @@ def a_backward_raises(rank: int) -> str:
 
 def test_a_loss_after_a_backward_that_raised_is_not_taken_for_scaled(ending: Ending) -> None:
     for end in ending.ends(a_backward_raises, ranks=len(COUNTS)):
-        assert "is not scaled, and that of the first backward" in str(end.result), end.text
+        assert "is not scaled, but the loss of the first backward" in str(end.result), end.text

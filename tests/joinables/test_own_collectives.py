@@ -658,4 +658,4 @@ def forgets_to_scale(rank: int) -> str:
 
 def test_a_loss_that_is_not_scaled(ending: Ending) -> None:
     for text in ending.run(forgets_to_scale):
-        assert "SGD stepped, and no loss was scaled, though nothing else weighs the gradients of the forward of" in text
+        assert "SGD stepped, but no loss was scaled, although nothing else weighs the gradients of the forward" in text

@@ -479,7 +479,7 @@ def test_a_body_that_raises_on_an_empty_batch(error: Any, is_empty: bool) -> Non
         return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
     for text in run_threads(2, run):
-        assert ("had run out of batches and got an empty one" in text) is (is_empty and sys.version_info >= (3, 11))
+        assert ("was out of data and got an empty dummy batch" in text) is (is_empty and sys.version_info >= (3, 11))
 
 
 def test_early_termination() -> None:
@@ -524,7 +524,7 @@ def test_a_rank_that_has_left_the_block() -> None:
     assert first in second
 
 
-@pytest.mark.parametrize(("place", "doing"), [("begin", "announced Counter in step 2 of"), ("end", "came to step")])
+@pytest.mark.parametrize(("place", "doing"), [("begin", "announced Counter in step 2 of"), ("end", "reached step")])
 def test_a_rank_that_sleeps(place: str, doing: str) -> None:
     is_told = threading.Barrier(2, timeout=20)
 
@@ -634,11 +634,11 @@ def test_disabled() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"loader": 5}, "loader=5 cannot be iterated; give a DataLoader"),
-        ({"until": "last"}, "until='last' must be 'all' or 'first'"),
-        ({"dummy": "none"}, "dummy='none' must be 'empty', 'last', or a function"),
-        ({"lookahead": 0}, "lookahead=0 must be at least 1"),
-        ({"lookahead": 1.5}, "lookahead=1.5 must be a whole number"),
+        ({"loader": 5}, "loader=5 cannot be iterated. Pass a DataLoader"),
+        ({"until": "last"}, "until='last' is not a valid value. Pass 'all' to loop"),
+        ({"dummy": "none"}, "dummy='none' is not a valid value. Pass 'empty', 'last', or a function"),
+        ({"lookahead": 0}, "lookahead=0 is less than one step"),
+        ({"lookahead": 1.5}, "lookahead=1.5 is not a whole number of steps"),
     ],
 )
 def test_bad_arguments(options: Any, text: str) -> None:
@@ -686,7 +686,7 @@ def test_a_block_that_is_over() -> None:
     def run(collective: ThreadCollective) -> None:
         with Join([Counter(collective)]) as join:
             pass
-        with pytest.raises(JoinError, match=r"join.iterate is for the inside of a block"):
+        with pytest.raises(JoinError, match=r"join.iterate was called outside its block"):
             join.iterate([])
 
     run_threads(1, run)

@@ -1,1 +1,1 @@
-"""How a rank that fails shows it, and how others learn who is to blame: one rule, told in ``join.failure.peers``."""
+"""Failure of a rank: how the rank shows it, and how the others find the rank that failed first (``join.failure.peers``)."""

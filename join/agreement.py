@@ -68,8 +68,9 @@ def check_same(
 def start_check(
     collective: Collective, line: Line, name: str, parts: Sequence[str], wait: Callable[[Work, str], None]
 ) -> Callable[[], None]:
-    """Start the comparison of :func:`check_same` as one sum on a line, which ends before the next sum of the line
-    starts.
+    """Start the comparison of :func:`check_same` as one sum on a line.
+
+    The sum ends before the next sum of the line starts.
 
     Returns:
         A function that waits for the sum. It raises as :func:`check_same` does.

@@ -1,5 +1,6 @@
-"""Checks of ``Join``'s arguments that need no communication; :mod:`join.agreement` compares the arguments between
-ranks.
+"""Checks of ``Join``'s arguments that need no communication.
+
+:mod:`join.agreement` compares the arguments between ranks.
 """
 
 from __future__ import annotations
@@ -161,8 +162,9 @@ def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
 
 
 def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool) -> Collective:
-    """Return the collective of the joinables' process group, or one of this process alone if nothing has to
-    communicate.
+    """Return the collective of the joinables' process group.
+
+    If nothing has to communicate, it is a collective of this process alone.
 
     Args:
         joinables: The listed joinables.
@@ -191,8 +193,8 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
             )
     if group is not ... and collective_of(group) is not collective:
         raise ValueError(
-            f"process_group={group!r} is not the process group of {first.join_name}. Remove process_group from Join(...)."
-            " [J016]"
+            f"process_group={group!r} is not the process group of {first.join_name}. Remove process_group from"
+            " Join(...). [J016]"
         )
     return collective
 
@@ -205,8 +207,8 @@ def check_initialised(joinable: Any) -> None:
     """
     if not hasattr(joinable, "_join_config"):
         raise TypeError(
-            f"A listed {type(joinable).__name__} is not initialised as a Joinable. Call Joinable.__init__(self) in the"
-            f" constructor of {type(joinable).__name__}. [J017]"
+            f"A {type(joinable).__name__} object is not an initialised Joinable. Derive its class from Joinable, and call"
+            " Joinable.__init__(self) in its constructor. [J017]"
         )
 
 
@@ -256,8 +258,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any], divisor: int) -> list[str]:
-    """Return the values that ranks compare on entering a block: the names of joinables in order, and ``Join``'s
-    arguments.
+    """Return the values that ranks compare on entering a block.
+
+    These are the names of joinables in order, and ``Join``'s arguments.
 
     Args:
         joinables: The listed joinables.

@@ -26,16 +26,16 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class EarlyTerminationError(JoinError):
-    """Exception on every rank, at the same step, when a rank runs out of batches under
-    ``throw_on_early_termination=True``.
+    """Exception for ``throw_on_early_termination=True`` when a rank runs out of batches.
 
-    The process group stays usable.
+    Every rank raises it at the same step. The process group stays usable.
     """
 
 
 class PeerError(JoinError):
-    """Exception for the failure of another rank. The message has the failed rank, and the class and text of its
-    exception.
+    """Exception for the failure of another rank.
+
+    The message has the failed rank, and the class and text of its exception.
 
     Attributes:
         rank: The rank that failed first; ``None`` if it is not known.
@@ -45,11 +45,11 @@ class PeerError(JoinError):
 
 
 class ProtocolError(JoinError):
-    """Exception for ranks whose actions do not match: they announced different bursts, or one skipped a burst of the
-    others.
+    """Exception for ranks whose actions do not match.
+
+    They announced different bursts, or one skipped a burst of the others.
     """
 
 
 class JoinTimeoutError(JoinError):
-    """Exception for a rank that did not arrive within ``timeout`` seconds. The message says what each rank announced.
-    """
+    """Exception for a rank that did not arrive within ``timeout`` seconds. Its message says what each rank did."""

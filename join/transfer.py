@@ -350,8 +350,9 @@ def _raise_not_copied(names: Sequence[str], reasons_of_ranks: Sequence[Sequence[
 
 @torch.no_grad()
 def gather_trees(collective: Collective, tree: Any) -> list[Any]:
-    """Return the ``tree`` of every rank in rank order, on every rank. The trees may differ in shape. Tensors arrive on
-    the CPU.
+    """Return the ``tree`` of every rank in rank order, on every rank.
+
+    The trees may differ in shape. Tensors arrive on the CPU.
 
     Raises:
         RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.

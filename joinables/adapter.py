@@ -1,7 +1,7 @@
-"""Base classes of adapters: :class:`Adapter`; :class:`Announcing` for objects with bursts; :class:`Silent` for state
-only.
+"""Base classes of adapters: :class:`Adapter`, :class:`Announcing` and :class:`Silent`.
 
-:class:`TorchJoinable` is for classes that derive from torch's own ``Joinable``. They call
+An :class:`Announcing` adapter is for objects with bursts, a :class:`Silent` one for state only. :class:`TorchJoinable`
+is for classes that derive from torch's own ``Joinable``. They call
 ``torch.distributed.algorithms.Join.notify_join_context``, and need no change for this package. While a block is open,
 the call is routed to its ``Join``. Torch's ``JoinHook`` has the same two methods.
 """
@@ -21,7 +21,7 @@ from joinables._torch.objects import routed_notifications
 
 
 class Adapter(Joinable, JoinHook):
-    """Joinable for an object, which is also its own hook. Device, process group and name are those that the object has.
+    """Joinable for an object, which is also its own hook. Device, process group and name come from the object.
 
     The object needs the properties ``join_device`` and ``join_process_group``, as DDP modules and torch's own
     ``Joinable`` objects have them. Override both properties for other objects.

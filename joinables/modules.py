@@ -1,5 +1,4 @@
-"""Temporary changes that adapters make to modules and other objects of users: functions, attributes, modes, and
-gradients.
+"""Temporary changes that adapters make to users' objects: functions, attributes, modes and gradients.
 
 A :class:`Replacement` replaces a function of an object while the object is in a block. :func:`replaced` sets any
 attribute for a while. :func:`keeping_modes` restores the training or eval mode of a module's parts.
@@ -63,8 +62,9 @@ class CallInstead(Replacement):
 
 
 class ModuleHook(Replacement):
-    """Module hook that calls ``call``, which ``torch.compile`` does not compile. In a copy of the module, the hook does
-    nothing.
+    """Module hook that calls ``call``, which ``torch.compile`` does not compile.
+
+    In a copy of the module, the hook does nothing.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -112,8 +112,9 @@ def hides_tensors(tree: Any) -> bool:
 def adopt_gradients(
     inbox: Inbox, parameters: Sequence[torch.nn.Parameter], present: Sequence[bool], sent: Any, *, keeps: bool
 ) -> None:
-    """Let parameters receive the gradients of another rank. Gradients that fit are overwritten, as they may be views of
-    buckets.
+    """Let parameters receive the gradients of another rank.
+
+    Gradients that fit are overwritten, as they may be views of buckets.
 
     Args:
         inbox: The inbox that receives them.

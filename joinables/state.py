@@ -156,8 +156,7 @@ class OptimizerState(Silent):
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def _states(self) -> dict[Any, Any]:
-        """Return the optimizer's state by the index of its parameter over all groups, and its other entries by their
-        keys.
+        """Return the optimizer's state by the index of its parameter over all groups, and other entries by key.
 
         The parameters that a listed DDP module ignores are each rank's own, and so is their state.
         """

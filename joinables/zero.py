@@ -46,8 +46,9 @@ else:
 
 
 class ZeroStep(Announcing):
-    """Adapter that shadows the steps of a ``ZeroRedundancyOptimizer``. ``Join`` makes one if you list such an
-    optimizer.
+    """Adapter that shadows the steps of a ``ZeroRedundancyOptimizer``.
+
+    ``Join`` makes one if you list such an optimizer.
 
     Args:
         optimizer: The sharded optimizer.

@@ -28,8 +28,9 @@ __all__ = [
 
 
 def collective_of(group: Any) -> Collective:
-    """Return the collective of ``group``. The same group has the same collective as long as the collective is
-    referenced.
+    """Return the collective of ``group``.
+
+    The same group has the same collective as long as the collective is referenced.
 
     Args:
         group: A ``ProcessGroup``; ``None`` for the default group; or a :class:`Collective`, which is returned unchanged

@@ -1,4 +1,7 @@
-"""Private torch APIs that this package calls. Each docstring says which public API the private one replaces."""
+"""Private torch APIs that this package calls.
+
+A docstring says what the private API replaces: a public API that torch lacks, or that is too slow.
+"""
 
 # Private names are missing from torch's type stubs, or have no types there.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -57,10 +60,10 @@ _NOTHING = nullcontext()
 
 
 def profiled(*name: object) -> AbstractContextManager[object]:
-    """Return a context that records a range ``join: name`` in ``torch.profiler``. Replaces a query for an active
-    profiler.
+    """Return a context that records a range ``join: name`` in ``torch.profiler``.
 
-    Without a profiler, the context does nothing, because a ``record_function`` would cost microseconds even then.
+    Replaces a query for an active profiler. Without a profiler, the context does nothing, because a ``record_function``
+    would cost microseconds even then.
     """
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"join: {' '.join(map(str, name))}")
@@ -68,8 +71,9 @@ def profiled(*name: object) -> AbstractContextManager[object]:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return ``group.get_group_store()``, the store by which the ranks of ``group`` met. Groups of torch 2.8 lack the
-    method.
+    """Return ``group.get_group_store()``, the store by which the ranks of ``group`` met.
+
+    Groups of torch 2.8 lack the method.
     """
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
@@ -83,11 +87,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def limit(group: dist.ProcessGroup, timeout: timedelta) -> timedelta | None:
-    """Set the time that an operation of a gloo ``group`` may take, and return the previous one; ``None`` for other
-    backends.
+    """Set the time that an operation of a gloo ``group`` may take.
 
-    Replaces ``monitored_barrier`` and the like, which are not the collectives that DDP issues. NCCL would end the
-    process instead.
+    Return the previous time; ``None`` for other backends. Replaces ``monitored_barrier`` and the like, which are not
+    the collectives that DDP issues. NCCL would end the process instead.
     """
     backend = group._get_backend(group._device_types[0])
     if not _is_of_gloo(backend):
@@ -133,14 +136,13 @@ _aborted: list[Any] = []  # backends, kept because a later abort is for the grou
 
 
 def abort_on_devices(seconds: float) -> bool:
-    """Abort the operations of all process groups of this process on accelerators, and wait at most ``seconds`` for
-    that.
+    """Abort the operations of all process groups of this process on accelerators.
 
-    Replaces ``ProcessGroup.abort`` of the backends that need it. With NCCL, nothing fails when a rank is gone. The
-    device waits, and so does a thread that reads a tensor from it, until the group's watchdog ends the process. Gloo's
-    operations fail by themselves. All groups are aborted, because the stream may wait in any of them for a rank that
-    waits in another. They are aborted at the same time, because the abort of one may wait for the abort of another
-    (pytorch issue 119797).
+    Wait at most ``seconds`` for that. Replaces ``ProcessGroup.abort`` of the backends that need it. With NCCL, nothing
+    fails when a rank is gone. The device waits, and so does a thread that reads a tensor from it, until the group's
+    watchdog ends the process. Gloo's operations fail by themselves. All groups are aborted, because the stream may wait
+    in any of them for a rank that waits in another. They are aborted at the same time, because the abort of one may
+    wait for the abort of another (pytorch issue 119797).
 
     Returns:
         Whether this process has such groups.

@@ -181,8 +181,9 @@ class Collective(ABC):
 
     @abstractmethod
     def teardown(self) -> None:
-        """Disconnect this rank after the last operation. All ranks call this. It does nothing if the collective is not
-        set up.
+        """Disconnect this rank after the last operation.
+
+        All ranks call this. It does nothing if the collective is not set up.
         """
 
     @property
@@ -247,16 +248,16 @@ class Collective(ABC):
 
     @property
     def agreed(self) -> dict[int, Any]:
-        """Results on which the ranks agreed in earlier blocks, by the digest of the arguments of the block
-        (``join.block``).
+        """Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments (``join.block``).
 
         They are equal on all ranks, and empty before the first block.
         """
         return vars(self).setdefault("_agreed", {})
 
     def next_block(self) -> int:
-        """Return the number of the next ``Join`` block of this group. Ranks enter blocks in one order, so it is equal
-        on all ranks.
+        """Return the number of the next ``Join`` block of this group.
+
+        Ranks enter blocks in one order, so it is equal on all ranks.
         """
         self._blocks += 1
         return self._blocks
@@ -285,9 +286,7 @@ class Collective(ABC):
         """Return the board for notes between ranks: in the store, or in memory that :meth:`line` found to be shared."""
 
     def issued(self) -> int:
-        """Return the number of operations that any caller started on the group on this rank; 0 if the backend does not
-        count.
-        """
+        """Return the number of operations started on the group on this rank; 0 if the backend does not count."""
         return 0
 
     def limit(self, timeout: timedelta) -> timedelta | None:
@@ -610,8 +609,9 @@ def exact(number: float) -> Exact:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat view of a contiguous tensor's bytes. In this form a backend can copy dtypes that it does not
-    support.
+    """Return a flat view of a contiguous tensor's bytes.
+
+    In this form a backend can copy dtypes that it does not support.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element has any stride
 

@@ -84,8 +84,9 @@ class Board(ABC):
 
     @final
     def begin(self, block: int) -> None:
-        """Begin the block of this number, which is positive and equal on all ranks. Messages of earlier blocks are
-        ignored.
+        """Begin the block of this number, which is positive and equal on all ranks.
+
+        Messages of earlier blocks are ignored.
         """
         self.block = block
 

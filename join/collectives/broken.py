@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-# Gloo raises RuntimeError and has no exception class. The text begins with the place in gloo's source, in brackets. Then
-# it says that the peer closed or reset a connection, or that gloo's own time limit has expired. Once one operation has
-# taken too long, later operations on the same connection raise a text without a place.
+# Gloo raises RuntimeError and has no exception class. The text begins with the place in gloo's source, in brackets.
+# Then it says that the peer closed or reset a connection, or that gloo's own time limit has expired. Once one operation
+# has taken too long, later operations on the same connection raise a text without a place.
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
 _DEPTH = 8  # the length of the chain of exceptions that is searched
 

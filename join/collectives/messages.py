@@ -1,5 +1,4 @@
-"""Lines between machines: messages over their own TCP connections, in a number of hops logarithmic in the number of
-ranks.
+"""Lines between machines: messages over their own TCP connections, in logarithmically many hops.
 
 Gloo's all-reduce passes through all ranks twice, however small the sum. Here, each rank knows the sum of two ranks
 after one message, of four ranks after the next, and so on. Of ``N`` ranks, rank ``r`` holds the sum over a *window*,
@@ -277,8 +276,9 @@ class Mesh:
 
 
 class _Fold(Generic[V]):
-    """Operation that combines the values of all ranks as messages arrive. It keeps the order of the ranks in the
-    circle.
+    """Operation that combines the values of all ranks as messages arrive.
+
+    It keeps the order of the ranks in the circle.
     """
 
     def __init__(self, mesh: Mesh, line: int, own: V, combine: Callable[[V, V], V]) -> None:
@@ -338,8 +338,8 @@ class _Fold(Generic[V]):
         if not self._is_done.acquire(timeout=max(limit, 0.0)):
             if limit != left:
                 raise RuntimeError(
-                    f"Waiting for all ranks timed out after {limit:g} s. Call the same operation on all ranks, or pass a"
-                    " longer timeout. [J503]"
+                    f"Waiting for all ranks timed out after {limit:g} s. Call the same operation on all ranks, or pass"
+                    " a longer timeout. [J503]"
                 )
             with self._mesh.lock:
                 if self._is_done.locked():  # the operation may have completed since

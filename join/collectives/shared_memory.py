@@ -187,8 +187,9 @@ def _open(address: _Address) -> int | None:
 
 
 class Lane:
-    """Memory of the line of this number. If other ranks have not written their numbers after ``timeout`` seconds, it
-    fails.
+    """Memory of the line of this number.
+
+    If other ranks have not written their numbers after ``timeout`` seconds, it fails.
     """
 
     def __init__(self, segment: Segment, number: int, timeout: float) -> None:
@@ -391,7 +392,9 @@ class _Gather(_Numbers):
 
 @final
 class SharedBoard(Board):
-    """Board in shared memory. Each rank has a place for each kind of message, with a checksum for reads during a write.
+    """Board in shared memory. Each rank has a place for each kind of message.
+
+    A message has a checksum, because another rank may read it during a write.
     """
 
     def __init__(self, segment: Segment) -> None:

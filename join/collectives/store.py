@@ -73,10 +73,9 @@ class StoreCollective(Collective):
 
     @final
     def _open_store(self, given: dist.Store | None) -> None:
-        """Open the store of a backend that has none: a part of ``given``, or a store that rank 0 opens. All ranks call
-        this.
+        """Open the store of a backend that has none: a part of ``given``, or a store that rank 0 opens.
 
-        Rank 0 sends the address of its store to the others by their own collectives.
+        All ranks call this. Rank 0 sends the address of its store to the others by their own collectives.
         """
         if given is not None:
             self._opened = fresh_store(given, self.rank, self.world_size)

@@ -48,8 +48,8 @@ class _Operation:
         if not self.done.wait(limit):
             missing = sorted(set(range(self.world.size)) - set(self.tensors))
             raise RuntimeError(
-                f"Waiting for ranks {missing} in {self.name} timed out after {limit:g} s. Call the same operation on all"
-                " ranks, or pass a longer timeout. [J041]"
+                f"Waiting for ranks {missing} in {self.name} timed out after {limit:g} s. Call the same operation on"
+                " all ranks, or pass a longer timeout. [J041]"
             )
         if self.failure is not None:
             raise self.failure
@@ -173,7 +173,7 @@ class ThreadCollective(StoreCollective):
             return super().get(key)
         except dist.DistStoreError:
             raise RuntimeError(
-                f"No rank set key {key!r} in time. Call set() for this key on one rank, or pass a longer timeout. [J044]"
+                f"No rank set key {key!r} in time. Call set() for it on one rank, or pass a longer timeout. [J044]"
             ) from None
 
     @override

@@ -1,1 +1,1 @@
-"""Failure of a rank: how the rank shows it, and how the others find the rank that failed first (``join.failure.peers``)."""
+"""Failure of a rank: how it is announced, and how the others find the first cause (``join.failure.peers``)."""

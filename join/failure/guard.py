@@ -137,8 +137,8 @@ class Guard:
             )
         else:
             text = (
-                f"All ranks waited {timeout:g} s for different collectives ({doing}). Run the same code on all ranks."
-                " [J062]"
+                f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the same"
+                " code on all ranks. [J062]"
             )
         error = JoinTimeoutError(f"{text} {_PENDING}")
         self.peers.post(error)
@@ -149,12 +149,11 @@ class Guard:
     def raise_closed(self) -> NoReturn:
         """Raise a :class:`JoinError`, because nothing can be announced any more."""
         raise JoinError(
-            f"The Join block has already ended ({self.closed}). Leave the block after this error. [J063]"
+            f"The Join block has already ended ({self.closed}). Leave the with statement before you continue. [J063]"
         )
 
     def raise_on_all(self, error: JoinError) -> NoReturn:
-        """Raise ``error``, which the other ranks raise as well or are informed of. Nothing can be announced afterwards.
-        """
+        """Raise ``error``, which the other ranks raise or are informed of. Nothing can be announced afterwards."""
         self.closed = described(error)
         self.is_lost |= not isinstance(error, EarlyTerminationError)
         raise error
@@ -192,9 +191,7 @@ class Guard:
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:
-        """Return the error to raise instead of ``error``, if ``error`` is a collective that broke because another rank
-        failed.
-        """
+        """Return the error to raise instead of ``error`` if a collective broke because another rank failed."""
         cause = self.peers.cause_of(error)
         if cause is None and self.timeout is not None and is_broken(error, stores=False):
             cause = self.timeout_error(in_collective=True)  # the other ranks live, but some never call it

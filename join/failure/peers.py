@@ -71,10 +71,10 @@ class News:
 
 
 class _Starter(threading.Thread):
-    """Thread that starts the watches of blocks that last, because starting and ending a thread takes longer than a
-    short block.
+    """Thread that starts the watches of blocks that last.
 
-    A process has one such thread. It is never woken up, because that would take as long.
+    Starting and ending a thread takes longer than a short block. A process has one such thread. It is never woken up,
+    because that would take as long.
     """
 
     def __init__(self) -> None:

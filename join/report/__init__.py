@@ -25,11 +25,10 @@ class JoinReport:
 
     @property
     def steps(self) -> int:
-        """The number of steps that all ranks made together, which is the number of steps that a single process would
-        have made.
+        """The number of steps that all ranks made together.
 
-        If you set a learning rate by a counter, add this number to the counter after each block. The counter is then
-        equal on all ranks.
+        A single process would have made the same number of steps. If you set a learning rate by a counter, add this
+        number to the counter after each block. The counter is then equal on all ranks.
 
         Raises:
             JoinError: For a block with ``enable=False``.

@@ -1,8 +1,9 @@
-"""Write the page of all errors, from the code: ``python -m docs.errors`` writes ``docs/errors.md``.
+"""Generator of the page of all errors: ``python -m docs.errors`` writes ``docs/errors.md`` from the code.
 
-The text of an error has a code: ``... list it [J052]``. It is written where the text is, and never changes or comes
-back: people search for it. A text says what is wrong, and then the way out (``WAYS_OUT``). Where that takes more words,
-a comment right above the statement says them on the page; each line of it begins with ``#:``.
+The text of an error ends with a code: ``... Add it to the list. [J052]``. The code stands where the text stands. A code
+never changes and is never reused, because people search for it. The first sentence of a text says what happened; the
+others say why, and what to do. A fix that needs more words is a comment right above the statement, each line of which
+begins with ``#:``. It appears on the page only.
 """
 
 from __future__ import annotations
@@ -20,37 +21,112 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "errors.md"
 FILES = sorted(path for package in ("join", "joinables") for path in (ROOT / package).rglob("*.py"))
 CODE = re.compile(r" ?\[(J\d{3})\]")
-WAYS_OUT = [
-    re.compile(begin) for begin in (r"(?<=[\w*)])\. (?=[A-Z])", "; ", " (?=(must|is none of|is neither) )", ": ")
-]
-# What nobody should see, what tells of an error that has a code, and Python's own text.
+NEXT_SENTENCE = re.compile(r"""(?<=[\w*)\]'"`][.?])\s+(?=[A-Z*`])""")
+# An internal fault, errors that repeat an error with a code, and texts that Python prescribes.
 WITHOUT_CODE = {"AssertionError", "BrokenCollective", "PeerError", "RemoteTraceback", "AttributeError"}
 TITLES = {
-    "join": "Join",
-    "join/collectives": "Collectives",
-    "join/failure": "Another rank has failed, or does not come",
-    "join/loop": "Loops over join.iterate",
-    "join/protocol": "Ranks that do different things",
-    "join/report": "The report",
-    "joinables": "What is listed",
-    "joinables/_torch": "The version of torch",
-    "joinables/ddp": "DistributedDataParallel",
-    "joinables/integrations": "Lightning, Accelerate and Transformers",
-    "joinables/metrics": "Metrics",
-    "joinables/trainer": "The trainer",
+    "join/arguments": "Calling `Join`",
+    "join/registry": "Calling `Join`",
+    "join": "Entering, using and leaving a block",
+    "join/agreement": "Running the same code on all ranks",
+    "join/protocol": "Running the same code on all ranks",
+    "join/failure": "Waiting for other ranks",
+    "join/loop": "Looping over `join.iterate`",
+    "joinables/dummy_forward": "Looping over `join.iterate`",
+    "join/scaling": "Weighing batches and scaling losses",
+    "joinables/loss_gate": "Weighing batches and scaling losses",
+    "joinables": "Listing an object",
+    "joinables/ddp": "Training a `DistributedDataParallel` module",
+    "joinables/metrics": "Keeping metrics",
+    "join/transfer": "Copying state when a block ends",
+    "join/report": "Reading the report",
+    "joinables/trainer": "Training with the trainer",
+    "joinables/trainer/launch": "Launching processes",
+    "joinables/trainer/checkpoint": "Saving and resuming with the trainer",
+    "joinables/integrations/lightning": "Training with Lightning",
+    "joinables/integrations/accelerate": "Training with Accelerate",
+    "joinables/integrations/transformers": "Training with Transformers",
+    "join/collectives": "Setting up and calling collectives",
+    "joinables/_torch": "Installing torch",
 }
+"""The activity in which a user meets the errors of a file or folder, in the order of the page."""
 TOP = """# Errors
 
 <!-- Written by `python -m docs.errors`, from the code. -->
 
-The text of an error has a code, such as `[J052]`. Search this page for yours: there is the text, with `<what differs>`
-from one error to the next, and after the arrow the way out.
+The text of an error ends with a code, such as `[J052]`. Search this page for your code. Each entry has the class of the
+error, the file that raises it, what happened, and what to do. A name in angle brackets, such as `<rank>`, stands for a
+value that differs from one error to the next.
 
-Two kinds of error have no code of their own. `PeerError` is what the other ranks raise when one has failed: it tells of
-that one's error. Look for its code, or mend what it says, then restart the processes from a checkpoint. And
-`EarlyTerminationError`, which `throw_on_early_termination=True` asks for, has torch's own texts: a rank has run out of
-inputs.
+Two kinds of error have no code of their own:
+
+- `PeerError` is raised by the ranks that did not fail. It quotes the error of the rank that failed. Look up the code of
+  the quoted error, fix its cause, and restart all processes from a checkpoint.
+- `EarlyTerminationError` is raised if you pass `throw_on_early_termination=True` and a rank runs out of batches. It has
+  the same texts as in PyTorch.
+
+The errors that users meet most often have an example:
+
 """
+EXAMPLES = {
+    "J010": """\
+Join(model)  # raises [J010]: a module is not a list
+Join([model])  # works
+""",
+    "J013": """\
+Join([optimizer])  # raises [J013]: an optimizer such as Adam does not communicate
+Join([model, optimizer])  # works: the DistributedDataParallel module communicates
+""",
+    "J018": """\
+Join([model], time_out=60)  # raises [J018]
+Join([model], timeout=60)  # works
+""",
+    "J020": """\
+Join([model, optimizer] if rank == 0 else [model])  # raises [J020] on entering the block
+Join([model, optimizer])  # works: the same list on all ranks
+""",
+    "J022": """\
+with Join([], process_group=None):  # raises [J022]: there is no default process group yet
+    evaluate()
+
+torch.distributed.init_process_group("gloo")  # works if called first
+""",
+    "J051": """\
+with Join([model, optimizer]) as join:
+    train()
+    print(join.report)  # raises [J051]: the block has not ended
+print(join.report)  # works
+""",
+    "J060": """\
+with Join([model, optimizer], timeout=60) as join:
+    for x, y in loader:
+        train_step(x, y)
+        torch.distributed.barrier()  # leads to [J060]: a rank that is out of data never calls it
+
+with Join([model, optimizer], timeout=60) as join:
+    for x, y in join.iterate(loader):  # works: all ranks run the loop body equally often
+        train_step(x, y)
+        torch.distributed.barrier()
+""",
+    "J064": """\
+rows = list(dataset)  # the kernel kills the process for lack of memory; the other ranks raise [J064]
+rows = iter(dataset)  # works: reads one row at a time
+""",
+    "J093": """\
+for x, y in join.iterate(loader):
+    if len(x) < 8:
+        continue  # raises [J093]: this rank skips a backward that other ranks run
+    train_step(x, y)
+
+for x, y in join.iterate(loader, weigh=lambda batch: len(batch[0]) if len(batch[0]) >= 8 else 0):
+    join.scale(loss_of(x, y)).backward()  # works: a batch of weight 0 counts for nothing
+""",
+    "J096": """\
+Join([model, {"steps": 0}])  # raises [J096]: a dict has neither hooks nor state_dict
+Join([model, ema])  # works if ema has state_dict and load_state_dict
+""",
+}
+"""For the errors that users meet most often, code that raises the error and code that does not."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +136,31 @@ class Text:
     path: Path
     line: int
     kind: str
-    """The class of the error; empty if the text is put together before that is made."""
+    """The class of the error; empty if the text is built before the error is."""
     words: str
-    """What it is filled with stands between asterisks."""
+    """The text; the names of inserted values stand between asterisks."""
     comment: str
-    """The way out, if the text does not have it."""
+    """The comment above the statement that is written for the page."""
 
     @property
     def codes(self) -> list[str]:
         return CODE.findall(self.words)
 
     @cached_property
-    def parts(self) -> tuple[str, str]:
-        """What is wrong, and the way out."""
-        words = CODE.sub("", self.words)
-        if self.comment:
-            return words, self.comment
-        found = next(filter(None, (begin.search(words) for begin in WAYS_OUT)), None)
-        return (words[: found.start()], words[found.end() :]) if found else (words, "")
+    def sentences(self) -> list[str]:
+        """The sentences of the text and of the comment, without the code."""
+        text = CODE.sub("", self.words)
+        return NEXT_SENTENCE.split(text) + (NEXT_SENTENCE.split(self.comment) if self.comment else [])
 
     @property
-    def room(self) -> str:
-        """The one of ``TITLES`` that the file is, or is in."""
-        folder = self.path.relative_to(ROOT).with_suffix("").as_posix()
-        return max((room for room in TITLES if f"{folder}/".startswith(f"{room}/")), key=len)
+    def title(self) -> str:
+        """The title in ``TITLES`` of the longest matching path."""
+        own = self.path.relative_to(ROOT).with_suffix("").as_posix()
+        return TITLES[max((path for path in TITLES if f"{own}/".startswith(f"{path}/")), key=len)]
 
 
 def texts() -> Iterator[Text]:
-    """The texts of all errors: those with a code, and those that should have one."""
+    """Yield the texts of all errors that have a code or should have one."""
     trees = {path: ast.parse(path.read_text()) for path in FILES}
     kinds = error_classes(trees.values())
     for path, tree in trees.items():
@@ -100,23 +173,23 @@ def texts() -> Iterator[Text]:
 
 
 def error_classes(trees: Iterable[ast.Module]) -> set[str]:
-    """The names of all exceptions: Python's, and what the packages derive from them."""
-    found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
+    """Return the names of all exceptions: the built-in ones, and the classes that the packages derive from them."""
+    names = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    while new := {each.name for each in classes if found.intersection(map(ast.unparse, each.bases))} - found:
-        found |= new
-    return found - WITHOUT_CODE
+    while new := {node.name for node in classes if names.intersection(map(ast.unparse, node.bases))} - names:
+        names |= new
+    return names - WITHOUT_CODE
 
 
 def constants_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The strings that have names in a module."""
+    """Yield the name and value of each string constant of a module."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield ast.unparse(node.targets[0]), node.value.value
 
 
 def strings(node: ast.AST, kinds: set[str], statement: int = 1, kind: str = "") -> Iterator[tuple[int, ast.expr, str]]:
-    """The strings in a node: the line in which their statement begins, and the error that they are an argument of."""
+    """Yield each string in a node, between the line of its statement and the error class that it is an argument of."""
     for child in ast.iter_child_nodes(node):
         begin = child.lineno if isinstance(child, ast.stmt) else statement
         if isinstance(child, ast.JoinedStr) or (isinstance(child, ast.Constant) and isinstance(child.value, str)):
@@ -129,11 +202,11 @@ def strings(node: ast.AST, kinds: set[str], statement: int = 1, kind: str = "") 
 
 
 def written(node: ast.expr, constants: Mapping[str, str]) -> str:
-    """A string; what it is filled with stands between asterisks, unless that is a constant."""
+    """Return a string with the names of inserted values between asterisks, and with constants inserted."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(written(each, constants) for each in node.values)
+        return "".join(written(part, constants) for part in node.values)
     assert isinstance(node, ast.FormattedValue)
     source = ast.unparse(node.value)
     if source.startswith("did_you_mean"):
@@ -142,11 +215,11 @@ def written(node: ast.expr, constants: Mapping[str, str]) -> str:
 
 
 def in_short(node: ast.expr) -> str:
-    """What an expression is, in a word or two."""
+    """Return a name of a word or two for the value of an expression."""
     if isinstance(node, ast.IfExp):
         return in_short(node.orelse if isinstance(node.body, ast.Constant) else node.body)
     if isinstance(node, ast.JoinedStr):
-        return " ".join(in_short(each.value) for each in node.values if isinstance(each, ast.FormattedValue))
+        return " ".join(in_short(part.value) for part in node.values if isinstance(part, ast.FormattedValue))
     source = re.sub(r"(['\"]).*?\1", "", ast.unparse(node))
     if isinstance(node, ast.BinOp):
         return re.sub(r"\b(self\.)?_?", "", source)
@@ -158,30 +231,41 @@ WITHOUT_MEANING = "self", "join", "map", "repr", "sorted", "str", "len", "type",
 
 
 def comment_above(lines: list[str], line: int) -> str:
-    """The comment above a line (from 1), if it is one for the page."""
-    found: list[str] = []
-    while (above := lines[line - 2 - len(found)].strip()).startswith("#: "):
-        found.insert(0, above.removeprefix("#: "))
-    return " ".join(found)
+    """Return the comment for the page that stands above a line, which is counted from 1; "" if there is none."""
+    comment: list[str] = []
+    while (above := lines[line - 2 - len(comment)].strip()).startswith("#: "):
+        comment.insert(0, above.removeprefix("#: "))
+    return " ".join(comment)
 
 
 def page() -> str:
-    """The page."""
-    told = [TOP]
-    for room, here in groupby(sorted(texts(), key=lambda text: (text.room, text.codes)), key=lambda text: text.room):
-        told.append(f"## {TITLES[room]}\n")
-        told += map(entry, here)
-    return "\n".join(told)
+    """Return the page."""
+    order = list(dict.fromkeys(TITLES.values()))
+    every = sorted(texts(), key=lambda text: (order.index(text.title), text.codes))
+    first = {text.codes[0]: text.sentences[0] for text in every if text.codes}
+    parts = [TOP + "\n".join(f"- [{code}](#{code.lower()}): {prose(first[code])}" for code in EXAMPLES) + "\n"]
+    for title, group in groupby(every, key=lambda text: text.title):
+        parts += [f"## {title}\n", *map(entry, group)]
+    return "\n".join(parts)
 
 
 def entry(text: Text) -> str:
-    """What the page says of one error."""
-    wrong, way_out = text.parts
-    wrong = re.sub(r"\*([^*]*)\*", r"<\1>", wrong)
-    way_out = re.sub(r"[_`\[\]]", r"\\\g<0>", way_out)
-    of = f"`{text.kind}`, " if text.kind else ""
-    where = text.path.relative_to(ROOT).as_posix()
-    return f"### {' '.join(text.codes)}\n\n{of}`{where}`\n\n`` {wrong} ``\n\n→ {way_out}\n"
+    """Return the page's entry for one error."""
+    happened, *others = text.sentences
+    source = f"{f'`{text.kind}`, ' if text.kind else ''}`{text.path.relative_to(ROOT).as_posix()}`"
+    parts = [f"### {' '.join(text.codes)}", source, f"`` {placeholders(happened)} ``", prose(" ".join(others))]
+    parts += [f"```python\n{EXAMPLES[code]}```" for code in text.codes if code in EXAMPLES]
+    return "\n\n".join(parts) + "\n"
+
+
+def placeholders(text: str) -> str:
+    """Return a text with the names of inserted values in angle brackets."""
+    return re.sub(r"\*([^*]*)\*", r"<\1>", text)
+
+
+def prose(text: str) -> str:
+    """Return a text as Markdown that shows its characters as they are."""
+    return re.sub(r"[_`\[\]<>]", r"\\\g<0>", placeholders(text))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Comparison between ranks: what they enter alike, and what they hold alike when they have made the same steps.
+"""Comparison of ranks: the arguments with which they enter a block, and the values that they hold after the same steps.
 
-Ranks that enter a block or a loop with different arguments would meet with collectives of different bursts; instead all
-of them raise. At its end, every joinable says by ``Joinable.equal_values`` what is the same on all ranks: learning
-rates, step counts, and so on. Every rank, active or not, does the same::
+Ranks that enter a block or a loop with different arguments would run collectives of different bursts; instead, all of
+them raise. At the end of a block, each joinable lists in ``Joinable.equal_values`` the values that are equal on all
+ranks: learning rates, step counts, and so on. Every rank, active or joined, does the same::
 
     all-reduce (min) of [digest, -digest, ...]
-    if the digests differ: all-gather of what each rank has; all raise
+    if the digests differ: all-gather of the values of each rank; all raise
 
-At the ends of a block digests ride along with other messages, or are summed on the line of headers (``join.block``). If
-not all digests are the same, a sum of them is no multiple of any, but by a chance as small as that of equal digests.
+At the end of a block, digests are part of other messages, or are summed on the line of headers (``join.block``). If the
+digests differ, their sum is a multiple of one of them only by a chance as small as the chance of equal digests.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from join.errors import ProtocolError
 from join.joinable import Joinable
 
 Values = Sequence[tuple[str, Mapping[str, Any]]]
-"""Of each joinable, its name and its values by name."""
+"""For each joinable, its name and its values by name."""
 
 DIGEST_BITS = 56
-_MOST = 5  # differences in an error's text
+_LONGEST_LIST = 5  # differences in the text of an error
 
 
 def check_same(
@@ -41,20 +41,20 @@ def check_same(
     wait: Callable[[Work, str], None],
     length: int | None = None,
 ) -> tuple[int, int] | None:
-    """Make sure that all ranks enter something alike: one all-reduce of five words.
+    """Check that all ranks enter a block or loop with the same arguments: one all-reduce of five words.
 
     Args:
-        collective: the group.
-        name: what they enter.
-        parts: what this rank enters it with.
-        wait: waits for the all-reduce; gets a text that says what this rank is doing.
-        length: how long it is on this rank, if it is known.
+        collective: The ranks.
+        name: The name of the block or loop, for the error text.
+        parts: The arguments of this rank, as texts.
+        wait: Waits for the all-reduce; called with the work and a text that says what this rank is doing.
+        length: The number of batches of this rank, if it is known.
 
     Returns:
-        The shortest and the longest length, if all ranks know it.
+        The shortest and the longest length, if all ranks know theirs.
 
     Raises:
-        ProtocolError: on every rank, if they do not agree.
+        ProtocolError: On every rank, if the arguments differ.
     """
     number, has_length = digest("\n".join(parts)), length is not None
     extremes = torch.tensor([number, -number, int(has_length), length or 0, -(length or 0)], device="cpu")
@@ -68,10 +68,12 @@ def check_same(
 def start_check(
     collective: Collective, line: Line, name: str, parts: Sequence[str], wait: Callable[[Work, str], None]
 ) -> Callable[[], None]:
-    """Start to check what :func:`check_same` does: one sum on a line, which must be over before the line's next one.
+    """Start the comparison of :func:`check_same` as one sum on a line.
+
+    The sum ends before the next sum of the line starts.
 
     Returns:
-        Waits for it; raises what :func:`check_same` does.
+        A function that waits for the sum. It raises as :func:`check_same` does.
     """
     number, size = digest("\n".join(parts)), collective.world_size
     work = line.sum(number, DIGEST_BITS + size.bit_length())
@@ -89,40 +91,40 @@ def _raise_not_same(collective: Collective, name: str, parts: Sequence[str]) -> 
     common = reduce(Counter[str].__and__, map(Counter, by_rank))
     own = [list((Counter(entered) - common).elements()) for entered in by_rank]
     ranks_of: dict[str, list[int]] = {}
-    for rank, entered in enumerate(own if any(own) else by_rank):  # else it is their order
+    for rank, entered in enumerate(own if any(own) else by_rank):  # if no rank has its own, the order differs
         ranks_of.setdefault(", ".join(entered) or "nothing more", []).append(rank)
     texts = "; ".join(f"ranks {ranks}: {entered}" for entered, ranks in ranks_of.items())
-    #: List the same objects in the same order on all ranks, and give the same arguments. The text says who gave what.
     raise ProtocolError(
-        f"all ranks must enter {name} with the same, in the same order. They differ in this: {texts} [J020]"
+        f"The ranks entered {name} with different objects or arguments ({texts}). Pass the same objects, in the same"
+        " order, and the same arguments on all ranks. [J020]"
     )
 
 
 def values_of(joinables: Sequence[Joinable]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return what all ranks should hold alike."""
+    """Return the values of joinables that should be equal on all ranks."""
     return [(joinable.join_name, joinable.equal_values()) for joinable in joinables]
 
 
 def digest_of(values: Values) -> int:
-    """Return a number of 56 bits that differs, in practice, where ``values`` do."""
+    """Return a number of 56 bits that is, in practice, different for different ``values``."""
     return digest(repr([(name, sorted(items.items())) for name, items in values]))
 
 
 def digest(text: str) -> int:
-    """Return a number of 56 bits that differs, in practice, where texts do."""
+    """Return a number of 56 bits that is, in practice, different for different texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[: DIGEST_BITS // 8], "big")
 
 
 def check_equal(collective: Collective, values: Values, wait: Callable[[Work], None]) -> None:
-    """Make sure that all ranks hold the same values: one all-reduce of two words.
+    """Check that all ranks hold the same values: one all-reduce of two words.
 
     Args:
-        collective: the group.
-        values: those of this rank.
-        wait: waits for the all-reduce.
+        collective: The ranks.
+        values: The values of this rank.
+        wait: Waits for the all-reduce.
 
     Raises:
-        ProtocolError: on every rank, if they do not.
+        ProtocolError: On every rank, if the values differ.
     """
     number = digest_of(values)
     extremes = torch.tensor([number, -number], device="cpu")
@@ -132,26 +134,26 @@ def check_equal(collective: Collective, values: Values, wait: Callable[[Work], N
 
 
 def raise_difference(collective: Collective, values: Values) -> None:
-    """Find out how ranks differ whose digests do: one all-gather of all values.
+    """Find the values behind digests that differ, and raise an error that names them: one all-gather of all values.
 
-    Values that some rank lacks are no difference (the state of a parameter that only its owner steps), and rounding is
-    none.
+    A value that some rank lacks does not count as a difference, such as the state of a parameter that only its owner
+    steps. Neither does rounding.
 
     Raises:
-        ProtocolError: on every rank, if they differ.
+        ProtocolError: On every rank, if values differ.
     """
     text = differences(dict(enumerate(collective.all_gather_object(values))))
     if text:
         raise ProtocolError(
-            f"all ranks must hold the same when they have made the same steps, and they differ in this: {text}. Step"
-            " optimizers, schedulers and scalers alike on all ranks, also where join.shadowing; give a scheduler a loss"
-            " that is reduced over all ranks; set learning rates by a counter that is the same on all ranks, such as"
-            " one to which join.report.steps is added [J441]"
+            f"Ranks that made the same steps hold different values: {text}. Step optimizers, schedulers and scalers"
+            " alike on all ranks, even if join.shadowing is true. Pass a scheduler a loss that is reduced over all"
+            " ranks. Set learning rates by a counter that is equal on all ranks, such as one to which you add"
+            " join.report.steps after each block. [J441]"
         )
 
 
 def differences(ranks: Mapping[int, Values]) -> str:
-    """Return the values that differ between ranks, in words; empty if there are none."""
+    """Return a text that lists the values that differ between ranks; "" if none does."""
     texts: list[str] = []
     first = next(iter(ranks))
     for position, (name, values) in enumerate(ranks[first]):
@@ -160,8 +162,8 @@ def differences(ranks: Mapping[int, Values]) -> str:
             if ... not in by_rank.values() and not all(_is_same(by_rank[first], value) for value in by_rank.values()):
                 words = ", ".join(f"{value!r} on rank {rank}" for rank, value in sorted(by_rank.items()))
                 texts.append(f"the {key} of {name} is {words}")
-    more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-    return "; ".join(texts[:_MOST]) + more
+    more = [f"and {len(texts) - _LONGEST_LIST} more"] if len(texts) > _LONGEST_LIST else []
+    return "; ".join(texts[:_LONGEST_LIST] + more)
 
 
 def _is_same(first: Any, second: Any) -> bool:

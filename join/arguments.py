@@ -1,4 +1,7 @@
-"""Checks of ``Join``'s arguments that need no communication; ``join.agreement`` compares them between ranks."""
+"""Checks of ``Join``'s arguments that need no communication.
+
+:mod:`join.agreement` compares the arguments between ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,88 +28,107 @@ OWN_KEYWORDS = (
     "loss_divided_by",
     "divide_by_initial_world_size",
 )
-"""What ``Join`` takes besides what it hands to hooks."""
+"""Keywords that ``Join`` uses itself instead of passing them to hooks."""
 _SCALARS = (bool, int, float, str, type(None))
 
 
 def checked_timeout(timeout: Any) -> float | None:
-    """Return ``timeout`` if it is one.
+    """Return ``timeout`` if it is ``None`` or a positive number of seconds.
 
     Raises:
-        TypeError: if it is no number.
-        ValueError: if it is not positive and finite.
+        TypeError: If ``timeout`` is not a number.
+        ValueError: If ``timeout`` is not positive and finite.
     """
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout={timeout!r} must be a number of seconds, or None to wait for ever [J001]")
+        raise TypeError(
+            f"timeout={timeout!r} is not a number of seconds. Pass a positive number, or None to wait without limit."
+            " [J001]"
+        )
     if not (math.isfinite(timeout) and timeout > 0):
-        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, or None to wait for ever [J002]")
+        raise ValueError(
+            f"timeout={timeout!r} is not a positive number of seconds. Pass a positive number, or None to wait without"
+            " limit. [J002]"
+        )
     return timeout
 
 
 def checked_weight(weight: Any, name: str) -> float:
-    """Return ``weight`` if it is one; ``name`` says where it comes from.
+    """Return ``weight`` as a float if it is a finite number of at least 0.
+
+    Args:
+        weight: A number, or a tensor with one element.
+        name: The expression that had this value, for the error text.
 
     Raises:
-        TypeError: if it is no number.
-        ValueError: if it is negative or not finite.
+        TypeError: If ``weight`` is not a number.
+        ValueError: If ``weight`` is negative or not finite.
     """
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"{name} is {weight!r}, which is no number; give the number of samples or tokens [J006]")
+        raise TypeError(
+            f"{name} is {weight!r}, which is not a number. Pass the number of samples or tokens in the batch. [J006]"
+        )
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(
-            f"{name} is {weight!r}, and must be finite and not negative: the number of samples or tokens [J007]"
+            f"{name} is {weight!r}, which is negative or not finite. Pass the number of samples or tokens in the batch."
+            " [J007]"
         )
     return number
 
 
 def checked_divisor(divisor: Any) -> int:
-    """Return ``loss_divided_by`` if it is a number of micro-batches.
+    """Return ``loss_divided_by`` as an int if it is a number of micro-batches.
 
     Raises:
-        TypeError: if it is no whole number.
-        ValueError: if it is less than 1.
+        TypeError: If ``divisor`` is not a whole number.
+        ValueError: If ``divisor`` is less than 1.
     """
     if isinstance(divisor, bool) or not isinstance(divisor, Integral):
-        raise TypeError(f"loss_divided_by={divisor!r} must be a whole number: the micro-batches in a window [J008]")
+        raise TypeError(
+            f"loss_divided_by={divisor!r} is not a whole number. Pass the number of micro-batches in an accumulation"
+            " window. [J008]"
+        )
     if divisor < 1:
-        raise ValueError(f"loss_divided_by={divisor} must be at least 1: the micro-batches in a window [J009]")
+        raise ValueError(
+            f"loss_divided_by={divisor} is less than 1. Pass the number of micro-batches in an accumulation window."
+            " [J009]"
+        )
     return int(divisor)
 
 
 def listed(objects: Any, group: Any) -> list[Any]:
-    """Return the objects given to ``Join``.
+    """Return the objects that ``Join`` was called with as a list.
 
     Args:
-        objects: what was given.
-        group: the process group that was given; ``...`` if none was.
+        objects: The first argument of ``Join``.
+        group: The argument ``process_group``; ``...`` if it was not passed.
 
     Raises:
-        TypeError: if ``objects`` is no list.
-        ValueError: if it is empty, and no group was given.
+        TypeError: If ``objects`` is a module, a string, or cannot be iterated.
+        ValueError: If ``objects`` is empty and no process group was passed.
     """
-    # Sequential and ModuleList can be iterated, and would be taken for a list of layers.
+    # A Sequential or a ModuleList can be iterated. Without this check, Join would treat it as a list of layers.
     if isinstance(objects, (torch.nn.Module, str)) or not isinstance(objects, Iterable):
-        raise TypeError(f"joinables is a {type(objects).__name__}, not a list; write Join([...]) [J010]")
+        raise TypeError(f"joinables is a {type(objects).__name__}, not a list. Write Join([...]). [J010]")
     objects = list(cast("Iterable[Any]", objects))
     if not objects and group is ...:
         raise ValueError(
-            "joinables=[] is empty: Join requires at least one joinable; for loops over join.iterate that train nothing"
-            " write Join([], process_group=None), or give their group [J011]"
+            "Join([]) lists no object. List the objects that you train. For a loop over join.iterate that trains"
+            " nothing, write Join([], process_group=None), or pass the process group of the loop. [J011]"
         )
     return objects
 
 
 def expand(objects: Sequence[Any]) -> list[Joinable]:
-    """Turn the objects given to ``Join`` into joinables, each object once.
+    """Return the joinables for the objects that ``Join`` was called with.
 
     Raises:
-        TypeError: if one cannot join.
-        ValueError: if one is there twice.
+        TypeError: If an object cannot join.
+        ValueError: If an object is listed twice.
     """
     expanded: list[Joinable] = []
     seen: dict[int, int] = {}
@@ -117,8 +139,8 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
         for target in {id(joinable.join_target): joinable.join_target for joinable in joinables}.values():
             if id(target) in seen:
                 raise ValueError(
-                    f"joinables[{seen[id(target)]}] and joinables[{position}] are the same {type(target).__name__};"
-                    " list it once [J012]"
+                    f"joinables[{seen[id(target)]}] and joinables[{position}] are the same {type(target).__name__}."
+                    " List it once. [J012]"
                 )
             seen[id(target)] = position
         expanded += joinables
@@ -126,35 +148,39 @@ def expand(objects: Sequence[Any]) -> list[Joinable]:
 
 
 def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
-    """Return a joinable's hook for a block.
+    """Return the hook of a joinable for one block.
 
     Raises:
-        TypeError: if ``join_hook`` returned none.
+        TypeError: If ``join_hook`` returned something else.
     """
     hook: Any = joinable.join_hook(**kwargs)
     if callable(getattr(hook, "main_hook", None)) and callable(getattr(hook, "post_hook", None)):
         return hook
-    raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}; return a JoinHook [J014]")
+    raise TypeError(
+        f"join_hook of {joinable.join_name} returned {hook!r}, which is not a hook. Return a JoinHook. [J014]"
+    )
 
 
 def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool) -> Collective:
-    """Return the collective of the joinables' group; one of this process alone if nothing has to communicate.
+    """Return the collective of the joinables' process group.
+
+    If nothing has to communicate, it is a collective of this process alone.
 
     Args:
-        joinables: those listed.
-        group: the group that ``Join`` was given; ``...`` if none was.
-        enable: whether the block does anything.
+        joinables: The listed joinables.
+        group: The argument ``process_group`` of ``Join``; ``...`` if it was not passed.
+        enable: Whether the block does anything.
 
     Raises:
-        ValueError: if they have several, or if none communicates and there are other processes.
+        ValueError: If the joinables have several process groups, or if none communicates and there are other processes.
     """
     communicating = [joinable for joinable in joinables if joinable.communicates]
     if not communicating:
         if enable and (dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1"):
             names = ", ".join(joinable.join_name for joinable in joinables)
             raise ValueError(
-                f"joinables=[{names}] has no object that communicates; list the module wrapped in"
-                " DistributedDataParallel (or another Joinable) too [J013]"
+                f"Join([{names}]) lists no object that communicates. Add the DistributedDataParallel module, or another"
+                " Joinable, to the list. [J013]"
             )
         return SingleCollective() if group is ... else collective_of(group)
     first, *others = [joinable for joinable in communicating if joinable.has_own_group] or communicating
@@ -162,31 +188,41 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     for other in others:
         if collective_of(other.join_process_group) is not collective:
             raise ValueError(
-                f"using Join with multiple process groups: that of {first.join_name} is not that of"
-                f" {other.join_name}; use a block for each group [J015]"
+                f"{first.join_name} and {other.join_name} use multiple process groups in one Join block. Open one block"
+                " for each process group. [J015]"
             )
     if group is not ... and collective_of(group) is not collective:
-        raise ValueError(f"process_group={group!r} is not that of {first.join_name}; leave it out [J016]")
+        raise ValueError(
+            f"process_group={group!r} is not the process group of {first.join_name}. Remove process_group from"
+            " Join(...). [J016]"
+        )
     return collective
 
 
 def check_initialised(joinable: Any) -> None:
-    """Raise a ``TypeError`` for what is no ``Joinable``, or whose constructor did not call ``Joinable.__init__``."""
+    """Check that an object is a ``Joinable`` whose constructor called ``Joinable.__init__``.
+
+    Raises:
+        TypeError: If it is not.
+    """
     if not hasattr(joinable, "_join_config"):
         raise TypeError(
-            f"joinables has an object that is not initialised; check that the constructor of {type(joinable).__name__}"
-            " calls Joinable.__init__(self) [J017]"
+            f"A {type(joinable).__name__} object is not an initialised Joinable. Derive its class from Joinable, and call"
+            " Joinable.__init__(self) in its constructor. [J017]"
         )
 
 
 def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any]) -> None:
-    """Raise a ``TypeError`` for a keyword that no hook takes: a mistake, most likely a typo.
+    """Check that a hook accepts each extra keyword of ``Join``. An unknown keyword is most likely a typo.
 
     Args:
-        joinables: those listed.
-        kwargs: what ``Join`` was given beyond its own arguments.
+        joinables: The listed joinables.
+        kwargs: The keywords that ``Join`` does not use itself.
+
+    Raises:
+        TypeError: If no hook accepts a keyword.
     """
-    taken = {"divide_by_initial_world_size"}  # the block itself takes that
+    accepted = {"divide_by_initial_world_size"}  # the block itself uses it
     for joinable in joinables:
         keywords = joinable.join_keywords
         if keywords is None:
@@ -194,38 +230,42 @@ def check_keywords(joinables: Sequence[Joinable], kwargs: Mapping[str, Any]) -> 
             if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
                 return
             keywords = frozenset(parameter.name for parameter in parameters)
-        taken |= keywords
+        accepted |= keywords
     for name, value in kwargs.items():
-        if name in taken:
-            continue
-        known = f"they take {', '.join(sorted(taken))}"
-        hint = did_you_mean(name, [*taken, *OWN_KEYWORDS])
-        #: Leave it out, or mend its name: the text has those that are known.
-        raise TypeError(
-            f"{name}={value!r}: no join_hook of the listed joinables takes this keyword; {known}{hint} [J018]"
-        )
+        if name not in accepted:
+            raise TypeError(
+                f"{name}={value!r} is not a keyword of Join or of a listed object. Correct its name, or remove it from"
+                f" Join(...). The listed objects accept {', '.join(sorted(accepted))}."
+                f"{did_you_mean(name, [*accepted, *OWN_KEYWORDS])} [J018]"
+            )
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Raise a ``TypeError`` for an argument that is neither true nor false."""
+    """Check that each argument is true or false.
+
+    Raises:
+        TypeError: If one is neither.
+    """
     for name, value in flags.items():
-        if value not in (True, False):  # numpy's are fine
-            raise TypeError(f"{name}={value!r} must be True or False [J019]")
+        if value not in (True, False):  # which a numpy.bool_ is
+            raise TypeError(f"{name}={value!r} is neither True nor False. Pass one of them. [J019]")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that it resembles, if there is one."""
-    meant = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {meant[0]}?" if meant else ""
+    """Return a question that names the known name closest to an unknown one; "" if none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {matches[0]}?" if matches else ""
 
 
 def entered_with(joinables: Sequence[Joinable], arguments: Mapping[str, Any], divisor: int) -> list[str]:
-    """Return what ranks compare on entering a block: the names of joinables, in order, and the arguments of ``Join``.
+    """Return the values that ranks compare on entering a block.
+
+    These are the names of joinables in order, and ``Join``'s arguments.
 
     Args:
-        joinables: those listed.
-        arguments: those that must be the same; only plain values are compared.
-        divisor: ``loss_divided_by``.
+        joinables: The listed joinables.
+        arguments: The arguments that have to be equal on all ranks. Only plain values are compared.
+        divisor: The value of ``loss_divided_by``.
     """
     settings = {**arguments} if divisor == 1 else {**arguments, "loss_divided_by": divisor}
     plain = [f"{name}={value!r}" for name, value in sorted(settings.items()) if isinstance(value, _SCALARS)]

@@ -1,50 +1,55 @@
-"""What can go wrong inside a :class:`join.Join` block, one class a cause.
+"""Errors that a :class:`join.Join` block raises, with one class for each cause.
 
-A rank that raises leaves its block with its own exception, at once. Every other rank ends with :class:`PeerError`,
-which names the first cause: where it waits for the others, or, from inside a collective, when the process of that rank
-has ended. An operation may be half done on the process group then: let the exceptions end the processes, and restart
-from a checkpoint. Only after :class:`EarlyTerminationError` the group works.
+A rank that raises leaves its block at once, with its own exception. Every other rank raises :class:`PeerError`, which
+names the first cause. It does so where it waits for the other ranks, or inside a collective if the process of the
+failed rank has ended. A collective of the process group may then be incomplete: let the exceptions end the processes,
+and restart from a checkpoint. The process group stays usable after :class:`EarlyTerminationError` only.
 """
 
 from __future__ import annotations
 
 
 class JoinError(RuntimeError):
-    """Base of all errors of this package: a ``Join`` block could not be carried out as written."""
+    """Base class of the errors of this package: a ``Join`` block could not be carried out as written."""
 
 
 def described(error: BaseException) -> str:
-    """The class of an exception, and its text if it has one."""
+    """Return the class of an exception, followed by its text if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Have the traceback of an exception say something more; from Python 3.11 on."""
+    """Add a line to the traceback of an exception. Python 3.10 has no notes and ignores it."""
     add = getattr(error, "add_note", None)
     if add is not None:
         add(note)
 
 
 class EarlyTerminationError(JoinError):
-    """A rank ran out of inputs under ``throw_on_early_termination=True``; raised on every rank at the same step.
+    """Exception for ``throw_on_early_termination=True`` when a rank runs out of batches.
 
-    The process group works afterwards.
+    Every rank raises it at the same step. The process group stays usable.
     """
 
 
 class PeerError(JoinError):
-    """Another rank failed inside the block; the message has its rank, and its exception's class and text.
+    """Exception for the failure of another rank.
+
+    The message has the failed rank, and the class and text of its exception.
 
     Attributes:
-        rank: the rank that failed first, as far as it is known.
+        rank: The rank that failed first; ``None`` if it is not known.
     """
 
     rank: int | None = None
 
 
 class ProtocolError(JoinError):
-    """What ranks do does not fit together: they announced different things, or one left out what others run."""
+    """Exception for ranks whose actions do not match.
+
+    They announced different bursts, or one skipped a burst of the others.
+    """
 
 
 class JoinTimeoutError(JoinError):
-    """A rank did not come within ``timeout`` seconds; the message says who announced what."""
+    """Exception for a rank that did not arrive within ``timeout`` seconds. Its message says what each rank did."""

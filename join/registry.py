@@ -1,8 +1,9 @@
-"""How an object becomes joinables: :func:`register_joinable` and the look-up behind ``Join``'s first argument.
+"""Registry of adapters: :func:`register_joinable`, and the look-up that turns a listed object into joinables.
 
-The look-up goes through the classes of the object from the most specific to ``object``, so an adapter for a subclass
-wins over one for its base. What no class adapter takes, and has ``state_dict`` and ``load_state_dict``, is state.
-The adapters for torch's own objects live elsewhere (``joinables``), and are loaded on the first look-up.
+The look-up goes through the classes of the object from the most specific class to ``object``, so an adapter for a
+subclass takes precedence over an adapter for its base class. If no class has an adapter and the object has
+``state_dict`` and ``load_state_dict``, it is joined as state. The package ``joinables`` has the adapters for PyTorch's
+own objects; the first look-up imports it.
 """
 
 from __future__ import annotations
@@ -21,36 +22,35 @@ _state_adapter: list[Adapter] = []
 
 
 def register_joinable(cls: type[T], adapter: Callable[[T], Joinable | Sequence[Joinable]]) -> None:
-    """Make objects of ``cls`` and its subclasses acceptable to ``Join``.
+    """Make ``Join`` accept objects of ``cls`` and its subclasses.
 
     Args:
-        cls: the class; an adapter that was registered for it before is replaced.
-        adapter: called with the object on building a ``Join``, and each time that it is entered; returns the joinable,
-            or several in their order, that stand for it. It must not modify the object: that is for
-            ``Joinable.attach``.
+        cls: The class. An adapter that was registered for it earlier is replaced.
+        adapter: A function from the object to its joinable, or to several joinables in their order. It is called when a
+            ``Join`` is built, and each time that it is entered. It must not modify the object; ``Joinable.attach`` may.
 
     Raises:
-        TypeError: if ``cls`` is not a class or ``adapter`` cannot be called.
+        TypeError: If ``cls`` is not a class, or ``adapter`` cannot be called.
     """
     if not isinstance(cls, type):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"cls={cls!r} is not a class; give a class [J094]")
+        raise TypeError(f"cls={cls!r} is not a class. Pass the class of the objects that the adapter is for. [J094]")
     if not callable(adapter):
         raise TypeError(
-            f"adapter={adapter!r} cannot be called; give a function from the object to its joinables [J095]"
+            f"adapter={adapter!r} cannot be called. Pass a function that returns the joinables of an object. [J095]"
         )
     _adapters[cls] = adapter
 
 
 def register_state_adapter(adapter: Adapter) -> None:
-    """Set what stands for objects that only have ``state_dict`` and ``load_state_dict``."""
+    """Set the adapter for objects that have only ``state_dict`` and ``load_state_dict``."""
     _state_adapter[:] = [adapter]
 
 
 def joinables_of(obj: Any) -> list[Joinable]:
-    """Return the joinables that stand for ``obj``.
+    """Return the joinables of a listed object.
 
     Raises:
-        TypeError: if ``obj`` cannot join.
+        TypeError: If ``obj`` cannot join.
     """
     if isinstance(obj, Joinable):
         return [obj]
@@ -60,17 +60,17 @@ def joinables_of(obj: Any) -> list[Joinable]:
     if adapter is None and is_state and not isinstance(obj, type):
         adapter = _state_adapter[0]
     if adapter is None:
-        kind = f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__} object"
+        kind = f"The class {obj.__qualname__}" if isinstance(obj, type) else f"A {type(obj).__qualname__} object"
         raise TypeError(
-            f"{kind} cannot join: it is no Joinable, has no state_dict and load_state_dict, and no adapter is"
-            f" registered for it. Derive it from join.Joinable, or call join.register_joinable({type(obj).__name__},"
-            " adapter) [J096]"
+            f"{kind} cannot join. It is not a Joinable, has no state_dict and load_state_dict, and has no registered"
+            " adapter. Remove it from the list, derive its class from join.Joinable, or call"
+            f" join.register_joinable({type(obj).__name__}, adapter). [J096]"
         )
     adapted = adapter(obj)
     listed = [adapted] if isinstance(adapted, Joinable) else adapted
     if not (isinstance(listed, Sequence) and listed and all(isinstance(item, Joinable) for item in listed)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"the adapter registered for {type(obj).__qualname__} returned {adapted!r}; it must return a Joinable, or a"
-            " list of them [J097]"
+            f"The adapter registered for {type(obj).__qualname__} returned {adapted!r}. Return a Joinable or a list of"
+            " Joinables from it. [J097]"
         )
     return list(listed)

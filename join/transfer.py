@@ -1,19 +1,19 @@
-"""Copying state from one rank to all, or from all to all: tensors travel as bytes, the rest is pickled.
+"""Copying of state from one rank to all, or from all ranks to all: tensors are sent as bytes, and the rest is pickled.
 
-Active and joined ranks run the same code here, so there is one order of collectives. Tensors of one device are one
-message, or several of 64 MiB each. State that is copied when an uneven block ends travels together
+Active and joined ranks run the same code here, so there is one order of collectives. The tensors of one device form one
+message, or several of 64 MiB each. All state that is copied at the end of an uneven block is sent together
 (:func:`copy_state`)::
 
     rank that is copied                              every other rank
     -------------------                              ----------------
-    skeletons of all that is sent, and which         the same: two broadcasts
-    tensors go together
-    all-reduce: can all ranks copy it?               all-reduce
-    one cannot: all-gather of reasons; all raise     the same
-    tensors: one broadcast for each device           into tensors of its own, where these fit
+    skeletons of all trees, and the tensors of       the same: two broadcasts
+    each message
+    all-reduce: can all ranks copy the state?        all-reduce
+    if one cannot: all-gather of reasons; all raise  the same
+    tensors: one broadcast for each message          the same, into its own tensors if these fit
 
-A single tree is sent likewise, without the all-reduce. From all to all (:func:`gather_trees`), there is an all-gather
-of skeletons, and another one of tensors.
+A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), there is
+one all-gather of skeletons and another one of tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from join.errors import JoinError, described
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Layout: TypeAlias = Sequence[tuple[torch.device, int]]
-"""Of each message the device, and how many bytes it has."""
+"""For each message, its device and its size in bytes."""
 _Plan: TypeAlias = Sequence[Sequence[int]]
-"""Of each message the numbers of its tensors."""
+"""For each message, the numbers of its tensors."""
 _CHUNK_BYTES = 64 * 2**20
 
 
@@ -41,47 +41,46 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 def broadcast_tensors(collective: Collective, tensors: Tensors, source: int) -> None:
-    """Overwrite ``tensors`` in place with those of rank ``source``; extra memory is one chunk of 64 MiB.
+    """Overwrite ``tensors`` in place with the tensors of rank ``source``. The extra memory is one chunk of 64 MiB.
 
     Args:
-        collective: the group.
-        tensors: of the same shapes and dtypes on all ranks.
-        source: the rank whose tensors are sent.
+        collective: The ranks.
+        tensors: Tensors of the same shapes and dtypes on all ranks.
+        source: The rank whose tensors are sent.
     """
     _move(collective, _plan(tensors), tensors, source)
 
 
 class OwnTensors:
-    """Tensors that each rank has for itself, such as buffers: copied from one rank at the end of an even block.
+    """Tensors of which each rank has its own values, such as buffers, copied from one rank at the end of an even block.
 
-    Whether all ranks have tensors of the same sizes is being compared meanwhile. So what is started before that has the
-    sizes that were agreed on when the last such block ended, whatever this rank has now.
+    While this copy runs, the ranks are still comparing whether their tensors have the same sizes. A copy that starts
+    earlier therefore has the sizes that the ranks agreed on at the end of the last such block, whatever this rank has
+    now.
 
     Args:
-        collective: the group.
-        tensors: this rank's.
-        source: the rank whose tensors are sent.
-        agreed: the layout that was agreed on; empty if none was.
+        collective: The ranks.
+        tensors: The tensors of this rank.
+        source: The rank whose tensors are sent.
+        agreed: The layout that the ranks agreed on; empty if there is none.
     """
 
     def __init__(self, collective: Collective, tensors: Tensors, source: int, agreed: Layout) -> None:
         self._collective, self._tensors, self._source = collective, tensors, source
         parcels = [_Parcel([tensors[number] for number in numbers]) for numbers in _plan(tensors)]
         self.layout = [(parcel.tensors[0].device, parcel.nbytes) for parcel in parcels]
-        """That of this rank, to be agreed on; empty if it takes more than one chunk for a device."""
+        """The layout of this rank, to be agreed on; empty if the tensors take more than one chunk."""
         if sum(nbytes for _, nbytes in self.layout) > _CHUNK_BYTES:
             self.layout = []
-        self._ends: list[Callable[[], object]] = []
         self._is_started = bool(agreed) and self.layout == agreed
         if self._is_started:
             self._ends = [parcel.start(collective, source, aside=True) for parcel in parcels]
         else:
-            for device, nbytes in agreed:
-                nothing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-                self._ends.append(collective.broadcast(nothing, source).wait)
+            empty = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device, nbytes in agreed]
+            self._ends = [collective.broadcast(message, source).wait for message in empty]
 
     def receive(self) -> None:
-        """Overwrite the tensors; called if all ranks have tensors of the same sizes."""
+        """Overwrite the tensors. Call this if all ranks have tensors of the same sizes."""
         for end in self._ends:
             end()
         if not self._is_started:
@@ -89,11 +88,11 @@ class OwnTensors:
 
 
 class _Parcel:
-    """Tensors of one device that are one message. Those with the largest elements come first, so that all are aligned.
+    """Tensors of one device that form one message. The largest elements come first, so that all tensors are aligned.
 
     Args:
-        tensors: in that order.
-        kept: the ``id`` of those that are left alone here, whatever arrives.
+        tensors: The tensors, in that order.
+        kept: The ``id`` of each tensor that this rank does not overwrite.
     """
 
     def __init__(self, tensors: Tensors, kept: Iterable[int] = ()) -> None:
@@ -103,12 +102,12 @@ class _Parcel:
 
     @torch.no_grad()
     def start(self, collective: Collective, source: int, *, aside: bool = False) -> Callable[[], object]:
-        """Start to send or to receive; the function returned waits, and puts what was received into the tensors.
+        """Start to send or receive. The returned function waits, and copies the received message into the tensors.
 
         Args:
-            collective: the group.
-            source: the rank that sends.
-            aside: whether the tensors stay as they are until that function is called.
+            collective: The ranks.
+            source: The rank that sends.
+            aside: Whether the tensors stay unchanged until the returned function is called.
         """
         first = self.tensors[0]
         is_source = collective.rank == source
@@ -120,13 +119,13 @@ class _Parcel:
         return work.wait if is_source else lambda: (work.wait(), self.unpack(flat))
 
     def flat(self) -> torch.Tensor:
-        """The tensors as bytes, one behind the other."""
-        tensors = [as_bytes(tensor.detach().contiguous()) for tensor in self.tensors]
-        return torch.cat([torch.empty(0, dtype=torch.uint8, device=tensors[0].device if tensors else "cpu"), *tensors])
+        """Return the bytes of all tensors in one tensor."""
+        parts = [as_bytes(tensor.detach().contiguous()) for tensor in self.tensors]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @torch.no_grad()
     def unpack(self, flat: torch.Tensor) -> None:
-        """Put what :meth:`flat` has made into the tensors."""
+        """Copy the bytes that :meth:`flat` made into the tensors."""
         parts = cast("Sequence[torch.Tensor]", flat.split(self._sizes))
         for tensor, part in zip(self.tensors, parts, strict=True):
             if id(tensor) not in self._kept:
@@ -134,7 +133,7 @@ class _Parcel:
 
 
 def _plan(tensors: Tensors) -> _Plan:
-    """Which tensors go together, by their positions: of one device, up to the chunk size."""
+    """Return the numbers of the tensors of each message: tensors of one device, up to the size of a chunk."""
     devices: dict[torch.device, list[int]] = {}
     itemsizes = [tensor.itemsize for tensor in tensors]
     for number, tensor in enumerate(tensors):
@@ -157,18 +156,19 @@ def _plan(tensors: Tensors) -> _Plan:
 
 
 def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iterable[torch.device] = ()) -> Any:
-    """Return rank ``source``'s ``tree`` (dicts, lists, tuples of tensors and picklable leaves) on every rank.
+    """Return the ``tree`` of rank ``source`` on every rank: dicts, lists and tuples of tensors and picklable leaves.
 
     Args:
-        collective: the group.
-        tree: on another rank, its own, if it has one: what is received goes into tensors of it that fit.
-        source: the rank whose tree is sent.
-        devices: those that this rank trains on, for tensors that are on no CPU at ``source``, and of which this rank
-            has none that tells where; without, its current device.
+        collective: The ranks.
+        tree: The tree to send. On the other ranks, their own tree, if they have one: its tensors receive the tensors of
+            ``source`` that fit.
+        source: The rank whose tree is sent.
+        devices: The devices that this rank trains on. They are used for tensors that are not on a CPU at ``source`` and
+            have no counterpart in ``tree`` here. Without them, such tensors go to the current device.
 
     Raises:
-        RuntimeError: on every rank, if a leaf that is not a tensor cannot be pickled.
-        TypeError: on every rank, if a container cannot be built without the tensors in it.
+        RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
+        TypeError: On every rank, if a container cannot be built without its tensors.
     """
     skeletons, plan, tensors = _broadcast_skeletons(collective, [tree], source)
     inbox = Inbox(tree if collective.rank == source else skeletons[0], devices)
@@ -178,16 +178,18 @@ def broadcast_tree(collective: Collective, tree: Any, source: int, devices: Iter
 
 
 def _broadcast_skeletons(collective: Collective, trees: list[Any], source: int) -> tuple[list[Any], _Plan, Tensors]:
-    """Return the skeletons of rank ``source``'s trees, which tensors go together, and, on ``source``, the tensors."""
+    """Return the skeletons of the trees of rank ``source``, the messages, and, on ``source``, the tensors."""
     tensors: list[torch.Tensor] = []
     sent: Any = None
     if collective.rank == source:
         try:
             skeletons = [_skeleton_of(tree, tensors) for tree in trees]
             sent = skeletons, _plan(tensors)
-        except Exception as error:  # some look at what they get, such as PackedSequence
-            #: Give plain tensors in lists, tuples or dicts.
-            sent = TypeError(f"something in it cannot be sent to other ranks: {described(error)} [J100]")
+        except Exception as error:  # some containers check their contents, such as PackedSequence
+            sent = TypeError(
+                f"A container cannot be sent to other ranks ({described(error)}). Put plain tensors into lists, tuples"
+                " or dicts instead. [J100]"
+            )
             sent.__cause__ = error
     received = collective.broadcast_object(sent, source)
     if isinstance(received, TypeError):
@@ -202,13 +204,14 @@ def _move(collective: Collective, plan: _Plan, tensors: Any, source: int, kept: 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor in a skeleton.
+    """Place of a tensor in a skeleton.
 
     Attributes:
-        number: among all tensors that are sent; a tensor that is in several places of a tree has one number.
-        shape: of the tensor.
-        dtype: of the tensor.
-        device: the type alone: each rank has a device of its own.
+        number: The number of the tensor among all tensors that are sent. A tensor at several places of a tree has one
+            number.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        device: The type of the tensor's device, without an index, because each rank has its own device.
     """
 
     number: int
@@ -218,34 +221,34 @@ class Slot:
 
 
 class Inbox:
-    """Tensors that a rank receives those of a skeleton into.
+    """Tensors into which a rank receives the tensors of a skeleton.
 
     Args:
-        skeleton: of the sender's tree.
-        devices: as of :func:`broadcast_tree`.
+        skeleton: The skeleton of the sender's tree.
+        devices: As for :func:`broadcast_tree`.
 
     Attributes:
-        tensors: by the numbers of their slots.
-        kept: the ``id`` of those that only take the place of what arrives: shells without memory.
+        tensors: The receiving tensors, by the numbers of their slots.
+        kept: The ``id`` of each tensor without memory whose message is received and dropped.
     """
 
     def __init__(self, skeleton: Any, devices: Iterable[torch.device] = ()) -> None:
         self.skeleton = skeleton
         self.tensors: dict[int, torch.Tensor] = {}
         self.kept: set[int] = set()
-        self._taken: set[int] = set()  # one that is in several places takes one tensor
+        self._used: set[int] = set()  # the id of each receiving tensor, since a tensor receives one slot only
         self._devices = {device.type: device for device in devices}
 
     def fill(self, skeleton: Any, own: Any = None, like: torch.Tensor | None = None, *, keeps: bool = False) -> Any:
-        """Return ``skeleton`` with tensors in its slots, each of which has to be filled.
+        """Return ``skeleton`` with a tensor in each slot, to be overwritten by the message.
 
         Args:
-            skeleton: of the sender's tree, or of a part of it.
-            own: the same part of this rank's tree: tensors of it that fit their slots are taken. Others are on the same
-                device, if its type is right.
-            like: the parameter that the tensors belong to. They are on its device, but for those that are on the CPU at
-                the sender; and where they have its shape, they are laid out in memory as it is.
-            keeps: whether this rank keeps its own part, and only takes part in the broadcast.
+            skeleton: The skeleton of the sender's tree, or of a part of it.
+            own: The same part of this rank's tree. A tensor of it that fits its slot is used. If only the device type
+                fits, the new tensor is on the same device.
+            like: The parameter that the tensors belong to. The new tensors are on its device, unless they are on the
+                CPU at the sender. If they have its shape, they also have its memory layout.
+            keeps: Whether this rank keeps its own tree and only takes part in the broadcast.
         """
         own_at: dict[Any, Any] = dict(pytree.tree_flatten_with_path(own)[0])
 
@@ -254,23 +257,23 @@ class Inbox:
                 return slot
             if slot.number not in self.tensors:
                 held: Any = own_at.get(path)
-                is_alike = isinstance(held, torch.Tensor) and held.device.type == slot.device
+                is_on_device = isinstance(held, torch.Tensor) and held.device.type == slot.device
                 device = self._devices.get(slot.device, torch.device(slot.device))
                 if slot.device != "cpu" and like is not None:
                     device = like.device
-                elif is_alike:
+                elif is_on_device:
                     device = held.device
                 wanted = slot.shape, slot.dtype, device
                 shell = torch.empty((), dtype=slot.dtype, device=device).expand(slot.shape)
                 if keeps:
                     tensor = shell
                     self.kept.add(id(tensor))
-                elif is_alike and (held.shape, held.dtype, held.device) == wanted and id(held) not in self._taken:
+                elif is_on_device and (held.shape, held.dtype, held.device) == wanted and id(held) not in self._used:
                     tensor = held
                 else:
                     base = shell if like is None or like.shape != slot.shape else like
                     tensor = torch.empty_like(base, dtype=slot.dtype, device=device)
-                self._taken.add(id(tensor))
+                self._used.add(id(tensor))
                 self.tensors[slot.number] = tensor
             return self.tensors[slot.number]
 
@@ -278,7 +281,7 @@ class Inbox:
 
 
 def _skeleton_of(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``tree`` with a slot for each tensor in it, and add these to ``tensors``."""
+    """Return ``tree`` with a slot for each of its tensors, and append the tensors to ``tensors``."""
     numbers: dict[int, int] = {}
 
     def slot(tensor: torch.Tensor) -> Slot:
@@ -293,37 +296,36 @@ def _skeleton_of(tree: Any, tensors: list[torch.Tensor]) -> Any:
 # -- state at the end of a block ---------------------------------------------------------------------------------------
 
 Exchange: TypeAlias = Generator[Any, Inbox, None]
-"""One object's part in :func:`copy_state`.
+"""Part of one object in :func:`copy_state`.
 
-It yields a tree, which is sent if this rank is the one that is copied. It gets an inbox with the skeleton of the tree
-of that rank (on that rank itself, with the tree), fills it, and yields why this rank cannot copy the state, or "". When
-all ranks can, it goes on once the tensors have arrived.
+The generator first yields a tree, which is sent if this rank is the one that is copied. It then receives an inbox with
+the skeleton of the source's tree (on the source itself, with the tree), fills it, and yields the reason why this rank
+cannot copy the state, or "". If all ranks can, the generator resumes once the tensors have arrived.
 """
 
 
 def copy_state(
     collective: Collective, exchanges: Sequence[tuple[str, Exchange]], source: int, devices: Iterable[torch.device]
 ) -> None:
-    """Copy the state of several objects from rank ``source``; the module's docstring has the order of collectives.
+    """Copy the state of several objects from rank ``source``. The docstring of the module has the order of collectives.
 
     Args:
-        collective: the group.
-        exchanges: of each object its name and its part.
-        source: the rank that is copied.
-        devices: as of :func:`broadcast_tree`.
+        collective: The ranks.
+        exchanges: For each object, its name and its part.
+        source: The rank whose state is copied.
+        devices: As for :func:`broadcast_tree`.
 
     Raises:
-        JoinError: on every rank, if one of them cannot copy the state of an object.
-        RuntimeError, TypeError: as :func:`broadcast_tree` does.
+        JoinError: On every rank, if a rank cannot copy the state of an object.
+        RuntimeError, TypeError: As for :func:`broadcast_tree`.
     """
     parts = [part for _, part in exchanges]
     trees = [next(part) for part in parts]
     skeletons, plan, tensors = _broadcast_skeletons(collective, trees, source)
     inboxes = [Inbox(skeleton, devices) for skeleton in (trees if collective.rank == source else skeletons)]
-    own: list[str] = [part.send(inbox) for part, inbox in zip(parts, inboxes, strict=True)]
-    if collective.reduce_boolean_decision(any(own), all=False):
-        ranks: list[list[str]] = collective.all_gather_object(own)
-        _raise_not_copied([name for name, _ in exchanges], ranks)
+    reasons: list[str] = [part.send(inbox) for part, inbox in zip(parts, inboxes, strict=True)]
+    if collective.reduce_boolean_decision(any(reasons), all=False):
+        _raise_not_copied([name for name, _ in exchanges], collective.all_gather_object(reasons))
     received = {number: tensor for inbox in inboxes for number, tensor in inbox.tensors.items()}
     kept = {number for inbox in inboxes for number in inbox.kept}
     _move(collective, plan, tensors or received, source, kept)
@@ -331,14 +333,16 @@ def copy_state(
         next(part, None)
 
 
-def _raise_not_copied(names: Sequence[str], ranks: Sequence[Sequence[str]]) -> NoReturn:
+def _raise_not_copied(names: Sequence[str], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
     """Raise the error for the first object whose state some ranks cannot copy."""
-    reasons = [[f"on rank {rank}, {own[at]}" for rank, own in enumerate(ranks) if own[at]] for at in range(len(names))]
-    name, why = next((name, "; ".join(each)) for name, each in zip(names, reasons, strict=True) if each)
-    raise JoinError(
-        f"the state of {name} cannot be copied from a rank that ran out of data last to the others: {why}; loop over"
-        " join.iterate, which copies nothing [J440]"
-    )
+    for name, *reasons in zip(names, *reasons_of_ranks, strict=True):
+        why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
+        if why:
+            raise JoinError(
+                f"The state of {name} cannot be copied from the last rank with data to the others: {why}. Loop over"
+                " join.iterate, which copies no state. [J440]"
+            )
+    raise AssertionError("no rank has a reason")
 
 
 # -- from all to all ---------------------------------------------------------------------------------------------------
@@ -346,10 +350,12 @@ def _raise_not_copied(names: Sequence[str], ranks: Sequence[Sequence[str]]) -> N
 
 @torch.no_grad()
 def gather_trees(collective: Collective, tree: Any) -> list[Any]:
-    """Return every rank's ``tree`` in rank order, on every rank; they may differ in shape. Tensors arrive on the CPU.
+    """Return the ``tree`` of every rank in rank order, on every rank.
+
+    The trees may differ in shape. Tensors arrive on the CPU.
 
     Raises:
-        RuntimeError: on every rank, if one has a leaf that is no tensor and cannot be pickled.
+        RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
     """
     tensors: list[torch.Tensor] = []
     skeleton = _skeleton_of(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, tree), tensors)

@@ -1,8 +1,9 @@
-"""Base classes of adapters: :class:`Adapter`, :class:`Announcing` for bursts, :class:`Silent` for mere state.
+"""Base classes of adapters: :class:`Adapter`, :class:`Announcing` and :class:`Silent`.
 
-And :class:`TorchJoinable` for classes that derive from torch's own ``Joinable``: they call
-``torch.distributed.algorithms.Join.notify_join_context``, and need no change for this package: while a block is open,
-the call goes to its ``Join``. Torch's ``JoinHook`` has the same two methods.
+An :class:`Announcing` adapter is for objects with bursts, a :class:`Silent` one for state only. :class:`TorchJoinable`
+is for classes that derive from torch's own ``Joinable``. They call
+``torch.distributed.algorithms.Join.notify_join_context``, and need no change for this package. While a block is open,
+the call is routed to its ``Join``. Torch's ``JoinHook`` has the same two methods.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from joinables._torch.objects import routed_notifications
 
 
 class Adapter(Joinable, JoinHook):
-    """Stands for an object, and is its own hook: device, process group and name are the object's.
+    """Joinable for an object, which is also its own hook. Device, process group and name come from the object.
 
-    Those are its ``join_device`` and ``join_process_group``, as DDP modules and torch's own ``Joinable`` objects have
-    them. Override both properties for an object without.
+    The object needs the properties ``join_device`` and ``join_process_group``, as DDP modules and torch's own
+    ``Joinable`` objects have them. Override both properties for other objects.
 
     Args:
-        target: the object; it is left alone until ``attach``.
+        target: The object. It stays unchanged until ``attach``.
     """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
@@ -35,7 +36,7 @@ class Adapter(Joinable, JoinHook):
         super().__init__()
         self._target = target
         self._handles: list[Any] = []
-        """What ``attach`` registered at the object; ``detach`` removes it."""
+        """Handles of the hooks that ``attach`` registered on the object. ``detach`` removes them."""
 
     @override
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -70,15 +71,14 @@ class Adapter(Joinable, JoinHook):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        del self._channel, self._collective  # which hold the object
+        del self._channel, self._collective  # they would keep the object alive
 
 
 class Announcing(Adapter, Burst):
-    """Stands for an object that communicates in the loop.
+    """Adapter for an object that communicates in the loop.
 
-    A subclass registers hooks at the object in ``attach``. Before the object's collectives they call
-    ``self._channel.announce(self)``. On a rank without data ``main_hook`` issues the same collectives, past those
-    hooks.
+    A subclass registers hooks on the object in ``attach``. The hooks call ``self._channel.announce(self)`` before the
+    object's collectives. On a rank that is out of data, ``main_hook`` issues the same collectives without those hooks.
     """
 
     @override
@@ -88,7 +88,7 @@ class Announcing(Adapter, Burst):
 
 
 class Silent(Adapter):
-    """Stands for an object that issues no collective in the loop; what is to be done comes when the block ends."""
+    """Adapter for an object that issues no collective in the loop. Its work is done when the block ends."""
 
     communicates: ClassVar[bool] = False
 
@@ -104,7 +104,7 @@ class Silent(Adapter):
 
 
 class TorchJoinable(Adapter):
-    """Stands for one object whose class derives from torch's ``Joinable``."""
+    """Adapter for an object whose class derives from torch's ``Joinable``."""
 
     join_keywords: ClassVar[frozenset[str] | None] = None
 

@@ -1,7 +1,7 @@
-"""What adapters do to modules and other objects of users: functions replaced for a while, modes, tensors, gradients.
+"""Temporary changes that adapters make to users' objects: functions, attributes, modes and gradients.
 
-A :class:`Replacement` takes the place of a function of an object while that is in a block; :func:`replaced` sets any
-attribute for a while; :func:`keeping_modes` restores the training or eval mode of a module's parts.
+A :class:`Replacement` replaces a function of an object while the object is in a block. :func:`replaced` sets any
+attribute for a while. :func:`keeping_modes` restores the training or eval mode of a module's parts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from joinables._torch.objects import call_uncompiled, compiler_under_way, not_co
 
 @contextmanager
 def replaced(target: Any, name: str, value: Any) -> Generator[None]:
-    """Set an attribute of an object for the duration of a context, and restore the object afterwards."""
+    """Set an attribute of an object for the duration of a context, and restore it afterwards."""
     own = cast("dict[str, Any]", vars(target))
     has_own, before = name in own, own.get(name)
     setattr(target, name, value)
@@ -35,10 +36,10 @@ def replaced(target: Any, name: str, value: Any) -> Generator[None]:
 
 
 class Replacement:
-    """Takes the place of a function of an object. A copy of the object, or one that was pickled, has the original.
+    """Replacement of an object's function. A copy of the object, or an unpickled one, has the original function.
 
     Args:
-        original: the function.
+        original: The function.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -49,19 +50,22 @@ class Replacement:
 
 
 class CallInstead(Replacement):
-    """Calls ``call`` instead of the original."""
+    """Replacement that calls ``call`` instead of the original."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
         super().__init__(original)
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call``."""
+        """Call ``call``."""
         return self._call(*args, **kwargs)
 
 
 class ModuleHook(Replacement):
-    """A module hook that runs ``call``, which ``torch.compile`` leaves alone. Copies of the module have an idle one."""
+    """Module hook that calls ``call``, which ``torch.compile`` does not compile.
+
+    In a copy of the module, the hook does nothing.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__(_do_nothing)
@@ -69,7 +73,7 @@ class ModuleHook(Replacement):
 
     @not_compiled
     def __call__(self, *args: Any) -> Any:
-        """Run ``call``."""
+        """Call ``call``."""
         return self._call(*args) if compiler_under_way() is None else call_uncompiled(self._call, *args)
 
 
@@ -78,13 +82,13 @@ def _do_nothing(*_: Any) -> None:
 
 
 def _unchanged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the original. Pickle and copy call this, which rebinds a method to the copy of its object."""
+    """Return the original. Pickle and copy call this function, and so bind a method to the copy of its object."""
     return original
 
 
 @contextmanager
 def keeping_modes(module: torch.nn.Module) -> Generator[None]:
-    """A context after which each part of ``module`` is in the mode that it was in before."""
+    """Restore the mode of each part of ``module`` after a context."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -94,12 +98,12 @@ def keeping_modes(module: torch.nn.Module) -> Generator[None]:
 
 
 def tensors_with_grad(tree: Any) -> list[torch.Tensor]:
-    """All tensors that require grad in nested containers, mappings and dataclasses."""
+    """Return all tensors that require grad in nested containers, mappings and dataclasses."""
     return [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
 
 
 def hides_tensors(tree: Any) -> bool:
-    """Whether the containers hold an object of unknown class, which may hold tensors."""
+    """Return whether the containers hold an object of an unknown class, which may hold tensors."""
     plain = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
     leaves = pytree.tree_leaves(tree)
     return any(not (leaf is None or isinstance(leaf, plain) or is_dataclass(leaf)) for leaf in leaves)
@@ -108,21 +112,25 @@ def hides_tensors(tree: Any) -> bool:
 def adopt_gradients(
     inbox: Inbox, parameters: Sequence[torch.nn.Parameter], present: Sequence[bool], sent: Any, *, keeps: bool
 ) -> None:
-    """Let parameters receive the gradients of another rank; in place where they fit: they may be views of buckets.
+    """Let parameters receive the gradients of another rank.
+
+    Gradients that fit are overwritten, as they may be views of buckets.
 
     Args:
-        inbox: receives them.
-        parameters: the same on all ranks.
-        present: which of them have a gradient on that rank; others have none afterwards.
-        sent: the skeleton of these gradients; empty if they are still to be reduced there: they are 0 here, then.
-        keeps: whether this rank leaves its gradients alone.
+        inbox: The inbox that receives them.
+        parameters: The parameters, equal on all ranks.
+        present: Whether the other rank has a gradient, for each parameter. The other parameters have no gradient
+            afterwards.
+        sent: The skeleton of these gradients. It is empty if the other rank has not reduced them yet; they are 0 here
+            then.
+        keeps: Whether this rank keeps its own gradients.
     """
     if keeps:
         inbox.fill(sent, keeps=True)
         return
-    there = [(each, each.grad) for each, is_there in zip(parameters, present, strict=True) if is_there]
-    # Of another dtype as a hook leaves it that compresses.
-    own = [torch.zeros_like(each) if held is None or held.dtype != each.dtype else held for each, held in there]
+    held = [(parameter, parameter.grad) for parameter in compress(parameters, present)]
+    # A hook that compresses gradients may have left one of another dtype.
+    own = [torch.zeros_like(each) if grad is None or grad.dtype != each.dtype else grad for each, grad in held]
     gradients = iter(inbox.fill(sent, own) if sent else [gradient.zero_() for gradient in own])
-    for parameter, is_there in zip(parameters, present, strict=True):
-        parameter.grad = next(gradients) if is_there else None
+    for parameter, is_present in zip(parameters, present, strict=True):
+        parameter.grad = next(gradients) if is_present else None

@@ -1,19 +1,20 @@
-"""State that no collective of the loop keeps in step: :class:`OptimizerState` and, for other objects, :class:`State`.
+"""State without collectives in the loop: :class:`OptimizerState` for optimizers, and :class:`State` for other objects.
 
-Nothing is sent in the loop. At the end of a block in which some ranks have shadowed others, their state is stale. That
-of an optimizer is copied in place::
+Nothing is sent in the loop. If ranks have shadowed others in a block, their state is stale at its end. An optimizer's
+state is then copied in place::
 
     last joiner                                   other ranks
     -----------                                   -----------
-    its state, in the one copy of all state       into their own tensors, where these fit
+    its state, in the one copy of all state       into their own tensors, if these fit
     (``join.transfer.copy_state``)
 
-Ranks that were last themselves take part, and keep theirs. LR schedulers, GradScalers, EMA copies, and other objects
-with ``state_dict`` and ``load_state_dict`` load the state of the last joiner, which travels in the same copy.
+Other ranks that were active until the end take part and keep their own state. LR schedulers, GradScalers, EMA copies,
+and other objects with ``state_dict`` and ``load_state_dict`` load the state of the last joiner, which is part of the
+same copy.
 
-In a block in which nothing was shadowed, values of parameter groups, step counts and the states of schedulers and
-scalers are compared (``join.agreement``). Tensors of an EMA copy that match buffers are copied, because buffers are
-each rank's own.
+If no rank has shadowed others, the block compares the values of parameter groups, the step counts, and the states of
+schedulers and scalers (``join.agreement``). Tensors of an EMA copy that correspond to buffers are copied, because each
+rank has its own buffers.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from joinables.adapter import Silent
 
 
 class OptimizerState(Silent):
-    """Brings an optimizer's state up to date, in place, when the block ends, on ranks that ran out early.
+    """Adapter that copies an optimizer's state in place, when the block ends, to the ranks that ran out of data early.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._optimizer = optimizer
-        self._steps_in_loops = 0  # over join.iterate; the others are own_steps
+        self._steps_in_loops = 0  # over join.iterate; own_steps counts the steps outside such loops
 
     @override
     def attach(self, join: Join) -> None:
@@ -75,7 +76,7 @@ class OptimizerState(Silent):
             return
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._ignored:  # else nothing has changed
+                if parameter.grad is not None and id(parameter) not in self._ignored:  # the step changes something
                     self._steps_in_loops += 1
                     return
 
@@ -85,7 +86,7 @@ class OptimizerState(Silent):
     def equal_values(self) -> Mapping[str, Any]:
         values = group_values(self._optimizer.param_groups)
         values["number of steps made on gradients in loops over join.iterate"] = self._steps_in_loops
-        counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the index of their parameter
+        counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the device, and the index of the parameter
         for index, state in self._states().items():
             count: Any = state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
@@ -121,11 +122,11 @@ class OptimizerState(Silent):
             states = {key: fill(state, states.get(key), of_key[key]) for key, state in their_states.items()}
         yield why_not
         if not keeps:
-            self._take_over(groups, states)
+            self._load(groups, states)
             if stepped:
                 mark_stepped(optimizer)
 
-    def _take_over(self, groups: list[dict[str, Any]], states: dict[Any, Any]) -> None:
+    def _load(self, groups: list[dict[str, Any]], states: dict[Any, Any]) -> None:
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             for name in group.keys() - values.keys() - {"params"}:
                 del group[name]
@@ -135,9 +136,9 @@ class OptimizerState(Silent):
             self._optimizer.state[parameters[key] if isinstance(key, int) else key] = state
 
     def _why_not(self, own: dict[Any, Any], theirs: dict[Any, Any], own_shapes: Any, their_shapes: Any) -> str:
-        """Why this rank cannot take over the state of the last joiner; "" if it can."""
+        """Return the reason why this rank cannot load the state of the last joiner; "" if it can."""
         if own_shapes != their_shapes:
-            return f"it has parameter groups of shapes {own_shapes}, and the last rank with data {their_shapes}"
+            return f"it has parameter groups of shapes {own_shapes}, but the last rank with data has {their_shapes}"
         extra = sorted(own.keys() - theirs.keys(), key=str)
         if extra:
             return f"it has state for parameters {extra} (by index), for which the last rank with data has none"
@@ -147,7 +148,7 @@ class OptimizerState(Silent):
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of all groups, to some of which others may have been added."""
+        """Parameters of all groups, including groups that were added later."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -155,9 +156,9 @@ class OptimizerState(Silent):
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def _states(self) -> dict[Any, Any]:
-        """What the optimizer holds for each parameter, by its index over all groups, and under other keys.
+        """Return the optimizer's state by the index of its parameter over all groups, and other entries by key.
 
-        Parameters that a listed DDP module ignores are each rank's own, and so is their state.
+        The parameters that a listed DDP module ignores are each rank's own, and so is their state.
         """
         index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         states: dict[Any, Any] = {}
@@ -171,20 +172,20 @@ class OptimizerState(Silent):
 
 
 class Stateful(Protocol):
-    """Anything with ``state_dict`` and ``load_state_dict``."""
+    """Object with ``state_dict`` and ``load_state_dict``."""
 
     def state_dict(self) -> Any:
-        """The state, as nested containers of tensors and picklable values."""
+        """Return the state, as nested containers of tensors and picklable values."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load a state."""
 
 
 class State(Silent):
-    """Brings an object's state up to date when the block ends, on ranks that ran out early.
+    """Adapter that copies an object's state, when the block ends, to the ranks that ran out of data early.
 
     Args:
-        stateful: the object.
+        stateful: The object.
     """
 
     def __init__(self, stateful: Stateful) -> None:
@@ -195,7 +196,7 @@ class State(Silent):
     def exchange(self, source: int) -> Exchange:
         state, why_not = None, ""
         try:
-            state = self._stateful.state_dict()  # on other ranks, what is received into
+            state = self._stateful.state_dict()  # on other ranks, its tensors receive the state
             why_not = unlike_others(state)
         except Exception as failure:
             why_not = f"it has no state: {described(failure)}"
@@ -225,10 +226,10 @@ class State(Silent):
                 matching.append(leaf)
         if matching:
             broadcast_tensors(self._collective, matching, source)
-            stateful.load_state_dict(state)  # which may have been a copy
+            stateful.load_state_dict(state)  # in case state_dict returned copies
 
     def _names_of_buffers(self) -> dict[str, torch.Size]:
-        """The buffers of all listed modules, and of what is inside a wrapper, by name."""
+        """Return the shapes of the buffers of all listed modules, and of wrapped modules, by name."""
         targets = [member.joinable.join_target for member in self._channel.roster.listed]
         modules = [target for target in targets if isinstance(target, torch.nn.Module)]
         inside = [getattr(module, "module", None) for module in modules]
@@ -243,7 +244,7 @@ class State(Silent):
 
 
 def group_values(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The plain values in an optimizer's parameter groups, and how many groups there are."""
+    """Return the plain values in an optimizer's parameter groups, and the number of groups."""
     values: dict[str, Any] = {"number of parameter groups": len(groups)}
     for index, group in enumerate(groups):
         plain = plain_values({name: value for name, value in group.items() if name != "params"})
@@ -252,32 +253,32 @@ def group_values(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def is_compared(stateful: object) -> bool:
-    """Whether an object has the same state on all ranks that have made the same steps: a scheduler, or a scaler."""
+    """Return whether an object has equal state on all ranks after equal steps, as a scheduler or a scaler does."""
     return isinstance(stateful, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
 
 
 def shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    """The shapes of a module's buffers, which are the same on all ranks, as values that are compared."""
+    """Return the shapes of a module's buffers, which are equal on all ranks, as values to compare."""
     return {f"shape of buffer {name}": list(buffer.shape) for name, buffer in buffers.items()}
 
 
 def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The leaves of nested containers, each with its path."""
+    """Return the leaves of nested containers, each with its path."""
     return pytree.tree_flatten_with_path(tree)[0]
 
 
 def plain_values(tree: Any) -> dict[str, Any]:
-    """The numbers, texts and small tensors of nested containers, by path; what else there is is left out."""
+    """Return the numbers, texts and one-element tensors of nested containers, by path. Other leaves are skipped."""
     values: dict[str, Any] = {}
     for path, leaf in flattened(tree):
         value = leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
         if isinstance(value, (bool, int, float, complex, str)):
-            values[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # numpy's are floats, too
+            values[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # also a numpy.float64
     return values
 
 
 def unlike_others(tree: Any) -> str:
-    """Why tensors in ``tree`` cannot be sent as others are, if so: shards of several ranks, and other subclasses."""
+    """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and not is_plain(leaf):
             return f"it holds a {type(leaf).__name__} of layout {leaf.layout}, which is not a plain tensor"
@@ -285,5 +286,5 @@ def unlike_others(tree: Any) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense, and of no subclass."""
+    """Return whether a tensor is dense, and not of a subclass."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

@@ -227,7 +227,7 @@ for change in {changes}:
 def test_unsupported_torch_is_one_error() -> None:
     stderr = python("-c", WITHOUT.format(changes=list(LACKING.values()))).stderr
     told = [line for line in stderr.splitlines() if line.startswith("ImportError")]
-    versions_told = f", which torch {torch.__version__} does not have; install one of torch {versions.SUPPORTED} [J103]"
+    versions_told = f", which torch {torch.__version__} does not have. Install torch {versions.SUPPORTED}. [J103]"
     for missing, text in zip(LACKING, told, strict=True):
         assert text.startswith("ImportError: joinables needs ")
         assert missing in text

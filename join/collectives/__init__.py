@@ -1,4 +1,4 @@
-"""Collectives: what carries the protocol, and :func:`collective_of`, which finds it for a process group."""
+"""Collectives, which carry the protocol, and :func:`collective_of`, which returns the collective of a process group."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ __all__ = [
 
 
 def collective_of(group: Any) -> Collective:
-    """Return the collective of ``group``, the same one for the same group as long as anybody holds it.
+    """Return the collective of ``group``.
+
+    The same group has the same collective as long as the collective is referenced.
 
     Args:
-        group: a ``ProcessGroup``, ``None`` for the default group, or a :class:`Collective`, which is returned as it is
+        group: A ``ProcessGroup``; ``None`` for the default group; or a :class:`Collective`, which is returned unchanged
             (a :class:`TorchCollective` only if it is the first of its group).
 
     Raises:
-        ValueError: if ``group`` is ``None`` and ``torch.distributed`` is not initialised.
-        TypeError: if ``group`` is something else.
+        ValueError: If ``group`` is ``None`` and ``torch.distributed`` is not initialised.
+        TypeError: If ``group`` is something else.
     """
     if isinstance(group, TorchCollective):
         return _of_group.setdefault(group.group, group)
@@ -45,15 +47,13 @@ def collective_of(group: Any) -> Collective:
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
-                "process group None means the default one, but torch.distributed is not initialised; call"
-                " init_process_group() first, or give a group [J022]"
+                "process_group=None is the default process group, but torch.distributed is not initialised. Call"
+                " torch.distributed.init_process_group() first, or pass a process group. [J022]"
             )
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"{group!r} is neither a ProcessGroup nor a join.collectives.Collective; give one of these [J023]"
+            f"process_group={group!r} is neither a ProcessGroup nor a join.collectives.Collective. Pass one of these."
+            " [J023]"
         )
-    collective = _of_group.get(group)
-    if collective is None:
-        collective = _of_group[group] = TorchCollective(group)
-    return collective
+    return _of_group.get(group) or _of_group.setdefault(group, TorchCollective(group))

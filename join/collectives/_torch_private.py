@@ -1,6 +1,9 @@
-"""The private torch APIs that this package calls, each with what it stands in for."""
+"""Private torch APIs that this package calls.
 
-# What is private is not in torch's type stubs, or has no types there.
+A docstring says what the private API replaces: a public API that torch lacks, or that is too slow.
+"""
+
+# Private names are missing from torch's type stubs, or have no types there.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 
@@ -26,25 +29,25 @@ from torch.distributed.constants import default_pg_timeout
 from torch.utils import _pytree
 
 pytree = _pytree
-"""Containers of tensors, taken apart and put together. Stands in for a public module of that name."""
+"""Functions that take containers of tensors apart and rebuild them. Replaces a public module of that name."""
 
 after_backward: Callable[[Callable[[], object]], None] = cast("Any", Variable._execution_engine).queue_callback
-"""Runs what it is given when the backward pass that is under way has computed all gradients.
+"""Call a function when the current backward pass has computed all gradients.
 
-Stands in for a public end-of-backward hook. Callbacks run in the order in which they were queued; a callback may queue
-another, which runs after all that were queued before.
+Replaces a public end-of-backward hook. Callbacks run in the order in which they were queued. A callback may queue
+another one, which runs after all callbacks that were queued before.
 """
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-_NO_TAG = 0x7FFFFFF0  # of a message that nobody sends
-_NO_HANDLE = -1  # in the place of the number of a handle; these are not negative
+_NO_TAG = 0x7FFFFFF0  # the tag of a message that no rank sends
+_NO_HANDLE = -1  # instead of the number of a handle, which is never negative
 
 
 def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-    """Have ``hook`` called with the gradient of a tensor that requires one; the handle, or ``None``.
+    """Call ``hook`` with the gradient of a tensor that requires one. Return the hook's handle, or ``None``.
 
-    Stands in for ``Tensor.register_hook``, whose handle costs 15 us where a step has emptied the caches. Where a module
-    has computed the tensor nobody needs one, since the hook goes with the graph.
+    Replaces ``Tensor.register_hook``, whose handle costs 15 us if a step has emptied the caches. A tensor that a module
+    has computed needs no handle, because the hook is freed with the graph.
     """
     if tensor.is_leaf or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         return tensor.register_hook(hook)
@@ -57,9 +60,10 @@ _NOTHING = nullcontext()
 
 
 def profiled(*name: object) -> AbstractContextManager[object]:
-    """A range ``join: name`` in what ``torch.profiler`` records. Stands in for a way to ask whether anything records.
+    """Return a context that records a range ``join: name`` in ``torch.profiler``.
 
-    Without a profiler nothing is entered, since a ``record_function`` costs microseconds then, too.
+    Replaces a query for an active profiler. Without a profiler, the context does nothing, because a ``record_function``
+    would cost microseconds even then.
     """
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"join: {' '.join(map(str, name))}")
@@ -67,22 +71,26 @@ def profiled(*name: object) -> AbstractContextManager[object]:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """``group.get_group_store()``, which groups of torch 2.8 lack: the store by which the ranks of ``group`` met."""
+    """Return ``group.get_group_store()``, the store by which the ranks of ``group`` met.
+
+    Groups of torch 2.8 lack the method.
+    """
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long an operation of ``group`` may take. Stands in for a getter beside ``set_timeout``."""
+    """Return the time that an operation of ``group`` may take. Replaces a getter beside ``set_timeout``."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
 
 
 def limit(group: dist.ProcessGroup, timeout: timedelta) -> timedelta | None:
-    """Set how long an operation of ``group`` may take, if it is gloo's; what it was before.
+    """Set the time that an operation of a gloo ``group`` may take.
 
-    Stands in for ``monitored_barrier`` and the like, which are no collectives of DDP's. NCCL ends the process instead.
+    Return the previous time; ``None`` for other backends. Replaces ``monitored_barrier`` and the like, which are not
+    the collectives that DDP issues. NCCL would end the process instead.
     """
     backend = group._get_backend(group._device_types[0])
     if not _is_of_gloo(backend):
@@ -93,20 +101,23 @@ def limit(group: dist.ProcessGroup, timeout: timedelta) -> timedelta | None:
 
 
 def issued_on(group: dist.ProcessGroup) -> int:
-    """How many operations were started on ``group`` in this process. Stands in for a counter; 0 if there is none."""
+    """Return the number of operations that this process started on ``group``; 0 if its backend does not count them.
+
+    Replaces a public counter.
+    """
     try:
         return group._get_sequence_number_for_group()
-    except RuntimeError:  # not all backends count
+    except RuntimeError:  # not every backend counts
         return 0
 
 
 @contextmanager
 def for_small_messages() -> Generator[None]:
-    """Within the context, new groups of gloo's connect ranks when these first need it, and are bound to no device.
+    """Make new gloo groups connect ranks on first use, and bind the groups to no device, for the duration of a context.
 
-    Stands in for arguments of ``dist.new_group``. Else each rank connects with all others. And where
-    ``init_process_group(device_id=)`` binds groups, they ask a new one for its backend on that device, and gloo has one
-    for CPUs and CUDA's GPUs only.
+    Replaces arguments of ``dist.new_group``. Without this, each rank would connect with all others at once. If
+    ``init_process_group(device_id=)`` binds groups to a device, a new group would be asked for its backend on that
+    device, and gloo supports only CPUs and CUDA's GPUs.
     """
     default: Any = dist.group.WORLD
     bound, lazy = default.bound_device_id, os.environ.get(_LAZY)
@@ -121,19 +132,20 @@ def for_small_messages() -> Generator[None]:
             os.environ[_LAZY] = lazy
 
 
-_aborted: list[Any] = []  # backends; kept, since whoever aborts comes again for those that were made meanwhile
+_aborted: list[Any] = []  # backends, kept because a later abort is for the groups that were made since
 
 
 def abort_on_devices(seconds: float) -> bool:
-    """Abort the operations of all process groups of this process on accelerators, and wait for that so many seconds.
+    """Abort the operations of all process groups of this process on accelerators.
 
-    Stands in for ``ProcessGroup.abort`` of the backends that need it. With NCCL nothing breaks when a rank is gone: the
-    device waits, and so does whoever reads a tensor from it, until the watchdog of the group ends the process. Gloo's
-    operations break by themselves. All groups, since the stream may wait in any of them for a rank that waits in
-    another; at once, since the abort of one may wait for another's (pytorch issue 119797).
+    Wait at most ``seconds`` for that. Replaces ``ProcessGroup.abort`` of the backends that need it. With NCCL, nothing
+    fails when a rank is gone. The device waits, and so does a thread that reads a tensor from it, until the group's
+    watchdog ends the process. Gloo's operations fail by themselves. All groups are aborted, because the stream may wait
+    in any of them for a rank that waits in another. They are aborted at the same time, because the abort of one may
+    wait for the abort of another (pytorch issue 119797).
 
     Returns:
-        Whether there are such groups.
+        Whether this process has such groups.
     """
     devices = ((group, device) for group in list(distributed_c10d._world.pg_map) for device in group._device_types)
     backends = {group._get_backend(device) for group, device in devices if device.type != "cpu"}
@@ -151,18 +163,18 @@ def abort_on_devices(seconds: float) -> bool:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Close gloo's connections of ``group``, so that all that is under way on it breaks, here and on the other ranks.
+    """Close the gloo connections of ``group``, so that all of its running operations fail, here and on the other ranks.
 
-    Stands in for ``ProcessGroupGloo.abort``, which breaks nothing up to torch 2.13. When somebody has waited for too
-    long, gloo gives up all connections; so this waits for a message that nobody sends.
+    Replaces ``ProcessGroupGloo.abort``, which fails no operation up to torch 2.13. Gloo closes all connections when a
+    wait has taken too long, so this function waits for a message that no rank sends.
     """
     backend = group._get_backend(torch.device("cpu")) if "cpu" in {d.type for d in group._device_types} else None
     if backend is None or not _is_of_gloo(backend):
         return
-    for distance in range(1, group.size()):  # one whose connection has broken before is not waited for
-        nothing, other = torch.empty(1, device="cpu"), (group.rank() + distance) % group.size()
+    for distance in range(1, group.size()):  # a receive over a connection that is already broken fails at once
+        other = (group.rank() + distance) % group.size()
         try:
-            backend.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
+            backend.recv([torch.empty(1, device="cpu")], other, _NO_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "Timed out" in str(error):
                 return
@@ -173,20 +185,21 @@ def _is_of_gloo(backend: Any) -> bool:
 
 
 def never_destroy(group: dist.ProcessGroup) -> None:
-    """Never run the destructor of ``group``. Stands in for an abort that gloo's groups do not have.
+    """Never run the destructor of ``group``. Replaces an abort, which gloo groups do not have.
 
-    The destructor waits for operations that are under way, for as long as the group's time limit: for one that nobody
-    else comes to, the process could not end meanwhile. One that is not destroyed ends with its process.
+    The destructor waits for running operations until the group's time limit expires. If an operation waits for a rank
+    that never joins it, the process could not end until then. A group that is not destroyed ends with its process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def let_go_before_exit(group: dist.ProcessGroup) -> None:
-    """Before the interpreter takes itself down, let the threads of ``group`` drop the tensors of its last operations.
+    """Let the threads of ``group`` release the tensors of its last operations before the interpreter shuts down.
 
-    A thread of gloo's drops them some time after the operation is done, and needs the interpreter for that. One that
-    comes to it while the interpreter takes itself down ends the process by SIGABRT ("terminate called without an active
-    exception"): seen where a script ended right after a collective. Stands in for a way to wait for these threads.
+    A gloo thread releases the tensors some time after the operation is done, and needs the interpreter for that. If it
+    does so while the interpreter shuts down, the process ends with SIGABRT ("terminate called without an active
+    exception"). This was seen in a script that ended right after a collective. Replaces a way to wait for these
+    threads.
     """
     if _is_of_gloo(group._get_backend(group._device_types[0])):
         atexit.unregister(_pause)
@@ -198,7 +211,7 @@ def _pause() -> None:
 
 
 def never_destroy_at_exit(group: dist.ProcessGroup) -> None:
-    """Call :func:`never_destroy` when the interpreter exits, if the group is still there."""
+    """Call :func:`never_destroy` when the interpreter exits, if the group still exists."""
     reference = weakref.ref(group)
 
     def hold() -> None:

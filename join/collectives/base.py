@@ -1,11 +1,12 @@
-"""The seam between the protocol and whatever carries it: :class:`Collective`, and its :class:`Line` for small numbers.
+"""Interface between the protocol and its transports: :class:`Collective`, and :class:`Line` for sums of small numbers.
 
-A collective connects the ranks of one group. Operations are matched by their order: the n-th operation of one rank
-meets the n-th of every other. What returns a :class:`Work` has only been started, what returns a value is done. Next to
-them is a small key-value store, for texts that need no operation of all.
+A collective connects the ranks of one process group. Operations are matched by their order: the n-th operation of one
+rank meets the n-th operation of every other rank. A method that returns a :class:`Work` has only started an operation;
+a method that returns a value has completed it. A small key-value store is available for texts, for which the ranks need
+no common operation.
 
-A backend implements the abstract methods, and may override what is not final. One that calls :meth:`_take_place` when
-it is set up has its rank and world size from here.
+A backend implements the abstract methods and may override every method that is not final. A backend that calls
+:meth:`_take_place` during its setup inherits its rank and world size from here.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
 
 Exact: TypeAlias = int | Fraction | float
-"""A number that is added up without rounding; a float is infinite or NaN."""
+"""A number whose sums are not rounded; a float is infinite or NaN."""
 
 HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
-"""The lines of a group: of headers, of the roll calls of loops in lockstep, of barriers in them, and of sums."""
-_WORD_BITS = 63  # the sign stays free
+"""Numbers of the lines of a group: for headers, for roll calls and for barriers of loops in lockstep, and for sums."""
+_WORD_BITS = 63  # of an int64 without its sign
 
 
 class Work(Protocol):
-    """A collective under way; ``torch.distributed.Work`` is one."""
+    """A collective that has been started. ``torch.distributed.Work`` is one."""
 
     def wait(self, timeout: timedelta = ..., /) -> bool:
-        """Block until done.
+        """Block until the operation is done.
 
         Raises:
-            RuntimeError: when ``timeout`` passes first, after which waiting again is allowed.
+            RuntimeError: If ``timeout`` expires first. You may then wait again.
         """
         ...
 
     def is_completed(self) -> bool:
-        """Whether the operation is done."""
+        """Return whether the operation is done."""
         ...
 
 
@@ -63,76 +64,76 @@ class _Done:
 
 
 DONE: Work = _Done()
-"""An operation that is over; all share it."""
+"""An operation that is done. All ranks and callers share it."""
 
 
 class Sum(Work, Protocol):
-    """A sum under way."""
+    """A sum of integers that has been started."""
 
     nbytes: int
-    """Bytes that each rank sends."""
+    """Number of bytes that each rank sends."""
 
     def total(self) -> int:
-        """The sum, once it is there."""
+        """Return the sum, once the operation is done."""
         ...
 
 
 class FloatSum(Work, Protocol):
-    """A sum of floating-point numbers under way."""
+    """A sum of floating-point numbers that has been started."""
 
     def total(self) -> float:
-        """The sum, once it is there; the same on all ranks, to the bit."""
+        """Return the sum, once the operation is done. It is equal on all ranks to the last bit."""
         ...
 
 
 class Fold(Protocol[V]):
-    """How to put the answers of all ranks together; the same whatever the order of the ranks."""
+    """Function that combines the answers of all ranks. Its result does not depend on the order of the ranks."""
 
     def of(self, answer: int, rank: int, /) -> V:
-        """What one rank's answer says; it can be pickled."""
+        """Return the result for one rank's answer. It can be pickled."""
         ...
 
     def combined(self, one: V, other: V, /) -> V:
-        """What the answers of two sets of ranks say together."""
+        """Return the result for two sets of ranks from the results for each set."""
         ...
 
 
 class RollCall(Work, Protocol[V_co]):
-    """Asks each rank for a small number, again and again; ``wait`` and ``is_completed`` are of the last call."""
+    """Repeated request for a small number from each rank. ``wait`` and ``is_completed`` concern the last call."""
 
     nbytes: int
-    """Bytes that each rank sends in a call."""
+    """Number of bytes that each rank sends in a call."""
 
     def call(self, number: int, /) -> None:
-        """Start a call, in which this rank answers ``number``; the one before must be done."""
+        """Start a call in which this rank answers ``number``. The previous call must be done."""
         ...
 
     def result(self) -> V_co:
-        """What all ranks answered, folded, after the call is done; the same object if it is what it was before."""
+        """Return the folded answers of all ranks after the call is done; the same object as before if it is equal."""
         ...
 
 
 class Gather(Work, Protocol):
-    """A few bytes of each rank, under way."""
+    """A few bytes from each rank, whose gathering has been started."""
 
     def rows(self) -> list[bytes]:
-        """What each rank gave, by rank, once it is there."""
+        """Return the bytes of each rank in rank order, once the operation is done."""
         ...
 
 
 class Line(ABC):
-    """Sums numbers over the ranks of a group: each sum is done before ``depth`` others are started."""
+    """Sequence of sums over the ranks of a group. Each sum is done before ``depth`` others are started."""
 
     depth: ClassVar[int] = 1
-    """How many sums may be under way at a time."""
+    """The largest number of sums that may run at a time."""
 
     @abstractmethod
     def sum(self, number: int, bits: int) -> Sum:
         """Start summing a number over all ranks.
 
         Args:
-            number: this rank's; neither it nor the sum is negative.
-            bits: how many the number has at most, and the sum, too; the same on all ranks.
+            number: The number of this rank. Neither it nor the sum is negative.
+            bits: The largest number of bits that the sum may have; equal on all ranks.
         """
 
     @abstractmethod
@@ -141,24 +142,24 @@ class Line(ABC):
 
     @abstractmethod
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        """A roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
+        """Return a roll call whose answers are at most ``largest``. Each call of it counts as one sum of this line."""
 
     @abstractmethod
     def gather(self, data: bytes) -> Gather:
-        """Start gathering a few bytes of each rank, of the same number on all. That counts as one sum of this line."""
+        """Start gathering a few bytes from each rank, equally many from each. This counts as one sum of this line."""
 
     def restart(self) -> None:
-        """Take back what this rank gave to sums that others may not have come to.
+        """Withdraw this rank's numbers in sums that other ranks may not have reached.
 
-        All ranks call it where nothing is under way, and meet afterwards, before they use the line.
+        All ranks call this while no operation is running. They synchronise afterwards, before they use the line.
         """
 
 
 class Collective(ABC):
-    """The ranks of one group, and what they can do together. Tensors may live on any device the group can carry.
+    """Ranks of one process group and their common operations. Tensors may be on any device that the group supports.
 
-    Once it is set up, a collective has a rank and operations; each raises RuntimeError when it is not, but for one of a
-    single process.
+    After its setup a collective has a rank and operations. Before it, each of them raises RuntimeError, except in a
+    collective of a single process.
     """
 
     is_set_up = False
@@ -167,24 +168,27 @@ class Collective(ABC):
 
     @abstractmethod
     def setup(self, rank: int, world_size: int) -> None:
-        """Connect this rank with the others; all ranks call it.
+        """Connect this rank with the others. All ranks call this.
 
         Args:
-            rank: this rank, from 0.
-            world_size: the number of ranks.
+            rank: This rank, counted from 0.
+            world_size: The number of ranks.
 
         Raises:
-            RuntimeError: if it is set up already, or the backend knows a different rank or world size.
-            ValueError: if there is no such rank.
+            RuntimeError: If the collective is already set up, or the backend has a different rank or world size.
+            ValueError: If ``rank`` is not below ``world_size``.
         """
 
     @abstractmethod
     def teardown(self) -> None:
-        """Disconnect, after the last operation; all ranks call it. Nothing happens if it is not set up."""
+        """Disconnect this rank after the last operation.
+
+        All ranks call this. It does nothing if the collective is not set up.
+        """
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """This rank, counted from 0."""
         if not self.is_set_up:
             self._check_is_set_up()
         return self._rank
@@ -201,40 +205,40 @@ class Collective(ABC):
         """Start reducing ``tensor`` over all ranks, in place.
 
         Raises:
-            ValueError: if there is no such ``op``, before anything is sent.
+            ValueError: If ``op`` is unknown, before anything is sent.
         """
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Start copying ``tensor`` of rank ``source`` into that of every other rank, in place.
+        """Start copying ``tensor`` of rank ``source`` into the tensor of every other rank, in place.
 
         Raises:
-            ValueError: if there is no such rank, before anything is sent.
+            ValueError: If ``source`` is not a rank, before anything is sent.
         """
 
     @abstractmethod
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
-        """Start copying ``tensor`` of every rank into ``outputs``, which are in rank order.
+        """Start copying ``tensor`` of every rank into ``outputs``, in rank order.
 
         Args:
-            tensor: of the same shape and dtype on all ranks.
-            outputs: one for each rank, contiguous, of the shape, dtype and device of ``tensor``.
+            tensor: A tensor of the same shape and dtype on all ranks.
+            outputs: One contiguous tensor for each rank, with the shape, dtype and device of ``tensor``.
 
         Raises:
-            ValueError: if ``outputs`` are not, before anything is sent.
+            ValueError: If ``outputs`` do not match, before anything is sent.
         """
 
     @abstractmethod
     def set(self, key: str, value: str) -> None:
-        """Put a text into the store, seen by all ranks."""
+        """Put a text into the store, where all ranks can read it."""
 
     @abstractmethod
     def get(self, key: str) -> str:
-        """Read a text from the store, waiting until it is there."""
+        """Return a text from the store. Wait until it is set."""
 
     @abstractmethod
     def check(self, key: str) -> bool:
-        """Whether the store has ``key``."""
+        """Return whether the store has ``key``."""
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
@@ -244,68 +248,71 @@ class Collective(ABC):
 
     @property
     def agreed(self) -> dict[int, Any]:
-        """What ranks have agreed on in earlier blocks, by the digest of what these were entered with (``join.block``).
+        """Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments (``join.block``).
 
-        The same on all ranks. The first block finds nothing here.
+        They are equal on all ranks, and empty before the first block.
         """
         return vars(self).setdefault("_agreed", {})
 
     def next_block(self) -> int:
-        """The number of the next ``Join`` block on this group; the same on all ranks, since they enter in one order."""
+        """Return the number of the next ``Join`` block of this group.
+
+        Ranks enter blocks in one order, so it is equal on all ranks.
+        """
         self._blocks += 1
         return self._blocks
 
     def companion(self) -> Collective:
-        """The same ranks once more, whose operations do not mix with this one's; the same at every call.
+        """Return a second collective of the same ranks, whose operations do not mix with the operations of this one.
 
-        All ranks call it, in the same order among their operations the first time. A backend that has no second one
-        returns this one.
+        Every call returns the same object. The first call happens on all ranks, in the same order among their
+        operations. A backend without a second collective returns this one.
         """
         return self
 
     def line(self, number: int = HEADERS) -> Line:
-        """A line for headers or the like, the same one for a number at every call.
+        """Return the line of this number, the same object at every call.
 
         Args:
-            number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Lines may be used at the same time: what is started on
-                several of them is, on all ranks, in the same order. Where a backend has a companion, none of them mixes
-                with this one's operations. ``SUMS`` is for sums made amid these, in one order with them on all ranks,
-                after all have asked for another line.
+            number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Several lines may be used at the same time: all ranks
+                start the operations of all lines in one order. If a backend has a companion, these lines do not mix
+                with the operations of this collective. ``SUMS`` is for sums between these operations, in one order with
+                them on all ranks, after all ranks have asked for another line.
         """
         return GroupLine(self if number == SUMS else self.companion())
 
     @abstractmethod
     def board(self) -> Board:
-        """Where ranks post notes for each other: in the store, or in memory that :meth:`line` found to be shared."""
+        """Return the board for notes between ranks: in the store, or in memory that :meth:`line` found to be shared."""
 
     def issued(self) -> int:
-        """How many operations of the group were started on this rank, by whomever; 0 where nobody counts them."""
+        """Return the number of operations started on the group on this rank; 0 if the backend does not count."""
         return 0
 
     def limit(self, timeout: timedelta) -> timedelta | None:
-        """Let operations of the group that take longer than ``timeout`` break, where that is known how.
+        """Make operations of the group fail if they take longer than ``timeout``, if the backend supports it.
 
         Returns:
-            What it was before; ``None`` if nothing was changed.
+            The previous limit; ``None`` if nothing was changed.
         """
         return None
 
     @property
     def keeps_store(self) -> bool:
-        """Whether one of the ranks keeps the store in which they post notes."""
+        """Whether one of the ranks hosts the store of the notes."""
         return True
 
     def abort(self, *, connections: bool = False) -> bool:
-        """Abort what this process has under way on its accelerator with others, which may never come to its end.
+        """Abort the operations of this process on its accelerators, which may otherwise never end.
 
-        Called in any thread, once a rank has failed: the process groups of this process cannot be used any more.
+        Any thread may call this once a rank has failed. The process groups of this process are unusable afterwards.
 
         Args:
-            connections: whether to close those of this group, too, so that the other ranks do not wait for this one:
-                where not all ranks have failed at the same place.
+            connections: Whether to close the connections of this group, too, so that other ranks stop waiting for this
+                one. Pass ``True`` if the ranks did not all fail at the same place.
 
         Returns:
-            Whether there are groups to abort on accelerators.
+            Whether this process has groups on accelerators.
         """
         return False
 
@@ -314,11 +321,11 @@ class Collective(ABC):
 
     @final
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Return rank ``source``'s ``value`` on every rank; it is pickled.
+        """Return ``value`` of rank ``source`` on every rank. It is pickled.
 
         Raises:
-            RuntimeError: on every rank, if ``source`` cannot pickle it.
-            ValueError: if there is no such rank.
+            RuntimeError: On every rank, if ``source`` cannot pickle it.
+            ValueError: If ``source`` is not a rank.
         """
         self._check_source(source)
         data, ok = _pickled(value) if self.rank == source else (bytearray(), True)
@@ -329,7 +336,8 @@ class Collective(ABC):
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source).wait()
         if not ok:
             raise RuntimeError(
-                f"rank {source} cannot pickle what it should broadcast: {data.decode()}; send what pickle takes [J024]"
+                f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"
+                " supports. [J024]"
             )
         return value if self.rank == source else pickle.loads(data)
 
@@ -339,15 +347,15 @@ class Collective(ABC):
         """Return ``tensor`` of every rank, in rank order.
 
         Args:
-            tensor: of the same shape and dtype on all ranks.
-            outputs: what to fill and return, one for each rank and like ``tensor``; new tensors if not given.
+            tensor: A tensor of the same shape and dtype on all ranks.
+            outputs: Tensors to fill and return, one like ``tensor`` for each rank; by default, new tensors.
 
         Raises:
-            ValueError: if ``outputs`` are of another number, shape, dtype or device, before anything is sent.
+            ValueError: If the number, shapes, dtypes or devices of ``outputs`` do not match, before anything is sent.
         """
         if outputs is None:
             outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        received = [output.contiguous() for output in outputs]  # most of them are, and these are themselves
+        received = [output.contiguous() for output in outputs]  # which returns contiguous tensors themselves
         self.all_gather_into(tensor, received).wait()
         for output, gathered in zip(outputs, received, strict=True):
             if output is not gathered:
@@ -357,30 +365,33 @@ class Collective(ABC):
     @final
     @torch.no_grad()
     def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return ``tensor`` of every rank, in rank order; the sizes may differ in every dimension.
+        """Return ``tensor`` of every rank, in rank order. The sizes may differ in every dimension.
 
-        All ranks send as much as the largest one has.
+        Each rank sends as many elements as the largest tensor has.
 
         Raises:
-            ValueError: on every rank, if dtypes or numbers of dimensions differ.
+            ValueError: On every rank, if dtypes or numbers of dimensions differ.
         """
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = self.all_gather_object((tensor.dtype, tuple(tensor.shape)))
         if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
-            given = ", ".join(f"rank {rank} {describe(dtype, shape)}" for rank, (dtype, shape) in enumerate(shapes))
-            raise ValueError(f"ranks must gather tensors of one dtype and number of dimensions, not {given} [J025]")
+            tensors = ", ".join(f"rank {rank} {describe(dtype, shape)}" for rank, (dtype, shape) in enumerate(shapes))
+            raise ValueError(
+                f"The tensors to gather have different dtypes or numbers of dimensions: {tensors}. Pass tensors of the"
+                " same dtype and number of dimensions on all ranks. [J025]"
+            )
         sizes = [torch.Size(shape).numel() for _, shape in shapes]
         padded = tensor.new_zeros(max(sizes))
         padded[: tensor.numel()] = tensor.reshape(-1)
         received = self.all_gather(padded) if max(sizes) else [padded] * self.world_size
-        # Cloned, since the padding would otherwise live as long as what was received.
+        # Without the clone, the padding would live as long as the result.
         return [flat[:size].clone().view(shape) for flat, size, (_, shape) in zip(received, sizes, shapes, strict=True)]
 
     @final
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return ``value`` of every rank, in rank order; it is pickled.
+        """Return ``value`` of every rank, in rank order. It is pickled.
 
         Raises:
-            RuntimeError: on every rank, if one of them cannot pickle it.
+            RuntimeError: On every rank, if one of them cannot pickle its value.
         """
         data, ok = _pickled(value)
         heads = self.all_gather(torch.tensor([len(data), ok], dtype=torch.int64, device="cpu"))
@@ -393,30 +404,32 @@ class Collective(ABC):
         failed = [f"rank {rank}: {texts[rank].decode()}" for rank, head in enumerate(heads) if not head[1]]
         if failed:
             raise RuntimeError(
-                f"not every rank can pickle what it should send: {', '.join(failed)}; send what pickle takes [J026]"
+                f"Some ranks cannot pickle the object to gather ({', '.join(failed)}). Send objects that pickle"
+                " supports. [J026]"
             )
         return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
 
     @final
     @torch.no_grad()
     def reduce(self, tensor: torch.Tensor, op: ResultOp = "mean") -> torch.Tensor:
-        """Return the elementwise ``op`` over all ranks, on every rank; ``tensor`` stays as it is.
+        """Return the elementwise ``op`` over all ranks, on every rank. ``tensor`` stays unchanged.
 
         Args:
-            tensor: of the same shape and dtype on all ranks. Booleans are counted by ``"sum"``, in int64.
+            tensor: A tensor of the same shape and dtype on all ranks. ``"sum"`` counts booleans, in int64.
             op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
 
         Raises:
-            ValueError: if there is no such ``op``, before anything is sent.
-            TypeError: for the mean of integers or booleans, before anything is sent: convert them to the float type
-                that is wanted.
+            ValueError: If ``op`` is unknown, before anything is sent.
+            TypeError: For the mean of integers or booleans, before anything is sent. Convert them to a float dtype
+                first.
         """
         check_op(op, get_args(ResultOp))
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(
-                f"the mean of {tensor.dtype} is not of that type: reduce tensor.float(), or op='sum' [J027]"
+                f"The mean of {tensor.dtype} numbers is not {tensor.dtype}. Reduce tensor.float(), or pass op='sum'."
+                " [J027]"
             )
-        # Not every backend reduces booleans, and where they are summed they are not counted.
+        # Not every backend reduces booleans, and a backend that sums them does not count them.
         counted = tensor.dtype == torch.bool
         result = tensor.to(torch.int64) if counted else tensor.clone(memory_format=torch.contiguous_format)
         self.all_reduce(result, "sum" if op == "mean" else op).wait()
@@ -426,12 +439,12 @@ class Collective(ABC):
 
     @final
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self.all_reduce(torch.zeros(1, device="cpu")).wait()
 
     @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decided so, or with ``all=False`` any of them; the same on every rank."""
+        """Return whether all ranks passed ``True``, or with ``all=False`` whether any did; equal on every rank."""
         vote = torch.tensor([int(decision)], device="cpu")
         self.all_reduce(vote, "min" if all else "max").wait()
         return bool(vote.item())
@@ -442,48 +455,56 @@ class Collective(ABC):
     def _check_setup(self, rank: int, world_size: int) -> None:
         if self.is_set_up:
             raise RuntimeError(
-                f"{type(self).__name__} is set up already: call teardown() before another setup() [J028]"
+                f"{type(self).__name__} is already set up. Call teardown() before another setup(). [J028]"
             )
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} is not one of world_size={world_size} ranks; they are counted from 0 [J029]")
+            raise ValueError(
+                f"rank={rank} is not a rank of world_size={world_size}. Pass a rank from 0 to world_size - 1. [J029]"
+            )
 
     @final
     def _take_place(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
-        """Be this rank of so many, and set up, unless the backend knows another rank or world size."""
+        """Set the rank and world size, and mark the collective as set up, unless the backend has different ones."""
         if (rank, world_size) != (own_rank, own_world_size):
             raise RuntimeError(
-                f"setup(rank={rank}, world_size={world_size}) contradicts the backend of {type(self).__name__}, which"
-                f" says rank {own_rank} of {own_world_size}; call setup() with that [J030]"
+                f"setup(rank={rank}, world_size={world_size}) contradicts the backend of {type(self).__name__}. Call"
+                f" setup(rank={own_rank}, world_size={own_world_size}). [J030]"
             )
         self._rank, self._world_size, self.is_set_up = rank, world_size, True
 
     def _check_is_set_up(self) -> None:
-        """Raise a ``RuntimeError`` if the ranks are not connected, and need to be."""
+        """Raise a ``RuntimeError`` if the ranks have to be connected and are not."""
 
     @final
     def _check_source(self, source: int) -> None:
         if not 0 <= source < self.world_size:
-            raise ValueError(f"source={source} is not a rank of this group: they are 0 to {self.world_size - 1} [J031]")
+            raise ValueError(
+                f"source={source} is not a rank of this group. Pass a rank from 0 to {self.world_size - 1}. [J031]"
+            )
 
     @final
     def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         if len(outputs) != self.world_size:
-            raise ValueError(f"{len(outputs)} outputs given: give one for each of {self.world_size} ranks [J032]")
+            raise ValueError(
+                f"outputs has {len(outputs)} tensors for {self.world_size} ranks. Pass one tensor for each rank. [J032]"
+            )
         wanted = (tensor.dtype, tensor.shape, tensor.device)
         for rank, output in enumerate(outputs):
             if (output.dtype, output.shape, output.device) != wanted:
                 raise ValueError(
-                    f"the output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, but the"
-                    f" tensor {describe(tensor.dtype, tensor.shape)} on {tensor.device}; make it like that [J033]"
+                    f"The output for rank {rank} is {describe(output.dtype, output.shape)} on {output.device}, but the"
+                    f" tensor is {describe(tensor.dtype, tensor.shape)} on {tensor.device}. Pass an output like the"
+                    " tensor. [J033]"
                 )
             if not output.is_contiguous():
                 raise ValueError(
-                    f"the output for rank {rank} is not contiguous; make it so, or use all_gather() [J034]"
+                    f"The output for rank {rank} is not contiguous. Pass a contiguous tensor, or call all_gather()."
+                    " [J034]"
                 )
 
 
 class GroupLine(Line):
-    """A line over a collective: each sum is an all-reduce, in one order with all others on it."""
+    """Line over a collective. Each sum is an all-reduce, in one order with all other operations of the collective."""
 
     depth = 2
 
@@ -492,7 +513,7 @@ class GroupLine(Line):
 
     @override
     def sum(self, number: int, bits: int) -> Sum:
-        # Of several words, all but the last need room for what is to be carried.
+        # If there are several words, all but the last need spare bits for the carry of the sum.
         size = _WORD_BITS if bits <= _WORD_BITS else _WORD_BITS - self._collective.world_size.bit_length()
         mask = (1 << size) - 1
         words = torch.tensor([number >> shift & mask for shift in range(0, bits, size)], device="cpu")
@@ -513,7 +534,7 @@ class GroupLine(Line):
 
 
 class _GroupGather:
-    """An all-gather of bytes."""
+    """All-gather of bytes."""
 
     def __init__(self, collective: Collective, data: bytes) -> None:
         self._data, self._size = bytearray(collective.world_size * len(data)), len(data)
@@ -526,7 +547,7 @@ class _GroupGather:
 
 
 class _GroupSum:
-    """An all-reduce of words of some bits each."""
+    """All-reduce of words with a fixed number of bits each."""
 
     def __init__(self, work: Work, words: torch.Tensor, size: int) -> None:
         self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, words.nbytes
@@ -537,7 +558,7 @@ class _GroupSum:
 
 
 class _GroupFloatSum:
-    """An all-reduce of one number."""
+    """All-reduce of one floating-point number."""
 
     def __init__(self, work: Work, number: torch.Tensor) -> None:
         self.wait, self.is_completed = work.wait, work.is_completed
@@ -545,9 +566,9 @@ class _GroupFloatSum:
 
 
 class _GroupRollCall(Generic[V]):
-    """A roll call in which a call is one sum: each rank fills bits of its own.
+    """Roll call in which each call is one sum. Each rank fills bits of its own.
 
-    For 31 ranks and answers up to 3, the largest that a rank may give, the sum has 62 bits.
+    With 31 ranks and answers up to 3, the sum has 62 bits.
     """
 
     def __init__(self, line: Line, rank: int, world_size: int, largest: int, fold: Fold[V]) -> None:
@@ -570,35 +591,38 @@ class _GroupRollCall(Generic[V]):
 
 
 def folded(fold: Fold[V], answers: Sequence[int]) -> V:
-    """What these answers, by rank, say together."""
+    """Return the folded result of answers in rank order."""
     return reduce(fold.combined, (fold.of(answer, rank) for rank, answer in enumerate(answers)))
 
 
 def check_op(op: str, known: tuple[str, ...] = get_args(ReduceOp)) -> None:
-    """Raise a ``ValueError`` for an ``op`` that is not known."""
+    """Raise a ``ValueError`` for an unknown ``op``."""
     if op not in known:
-        raise ValueError(f"unknown op {op!r}: give one of {', '.join(map(repr, known))} [J035]")
+        raise ValueError(f"op={op!r} is unknown. Pass one of {', '.join(map(repr, known))}. [J035]")
 
 
 def exact(number: float) -> Exact:
-    """``number`` as one whose sums do not depend on their order; infinities and NaN as they are."""
+    """Return ``number`` in a form whose sums do not depend on their order. Infinities and NaN stay floats."""
     if number.is_integer():
         return int(number)
     return Fraction(number) if math.isfinite(number) else number
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, flat: what is only copied can travel so, whatever dtypes a backend knows."""
+    """Return a flat view of a contiguous tensor's bytes.
+
+    In this form a backend can copy dtypes that it does not support.
+    """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # a single element has any stride
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """A tensor in short, like ``float32[2, 3]``."""
+    """Return the dtype and shape of a tensor in short, such as ``float32[2, 3]``."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _pickled(value: Any) -> tuple[bytearray, bool]:
-    """``value`` pickled, or why that is impossible, and which of the two it is."""
+    """Return the pickled value and ``True``, or the reason why it cannot be pickled and ``False``."""
     try:
         return bytearray(pickle.dumps(value)), True
     except Exception as unpicklable:

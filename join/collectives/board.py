@@ -1,8 +1,8 @@
-"""What ranks leave for each other to find, where no collective is needed: :class:`Board`.
+"""Board on which ranks leave messages for each other without a collective: :class:`Board`.
 
-A rank that fails leaves a :class:`Note` that says why. A rank that waits for others may ring a bell; from then on all
-ranks tell now and then how far they are (:class:`Progress`). Reading and writing may block where a store cannot be
-reached, so it is the business of a thread of its own: ``join.failure.peers``.
+A rank that fails leaves a :class:`Note` with the reason. A rank that waits for others may ring a bell; after that, all
+ranks post their :class:`Progress` at intervals. Reading and writing may block if a store cannot be reached, so a thread
+of its own does it (``join.failure.peers``).
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from typing_extensions import final, override
 from join.collectives.timeouts import timeouts
 
 Kind: TypeAlias = Literal["note", "progress"]
-"""What a message is: a note, or how far a rank is."""
-# The length of a part of a message, which must have room in memory of a fixed size.
+"""Kind of a message: a note, or the progress of a rank."""
+# The longest texts that fit into a message, for which shared memory has a fixed size.
 _MOST_CHARACTERS = {"text": 3400, "kind": 100, "doing": 350, "burst": 100}
 
 
 class Note(NamedTuple):
-    """Why a rank leaves its block.
+    """Reason why a rank leaves its block.
 
     Attributes:
-        rank: the rank.
-        cause: the rank that failed first, as far as this one knows: itself, if it did not fail because of another.
-        kind: the class of the exception of that rank.
-        text: what there is to tell the others: the rank that failed first, and its exception.
+        rank: The rank.
+        cause: The rank that failed first, as far as this rank knows; ``rank`` itself if it did not fail because of
+            another.
+        kind: The class of the exception of the rank that failed first.
+        text: The message for the other ranks: the rank that failed first, and its exception.
     """
 
     rank: int
@@ -42,20 +43,20 @@ class Note(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a rank is in its block.
+    """Progress of a rank in its block.
 
     Attributes:
-        headers: how many headers it has sent.
-        loop: the number of the loop in lockstep that it is in, or was in last; 0 before the first.
-        step: how many steps of that loop it has come to.
-        bursts: how many bursts it has come to in that loop,
-        burst: and the name of the last one.
-        issued: how many collectives were started on the process group in that loop, by whomever.
-        left: whether it has left that loop before its end.
-        doing: what it does, in words.
-        heard: how many notes of others it has read.
-        beat: how often it has told.
-        done: whether it has left the block: it owes the others nothing, and its process may end.
+        headers: The number of headers that the rank has sent.
+        loop: The number of the loop in lockstep that the rank is in, or was in last; 0 before the first.
+        step: The number of steps of that loop that the rank has reached.
+        bursts: The number of bursts that the rank has reached in that loop.
+        burst: The name of the last one.
+        issued: The number of collectives that any caller started on the process group in that loop.
+        left: Whether the rank has left that loop before its end.
+        doing: The current activity of the rank, in words.
+        heard: The number of notes from other ranks that the rank has read.
+        beat: The number of times that the rank has posted its progress.
+        done: Whether the rank has left the block. Other ranks then expect nothing from it, and its process may end.
     """
 
     headers: int = 0
@@ -72,10 +73,10 @@ class Progress(NamedTuple):
 
 
 class Board(ABC):
-    """What the ranks of a group have left in the block that is open."""
+    """Messages that the ranks of a group have left in the open block."""
 
     outlives: ClassVar[bool] = True
-    """Whether what a rank has left is there after its process has ended."""
+    """Whether the message of a rank remains readable after its process has ended."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -83,66 +84,69 @@ class Board(ABC):
 
     @final
     def begin(self, block: int) -> None:
-        """Begin the block of this number (above 0, the same on all ranks): what was posted earlier does not count."""
+        """Begin the block of this number, which is positive and equal on all ranks.
+
+        Messages of earlier blocks are ignored.
+        """
         self.block = block
 
     @final
     def post(self, note: Note) -> None:
-        """Leave a note, in the place of this rank's last one, and ring the bell."""
+        """Leave a note, which replaces this rank's last one, and ring the bell."""
         note = note._replace(kind=_fit("kind", note.kind), text=_fit("text", note.text))
         self._put("note", json.dumps(note, ensure_ascii=False))
         self.ring()
 
     @final
     def notes(self) -> list[Note]:
-        """The notes that ranks have left, by rank."""
+        """Return the notes of all ranks, in rank order."""
         return sorted(Note(*json.loads(text)) for text in self._messages("note"))
 
     @final
     def tell(self, progress: Progress) -> None:
-        """Tell how far this rank is."""
+        """Post the progress of this rank."""
         progress = progress._replace(burst=_fit("burst", progress.burst), doing=_fit("doing", progress.doing))
         self._put("progress", json.dumps((self.rank, progress), ensure_ascii=False))
 
     @final
     def progress(self) -> dict[int, Progress]:
-        """What the ranks have told last, by rank."""
+        """Return the last posted progress of each rank, by rank."""
         messages = map(json.loads, self._messages("progress"))
         return {rank: Progress(*progress) for rank, progress in messages}
 
     @abstractmethod
     def ring(self) -> None:
-        """Ask all ranks to tell how far they are."""
+        """Ask all ranks to post their progress."""
 
     @abstractmethod
     def is_rung(self) -> bool:
-        """Whether somebody has asked."""
+        """Return whether a rank has rung the bell."""
 
     def ended(self) -> list[int]:
-        """The other ranks whose processes are known to have ended."""
+        """Return the other ranks whose processes are known to have ended."""
         return []
 
     @abstractmethod
     def _put(self, kind: Kind, text: str) -> None:
-        """Put down this rank's message of a kind, in the place of its last one."""
+        """Write this rank's message of a kind over its last one."""
 
     @abstractmethod
     def _messages(self, kind: Kind) -> list[str]:
-        """The messages of a kind that are there, of all ranks."""
+        """Return the messages of a kind from all ranks that have left one."""
 
 
 def _fit(part: str, text: str) -> str:
-    most = _MOST_CHARACTERS[part]
-    # An exception's text may have anything in it.
+    longest = _MOST_CHARACTERS[part]
+    # The text of an exception may have any character, including a lone surrogate, which UTF-8 cannot encode.
     text = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
 class StoreBoard(Board):
-    """In a store that all ranks can reach, which may end with the process of the rank that keeps it.
+    """Board in a store that all ranks can reach. The store may end with the process of the rank that hosts it.
 
-    A connection of its own is made to it, when it is first used: over one that is shared, whoever waits for a key holds
-    up the others.
+    The board opens its own connection to the store when it is first used. On a shared connection, a caller that waits
+    for a key blocks all others.
     """
 
     outlives = False
@@ -150,15 +154,15 @@ class StoreBoard(Board):
     def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
         super().__init__(rank, world_size)
         self._shared_store = store
-        self._before = (rank - 1) % world_size  # whose beats this rank listens to, as another does to its own
+        self._watched = (rank - 1) % world_size  # the rank whose beats this rank reads; another rank reads its own
         self._next_beat = 0.0
-        self._beats = 0  # how often this rank has said that it lives
-        self._heard, self._unheard = list[str](), 0  # what that rank has said last; for how many beats nothing else
+        self._beats = 0  # written by this rank
+        self._last_beat, self._unheard = list[str](), 0  # of the watched rank, and how many own beats it has stayed
 
     @cached_property
     def _store(self) -> Any:  # clone() and multi_get() are not in torch's type stubs
         store = cast("Any", self._shared_store).clone()
-        for kind in get_args(Kind):  # so that all of them can be asked for at once
+        for kind in get_args(Kind):  # a message of each rank exists, so one request can read all of them
             store.set(_key_of(kind, self.rank), "")
         return store
 
@@ -181,11 +185,11 @@ class StoreBoard(Board):
             self._next_beat = now + timeouts().beat
             self._beats += 1
             self._put("beat", str(self._beats))
-            heard = self._put_by("beat", [self._before])  # nothing, if it has not entered yet
-            # In beats of this rank's own, not in seconds: all ranks may have been suspended.
-            self._unheard = self._unheard + 1 if heard and heard == self._heard else 0
-            self._heard = heard
-        return [self._before] if self._unheard * timeouts().beat >= timeouts().silent else []
+            beat = self._messages_of("beat", [self._watched])  # empty if that rank has not entered the block yet
+            # The time is counted in beats of this rank, not in seconds, because all ranks may have been suspended.
+            self._unheard = self._unheard + 1 if beat and beat == self._last_beat else 0
+            self._last_beat = beat
+        return [self._watched] if self._unheard * timeouts().beat >= timeouts().silent else []
 
     @override
     def _put(self, kind: Kind | Literal["beat"], text: str) -> None:
@@ -193,12 +197,12 @@ class StoreBoard(Board):
 
     @override
     def _messages(self, kind: Kind) -> list[str]:
-        return self._put_by(kind, range(self.world_size))
+        return self._messages_of(kind, range(self.world_size))
 
-    def _put_by(self, kind: Kind | Literal["beat"], ranks: Sequence[int]) -> list[str]:
-        """What these ranks have put down in this block: two requests, however many ranks there are."""
+    def _messages_of(self, kind: Kind | Literal["beat"], ranks: Sequence[int]) -> list[str]:
+        """Return the messages of these ranks in this block, with two requests for any number of ranks."""
         keys = [_key_of(kind, rank) for rank in ranks]
-        if not self._store.check(keys):  # not all have ever entered a block
+        if not self._store.check(keys):  # some rank has not entered a block yet
             keys = [key for key in keys if self._store.check([key])]
         texts = [value.decode() for value in self._store.multi_get(keys)] if keys else []
         block = f"{self.block} "
@@ -206,4 +210,4 @@ class StoreBoard(Board):
 
 
 def _key_of(kind: str, rank: int) -> str:
-    return f"board/{kind}/{rank}"  # the same in all blocks, so that no keys are left
+    return f"board/{kind}/{rank}"  # the same in all blocks, so that the number of keys stays bounded

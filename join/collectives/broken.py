@@ -1,6 +1,6 @@
-"""Whether an exception is a collective that has broken because another rank is gone: :func:`is_broken`.
+"""Detection of collectives that broke because another rank is gone: :func:`is_broken`.
 
-Nothing else in this package looks at the texts of a backend.
+No other module of this package interprets the texts of a backend's exceptions.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-# Gloo raises RuntimeError, with no class of its own. Its text begins with the place in gloo's source, in brackets; then
-# comes that a connection was closed or reset by the peer, or that gloo's own time limit has passed.
-# Once one operation has taken too long, those that follow on the same connection raise a text without a place.
+# Gloo raises RuntimeError and has no exception class. The text begins with the place in gloo's source, in brackets.
+# Then it says that the peer closed or reset a connection, or that gloo's own time limit has expired. Once one operation
+# has taken too long, later operations on the same connection raise a text without a place.
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
-_DEPTH = 8  # how far back the exceptions that led to another one are looked at
+_DEPTH = 8  # the length of the chain of exceptions that is searched
 
 
 class BrokenCollective(RuntimeError):
-    """An operation of one of this package's own collectives that cannot come to its end.
+    """Exception for an operation of this package's own collectives that cannot complete.
 
     Args:
-        text: what has happened.
-        ranks: those that are known to be gone.
+        text: The reason.
+        ranks: The ranks that are known to be gone.
     """
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
@@ -31,11 +31,11 @@ class BrokenCollective(RuntimeError):
 
 
 def is_broken(error: BaseException, *, stores: bool = True) -> bool:
-    """Whether ``error`` is of a collective that another rank has left, or was raised because of one.
+    """Return whether ``error`` comes from a collective that another rank has left, or was raised because of one.
 
     Args:
-        error: what was raised.
-        stores: whether it may be of a store, too.
+        error: The exception.
+        stores: Whether an exception of a store counts, too.
     """
     cause: BaseException | None = error
     for _ in range(_DEPTH):

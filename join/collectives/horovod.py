@@ -1,8 +1,8 @@
-"""A :class:`Collective` over Horovod: :class:`HorovodCollective`. Horovod is imported when one is made, not before.
+""":class:`Collective` over Horovod: :class:`HorovodCollective`. Constructing one imports Horovod.
 
-Horovod matches operations by their names, so the n-th of a collective is named after n. It does not reduce booleans,
-small integers and bfloat16: they are reduced in a wider type, and put back when the operation is waited for. There is
-no store in Horovod: ``setup`` opens one on rank 0, unless one is given.
+Horovod matches operations by their names, so the name of the n-th operation of a collective ends with n. Horovod does
+not reduce booleans, small integers and bfloat16. They are reduced in a wider type and converted back when the operation
+is waited for. Horovod has no store: ``setup`` opens a store on rank 0, unless you pass one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _WIDER = {
     torch.bfloat16: torch.float32,
 }
 
-# Collectives of one process are told apart by their number: all ranks set them up in one order.
+# The number of a collective is part of its operations' names. It is equal on all ranks, which set collectives up in one
+# order.
 _numbers = count()
 
 
 class _Handle:
-    """A handle of Horovod's as a :class:`Work`."""
+    """Horovod's handle of an operation as a :class:`Work`."""
 
     def __init__(self, hvd: Any, handle: int, finish: Callable[[torch.Tensor], None]) -> None:
         self._hvd, self._handle, self._finish = hvd, handle, finish
@@ -53,8 +54,8 @@ class _Handle:
             while not self._hvd.poll(self._handle):
                 if time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"timed out after {timeout.total_seconds():g} s waiting for Horovod; see what the other ranks"
-                        " do, or allow more time [J036]"
+                        f"Waiting for Horovod timed out after {timeout.total_seconds():g} s. Call the same operation on"
+                        " all ranks, or pass a longer timeout. [J036]"
                     )
                 time.sleep(_POLL_SECONDS)
         received = self._hvd.synchronize(self._handle)
@@ -68,11 +69,11 @@ class HorovodCollective(StoreCollective):
     """All ranks that Horovod started.
 
     Args:
-        store: where texts are kept. Without, rank 0 opens a store on a free port, and the others reach it by the host
-            name of rank 0, or on this host if all have the same.
+        store: The store for texts. By default, rank 0 opens a store on a free port. The other ranks reach it by the
+            host name of rank 0, or on this host if all ranks have the same host name.
 
     Raises:
-        ImportError: if Horovod is not installed.
+        ImportError: If Horovod is not installed.
     """
 
     def __init__(self, *, store: dist.Store | None = None) -> None:
@@ -80,8 +81,8 @@ class HorovodCollective(StoreCollective):
             self._hvd: Any = importlib.import_module("horovod.torch")
         except ImportError as missing:
             raise ImportError(
-                "HorovodCollective needs Horovod for PyTorch: HOROVOD_WITH_PYTORCH=1 pip install --no-build-isolation"
-                " horovod [J037]"
+                "HorovodCollective needs Horovod for PyTorch, which is not installed. Run HOROVOD_WITH_PYTORCH=1 pip"
+                " install --no-build-isolation horovod. [J037]"
             ) from missing
         self._given_store, self._made = store, False
 
@@ -105,7 +106,7 @@ class HorovodCollective(StoreCollective):
     @override
     def _check_is_set_up(self) -> None:
         if not self.is_set_up:
-            raise RuntimeError("HorovodCollective is not set up: call setup(rank, world_size) first [J038]")
+            raise RuntimeError("HorovodCollective is not set up. Call setup(rank, world_size) first. [J038]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:

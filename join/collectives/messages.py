@@ -1,21 +1,21 @@
-"""Lines between machines: messages over TCP connections of their own, in as many hops as the logarithm of the ranks.
+"""Lines between machines: messages over their own TCP connections, in logarithmically many hops.
 
-Gloo's all-reduce goes round all ranks twice, however little it sums. Here each rank knows, after one message, what two
-ranks give, after the next what four give, and so on. Of ``N`` ranks, rank ``r`` holds the sum over a *window*, the
-``m`` ranks up to ``r`` (counted in a circle), and ``m`` grows bit by bit from 1 to ``N``::
+Gloo's all-reduce passes through all ranks twice, however small the sum. Here, each rank knows the sum of two ranks
+after one message, of four ranks after the next, and so on. Of ``N`` ranks, rank ``r`` holds the sum over a *window*,
+the ``m`` ranks up to ``r`` (counted in a circle), and ``m`` grows bit by bit from 1 to ``N``::
 
     rank r sends                                rank r receives, and knows then
     ------------                                -------------------------------
-    its window of m, to rank r+m                that of rank r-m: a window of 2m
-    its own number, to rank r+2m (at once)      that of rank r-2m: a window of 2m+1, if the next bit of N is 1
+    its window of m, to rank r+m                the window of rank r-m: a window of 2m
+    its own number, to rank r+2m (at once)      the number of rank r-2m: a window of 2m+1, if the next bit of N is 1
 
 That is ``floor(log2 N)`` hops, each of which waits for the one before: 9 for 1,000 ranks, 13 for 10,000. All ranks do
-the same, and connect only with those that they send to, at most twice as many, and that send to them. Nothing in it
-grows with ``N``, but for what is gathered.
+the same. A rank connects only with the ranks that it sends to, at most twice as many as hops, and with the ranks that
+send to it. Nothing grows with ``N``, except gathered data.
 
-A rank sends its first messages when it gives its number. A thread does the rest, which sleeps until a message arrives,
-so the numbers come through while the ranks compute. A rank that has ended closes its connections: who waits for a
-message from it learns that, and the others by its note.
+A rank sends its first messages when it starts an operation. A thread, which sleeps until a message arrives, does the
+rest, so the numbers pass through while the ranks compute. The connections of a rank close when its process ends: a rank
+that waits for a message from it finds that out, and the other ranks learn it from a note.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from join.collectives.base import Collective, Exact, FloatSum, Fold, Gather, Lin
 from join.collectives.broken import BrokenCollective
 
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
-_HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the one that it wants
+_HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the rank that it expects
 _WELCOME = b"\1"
 _CONNECT_SECONDS, _MEET_SECONDS = 5.0, 20.0  # to one address, and for all connections
-_FLUSH_SECONDS = 2.0  # that a rank takes at most to send what others need, before it closes its connections
+_FLUSH_SECONDS = 2.0  # the longest time in which a rank sends its last messages before it closes its connections
 _SIOCGIFADDR = 0x8915  # asks for the address of an interface
 
 
 class Round(NamedTuple):
-    """A message that a rank sends and receives.
+    """Message that each rank sends and receives in a sum.
 
     Attributes:
-        distance: from the rank that sends it to the one that receives it.
-        is_window: whether it holds what the window of the sender gives, not its own number alone.
+        distance: The distance from the sending rank to the receiving rank.
+        is_window: Whether the message is the sum over the sender's window, or only its own number.
     """
 
     distance: int
@@ -65,7 +65,7 @@ class Round(NamedTuple):
 
 @cache
 def rounds_of(world_size: int) -> list[Round]:
-    """The messages of a sum, in the order in which a rank needs them."""
+    """Return the messages of a sum, in the order in which a rank needs them."""
     rounds: list[Round] = []
     window = 1
     for bit in f"{world_size:b}"[1:]:
@@ -81,7 +81,7 @@ def rounds_of(world_size: int) -> list[Round]:
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection to a rank, or from one, over which messages go one way."""
+    """Connection to another rank or from another rank, with messages in one direction."""
 
     connection: socket.socket
     distance: int
@@ -92,11 +92,11 @@ class _Peer:
 
 
 def connect(collective: Collective, timeout: float) -> Mesh | None:
-    """Connect all ranks, which call this, with those that they send to; ``None`` on all if that fails on one.
+    """Connect each rank with the ranks that it sends to. All ranks call this. Return ``None`` on all if one fails.
 
     Args:
-        collective: the ranks.
-        timeout: seconds after which a sum has failed.
+        collective: The ranks.
+        timeout: Seconds after which a sum fails.
     """
     rank, world_size = collective.rank, collective.world_size
     with socket.create_server(("", 0), backlog=128) as listener:
@@ -127,31 +127,31 @@ def connect(collective: Collective, timeout: float) -> Mesh | None:
 
 
 def own_addresses() -> list[str]:
-    """Under which addresses others may reach this machine, the likeliest first."""
-    found: list[str] = []
+    """Return the addresses by which other ranks may reach this machine, the likeliest first."""
+    addresses: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-            with suppress(OSError):  # no interface of that name
+            with suppress(OSError):  # no interface has that name
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-        with suppress(OSError):  # the way to where ranks meet; nothing is sent
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+        with suppress(OSError):  # finds the interface on the route to MASTER_ADDR, and sends nothing
             probe.connect((os.environ.get("MASTER_ADDR", ""), 1))
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
     with suppress(OSError):
-        found += socket.gethostbyname_ex(socket.gethostname())[2]
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
+    return list(dict.fromkeys([*addresses, "127.0.0.1"]))
 
 
 def _accept(listener: socket.socket, secret: bytes, rank: int, world_size: int, inward: dict[int, _Peer]) -> None:
-    """Wait for the ranks that send to this one."""
+    """Accept the connections of the ranks that send to this one."""
     missing = {distance for distance, _ in rounds_of(world_size)}
     while missing:
         connection, _ = listener.accept()
         connection.settimeout(_CONNECT_SECONDS)
-        with suppress(OSError, struct.error):  # whoever else that is
-            given, other, wanted = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+        with suppress(OSError, struct.error):  # another program may connect, too
+            their_secret, other, expected = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
             distance = (rank - other) % world_size
-            if given == secret and wanted == rank and distance in missing:
+            if their_secret == secret and expected == rank and distance in missing:
                 connection.sendall(_WELCOME)
                 inward[distance] = _Peer(connection, distance, other)
                 missing.remove(distance)
@@ -160,7 +160,7 @@ def _accept(listener: socket.socket, secret: bytes, rank: int, world_size: int, 
 
 
 def _connected(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
-    """A connection to the rank that listens there."""
+    """Return a connection to the rank that listens on one of these hosts."""
     for host in hosts:
         with suppress(OSError), ExitStack() as opened:
             connection = opened.enter_context(socket.create_connection((host, port), _CONNECT_SECONDS))
@@ -174,13 +174,13 @@ def _connected(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
 
 @final
 class Mesh:
-    """The connections of a rank with those that it exchanges messages with, and what is under way on them.
+    """Connections of a rank with the ranks that it exchanges messages with, and the operations that run on them.
 
     Args:
-        collective: the ranks.
-        inward: the connections over which others send, by distance.
-        outward: those over which this rank does.
-        timeout: seconds after which a sum has failed.
+        collective: The ranks.
+        inward: The connections over which other ranks send, by distance.
+        outward: The connections over which this rank sends, by distance.
+        timeout: Seconds after which a sum fails.
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class Mesh:
         self.rank, self.timeout = collective.rank, timeout
         self.rounds = rounds_of(collective.world_size)
         self.counts: dict[int, int] = {}
-        """How many numbers this rank has given, by line."""
+        """Number of operations that this rank has started, by line."""
         self.lock = threading.Lock()
-        """Held by whoever sends, or looks at what has arrived."""
+        """Held by a thread that sends or handles received messages."""
         self.inward, self._outward = inward, outward
         self.arrived: dict[tuple[int, int, int], bytes] = {}
-        """Messages that nobody has taken yet, by line, count and distance."""
-        self.under_way: dict[tuple[int, int], _Fold[Any]] = {}
-        """By line and count."""
+        """Received messages that no operation has used yet, by line, count and distance."""
+        self.running: dict[tuple[int, int], _Fold[Any]] = {}
+        """Running operations, by line and count."""
         self._process, self._selector = os.getpid(), selectors.DefaultSelector()
         for peer in (*inward.values(), *outward.values()):
             peer.connection.setblocking(False)
@@ -205,7 +205,7 @@ class Mesh:
         self._thread.start()
 
     def send(self, line: int, count: int, distance: int, data: bytes) -> None:
-        """Send a message, or what of it can be sent now; the lock is held."""
+        """Send a message, or the part of it that can be sent now. The caller holds the lock."""
         peer = self._outward[distance]
         peer.unsent += _FRAME.pack(line, count, len(data)) + data
         self._flush(peer)
@@ -217,12 +217,12 @@ class Mesh:
             except BlockingIOError:
                 self._selector.modify(peer.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
                 return
-            except OSError:  # it has ended; who needs something from it finds that out
+            except OSError:  # the peer has ended; an operation that needs a message from it fails by itself
                 return
 
     def close(self) -> None:
-        """Close the connections, once what is still to be sent is, and end the thread."""
-        if os.getpid() != self._process:  # in a fork they are the parent's
+        """Send the remaining messages, close the connections, and end the thread."""
+        if os.getpid() != self._process:  # in a fork, the connections belong to the parent
             return
         deadline = time.monotonic() + _FLUSH_SECONDS
         while time.monotonic() < deadline and any(
@@ -252,7 +252,7 @@ class Mesh:
             data = peer.connection.recv(1 << 20)
         except BlockingIOError:
             return
-        except OSError:  # reset
+        except OSError:  # the peer has reset the connection
             data = b""
         peer.received += data
         while len(peer.received) >= _FRAME.size:
@@ -262,41 +262,44 @@ class Mesh:
                 break
             self.arrived[line, count, peer.distance] = bytes(peer.received[_FRAME.size : end])
             del peer.received[:end]
-            if (fold := self.under_way.get((line, count))) is not None:
-                fold.go_on()
+            if (fold := self.running.get((line, count))) is not None:
+                fold.advance()
         if not data:
             self._selector.unregister(peer.connection)
             peer.connection.close()
             peer.is_closed = True
-            for fold in list(self.under_way.values()):
-                fold.go_on()
+            for fold in list(self.running.values()):
+                fold.advance()
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
 class _Fold(Generic[V]):
-    """What all ranks give, put together by ``combine`` as messages arrive, whose order in the circle it keeps."""
+    """Operation that combines the values of all ranks as messages arrive.
+
+    It keeps the order of the ranks in the circle.
+    """
 
     def __init__(self, mesh: Mesh, line: int, own: V, combine: Callable[[V, V], V]) -> None:
         self._mesh, self._line, self._combine = mesh, line, combine
         self.value, self._at = own, 0
         self._failure: BrokenCollective | None = None
         self._waits_since: float | None = None
-        self._is_done = threading.Lock()  # which is held until it is
+        self._is_done = threading.Lock()  # held until the operation is done
         self._is_done.acquire()
         data = pickle.dumps(own)
         self.nbytes = len(data)
         with mesh.lock:
             self._count = mesh.counts[line] = mesh.counts.get(line, 0) + 1 & 0xFFFFFFFF
-            mesh.under_way[line, self._count] = self
+            mesh.running[line, self._count] = self
             for distance, is_window in mesh.rounds:
                 if not is_window or distance == 1:
                     mesh.send(line, self._count, distance, data)
-            self.go_on()
+            self.advance()
 
-    def go_on(self) -> None:
-        """Take what has arrived, and send what can be sent then; the mesh's lock is held."""
+    def advance(self) -> None:
+        """Use the messages that have arrived, and send the next ones. The caller holds the mesh's lock."""
         mesh, key = self._mesh, (self._line, self._count)
         while self._at < len(mesh.rounds) and self._failure is None:
             distance = mesh.rounds[self._at].distance
@@ -307,40 +310,41 @@ class _Fold(Generic[V]):
                     self._at += 1
                     if self._at < len(mesh.rounds) and mesh.rounds[self._at].is_window:
                         mesh.send(*key, mesh.rounds[self._at].distance, pickle.dumps(self.value))
-                except Exception as error:  # else the thread would end
-                    self._failure = BrokenCollective(f"what ranks sent cannot be put together: {error!r}")
+                except Exception as error:  # which would end the thread
+                    self._failure = BrokenCollective(f"the messages of the ranks cannot be combined: {error!r}")
             elif (peer := mesh.inward[distance]).is_closed:
                 text = f"the process of rank {peer.rank} has ended, or has left the group"
                 self._failure = BrokenCollective(text, [peer.rank])
             else:
                 return
-        del mesh.under_way[key]
+        del mesh.running[key]
         self._is_done.release()
 
     def is_completed(self) -> bool:
-        """Whether all ranks have given theirs, or one will not."""
+        """Return whether all ranks have sent their values, or one of them cannot."""
         return not self._is_done.locked()
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
         """Wait for all ranks.
 
         Raises:
-            RuntimeError: if they do not come in time, after which waiting again is allowed.
-            BrokenCollective: if one of them is gone, or does not come within the time limit of the group.
+            RuntimeError: If ``timeout`` expires first. You may then wait again.
+            BrokenCollective: If a rank is gone, or does not arrive within the time limit of the group.
         """
-        now, most = time.monotonic(), self._mesh.timeout
+        now, longest = time.monotonic(), self._mesh.timeout
         self._waits_since = self._waits_since or now
-        left = self._waits_since + most - now
+        left = self._waits_since + longest - now
         limit = left if timeout is None else min(timeout.total_seconds(), left)
         if not self._is_done.acquire(timeout=max(limit, 0.0)):
             if limit != left:
                 raise RuntimeError(
-                    f"timed out after {limit:g} s: not all ranks came; see what they do, or allow more time [J503]"
+                    f"Waiting for all ranks timed out after {limit:g} s. Call the same operation on all ranks, or pass"
+                    " a longer timeout. [J503]"
                 )
             with self._mesh.lock:
-                if self._is_done.locked():  # else it was done meanwhile
-                    self._failure = BrokenCollective(f"timed out after {most:g} s: not all ranks came")
-                    self.go_on()
+                if self._is_done.locked():  # the operation may have completed since
+                    self._failure = BrokenCollective(f"timed out after {longest:g} s: some rank did not arrive")
+                    self.advance()
             return self.wait()
         self._is_done.release()
         if self._failure is not None:
@@ -367,13 +371,13 @@ class _FloatSum(_Fold[Exact]):
 @final
 class _Gather(_Fold[list[bytes]]):
     def rows(self) -> list[bytes]:
-        first = self._mesh.rank + 1  # they are in the order of the circle, this rank's the last
+        first = self._mesh.rank + 1  # the rows are in the order of the circle, in which this rank is the last
         return self.value[-first:] + self.value[:-first]
 
 
 @final
 class _RollCall(Generic[V]):
-    """A fold for each call."""
+    """Roll call over a mesh, with one operation for each call."""
 
     def __init__(self, mesh: Mesh, line: int, fold: Fold[V]) -> None:
         self._mesh, self._line, self._fold = mesh, line, fold
@@ -393,7 +397,7 @@ class _RollCall(Generic[V]):
 
 @final
 class MessageLine(Line):
-    """The line of this number over a mesh."""
+    """Line of this number over a mesh."""
 
     depth = 2
 

@@ -1,19 +1,19 @@
-"""Lines and a board between the ranks of one machine, through memory that they share: :func:`connect`.
+"""Lines and a board for ranks on one machine, through memory that they share: :func:`connect`.
 
-A small all-reduce over sockets costs a rank system calls and switches between threads, at every step. Here it is a few
-stores to memory, and a few loads when the sum is read; a roll call needs no sum, each rank reads the answers of the
-others. Nobody is woken up: a rank that has to wait looks again and again, at intervals that grow with the time it has
-waited.
+For a small all-reduce over sockets, each rank pays for system calls and thread switches at every step. Here, a sum
+takes a few stores to memory, and a few loads when it is read. A roll call needs no sum: each rank reads the answers of
+the others. No rank is woken up. A rank that has to wait polls, at intervals that grow with the time it has waited.
 
-Cells are 64 bits, each of which is written at once, so that a number is whole wherever it is seen. That what its rank
-has written before it, such as a note on the board, is then seen, too, holds on x86 only; elsewhere this is not used,
-though no sum relies on it. In a lane a rank has four places for its numbers and uses them in turn, so it may write the
-next one while others still read the last; each cell holds 32 bits of a number and the count that it is for. Behind the
-lanes are the rank's messages for the board.
+Cells have 64 bits and are written atomically, so a reader never sees half a number. On x86, a reader that sees a cell
+also sees everything that the rank wrote before it, such as a note on the board. Other processors do not ensure this
+order and do not use this module, although no sum relies on the order. In a lane, a rank has four places for its numbers
+and uses them in turn, so it may write the next number while others still read the last one. Each cell has 32 bits of a
+number and the count of the operation that the number is for. Behind the lanes are the messages of the ranks for the
+board.
 
-The memory has no name: rank 0 makes it, and the others open it through rank 0's process, which only the same user can.
-So nothing is left of it, whenever a process ends. Every rank holds a lock on a byte of it for as long as its process
-lives; whoever waits for long tries the locks of those that it waits for.
+The memory has no name. Rank 0 creates it, and the others open it through rank 0's process, which only the same user can
+do. So no memory is left behind, whenever a process ends. Every rank holds a lock on one byte of it as long as its
+process lives. A rank that has waited for a while tests the locks of the ranks that it waits for.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from join.collectives.broken import BrokenCollective
 from join.collectives.timeouts import timeouts
 
 SWITCH = "JOIN_SHARED_MEMORY"
-"""The environment variable that is 0 where headers are to go over the process group."""
+"""Environment variable that is 0 if headers should be sent over the process group."""
 
 _LANES = SUMS + 1
 PLACES = 4
-"""How many numbers of a rank a lane holds: each is written to the place of the oldest."""
+"""Number of places for numbers of a rank in a lane. Each number is written over the oldest one."""
 CELLS = 80
-"""How many cells a place has. A number that needs more goes over the process group."""
+"""Number of cells of a place. A number that needs more cells is sent over the process group."""
 BITS = 32
-"""How many bits of a cell hold a part of the number; the others hold the count."""
+"""Number of bits of a cell that hold a part of the number. The other bits hold the count."""
 LOW = (1 << BITS) - 1
 _CELLS_OF_RANK = _LANES * PLACES * CELLS
 _SLOTS: dict[Kind, int] = {"note": 16384, "progress": 2048}  # bytes for a rank's messages
-_HEAD = "=IIQ"  # before each: its length, its checksum, and the number of the block
+_HEAD = "=IIQ"  # before each message: its length, its checksum, and the number of the block
 _BELL = 8  # bytes
-_ORDERED = ("x86_64", "AMD64")  # processors on which a rank that sees a cell has seen what was written before it
+_ORDERED = ("x86_64", "AMD64")  # processors on which all earlier writes of a rank are visible with a cell
 
 _LONGEST_PAUSE, _PAUSE = 1e-3, 1 / 16  # seconds, and the share of the time waited so far
-_WITHOUT_PAUSE = 1e-4  # seconds in which a rank that waits only lets others run
+_WITHOUT_PAUSE = 1e-4  # seconds in which a waiting rank yields the processor but does not sleep
 
 
 # -- the memory --------------------------------------------------------------------------------------------------------
 
 
 class Segment:
-    """The memory that all ranks share: an open file, in which this rank's byte is locked, and which it closes."""
+    """Memory that all ranks share. It owns an open file, in which this rank's byte is locked, and closes the file."""
 
     def __init__(self, file: int, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -80,11 +80,11 @@ class Segment:
 
     @staticmethod
     def size_for(world_size: int) -> int:
-        """Bytes of a segment."""
+        """Return the size of a segment in bytes."""
         return world_size * (_CELLS_OF_RANK * 8 + sum(_SLOTS.values())) + _BELL
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of another rank is gone."""
+        """Return whether the process of another rank has ended."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -94,7 +94,7 @@ class Segment:
 
 
 class _Address(NamedTuple):
-    """Where the memory of rank 0 is found: on which machine, in which process, and as which of its files."""
+    """Address of rank 0's memory: the machine, the process, the number of its file, and the name of the file."""
 
     machine: str
     process: int
@@ -107,15 +107,15 @@ class _Address(NamedTuple):
 
 
 def connect(collective: Collective) -> Segment | None:
-    """Connect all ranks, which call this, through memory; ``None`` on all of them if one cannot be reached so."""
+    """Connect all ranks through shared memory. All ranks call this. Return ``None`` on all if one cannot be reached."""
     rank, world_size = collective.rank, collective.world_size
-    made: _Address | None = None
+    created: _Address | None = None
     if rank == 0 and not obstacle():
         with suppress(OSError):
-            made = _made(world_size)
-    address: _Address | None = collective.broadcast_object(made, 0)
-    # A second file that is closed again would let go of the lock; so rank 0 keeps the one that it has made.
-    file = None if address is None else address.file if rank == 0 else _opened(address)
+            created = _create(world_size)
+    address: _Address | None = collective.broadcast_object(created, 0)
+    # Rank 0 uses the file that it has created, because closing a second one would release its lock.
+    file = None if address is None else address.file if rank == 0 else _open(address)
     segment: Segment | None = None
     if file is not None:
         with suppress(OSError):
@@ -124,54 +124,58 @@ def connect(collective: Collective) -> Segment | None:
 
 
 def obstacle() -> str:
-    """Why this process is not to share memory with others, in half a sentence; empty if it is."""
+    """Return the reason why this process should not share memory with others, in half a sentence; "" if it may."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 forbids it"
     if platform.machine() not in _ORDERED:
-        return f"ranks rely on the order in which they see memory change, which {platform.machine()} does not keep"
+        return f"ranks rely on the order in which they see memory change, which {platform.machine()} does not ensure"
     return ""
 
 
 def obstacle_found() -> str:
-    """Why ranks on this machine cannot share memory: like :func:`obstacle`, but makes and opens some, and frees it."""
+    """Return the reason why ranks on this machine cannot share memory, after trying to create, open and free some."""
     if why := obstacle():
         return why
     try:
-        made = _made(2)
+        created = _create(2)
     except OSError as error:
         return f"there is no memory for it: {error}"
-    opened = _opened(made)
-    os.close(made.file)
-    if opened is None:
-        return f"processes cannot open each other's files by names such as {made.path}"
-    os.close(opened)
+    file = _open(created)
+    os.close(created.file)
+    if file is None:
+        return f"processes cannot open each other's files by names such as {created.path}"
+    os.close(file)
     return ""
 
 
 def _machine() -> str:
-    """What only processes have in common that see the same processes under the same numbers."""
+    """Return a text that is equal only for processes that see the same processes under the same numbers."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _made(world_size: int) -> _Address:
-    """Make the memory; an ``OSError`` says why that is impossible."""
+def _create(world_size: int) -> _Address:
+    """Create the memory.
+
+    Raises:
+        OSError: If that is impossible.
+    """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     name = f"join-{secrets.token_hex(16)}"
     file = os.memfd_create(name)
     try:
         os.fchmod(file, 0o600)
-        os.posix_fallocate(file, 0, Segment.size_for(world_size))  # where memory is short, this says so
+        os.posix_fallocate(file, 0, Segment.size_for(world_size))  # raises if memory is short
         return _Address(_machine(), os.getpid(), file, name)
     except OSError:
         os.close(file)
         raise
 
 
-def _opened(address: _Address) -> int | None:
-    """The memory of rank 0, opened; ``None`` if it is not there, or not wanted."""
+def _open(address: _Address) -> int | None:
+    """Open the memory of rank 0. Return its file, or ``None`` if it cannot be opened or should not be."""
     try:
-        # On another machine the same path may be anything.
+        # On another machine, the same path may be an unrelated file.
         if obstacle() or _machine() != address.machine or address.name not in os.readlink(address.path):
             return None
         return os.open(address.path, os.O_RDWR)
@@ -183,30 +187,33 @@ def _opened(address: _Address) -> int | None:
 
 
 class Lane:
-    """The memory of the line of this number; if others do not give theirs for ``timeout`` seconds, that is an error."""
+    """Memory of the line of this number.
+
+    If other ranks have not written their numbers after ``timeout`` seconds, it fails.
+    """
 
     def __init__(self, segment: Segment, number: int, timeout: float) -> None:
         self.rank, self.world_size, self.timeout = segment.rank, segment.world_size, timeout
         self.cells, self.others, self.has_ended = segment.cells, segment.others, segment.has_ended
         self.count = 0
-        """How many numbers this rank has given."""
+        """Number of operations that this rank has started."""
         begin = number * PLACES * CELLS
         firsts = range(begin, begin + self.world_size * _CELLS_OF_RANK, _CELLS_OF_RANK)
         self.places = [[first + place * CELLS for first in firsts] for place in range(PLACES)]
-        """The first cell of each rank, by place."""
+        """First cell of each rank, by place."""
 
 
 class SharedMemoryLine(Line):
-    """Sums and roll calls through a lane of shared memory; ``otherwise`` makes the line for numbers too long for it."""
+    """Line over a lane of shared memory. ``fallback`` makes the line for numbers that are too long for a lane."""
 
-    def __init__(self, lane: Lane, otherwise: Callable[[], Line]) -> None:
-        self._lane, self._otherwise = lane, otherwise
+    def __init__(self, lane: Lane, fallback: Callable[[], Line]) -> None:
+        self._lane, self._fallback = lane, fallback
 
     @override
     def sum(self, number: int, bits: int) -> Sum:
         width = -(-bits // BITS)
         if width > CELLS:
-            return self._otherwise().sum(number, bits)
+            return self._fallback().sum(number, bits)
         work = _Sum(self._lane, width)
         work.call(number)
         return work
@@ -221,14 +228,14 @@ class SharedMemoryLine(Line):
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
         width = -(-largest.bit_length() // BITS)
         if width > CELLS:
-            return self._otherwise().roll_call(largest, fold)
+            return self._fallback().roll_call(largest, fold)
         return _RollCall(self._lane, width, fold)
 
     @override
     def gather(self, data: bytes) -> Gather:
         width = -(-8 * len(data) // BITS)
         if width > CELLS:
-            return self._otherwise().gather(data)
+            return self._fallback().gather(data)
         work = _Gather(self._lane, width, len(data))
         work.call(int.from_bytes(data, "little"))
         return work
@@ -242,9 +249,9 @@ class SharedMemoryLine(Line):
 
 
 class _Numbers:
-    """The numbers that all ranks give for one count of a lane, in ``width`` cells each, as they arrive.
+    """Numbers of all ranks for one count of a lane, in ``width`` cells each, which are read as they arrive.
 
-    Every call of a function counts here, since a step runs with empty caches.
+    This class makes as few function calls as it can, because each of them costs more in a step, whose caches are cold.
     """
 
     def __init__(self, lane: Lane, width: int) -> None:
@@ -252,7 +259,7 @@ class _Numbers:
         self.nbytes = 8 * width
 
     def call(self, number: int, /) -> None:
-        """Give this rank's number; those of the others are awaited from now on."""
+        """Write this rank's number, and start to wait for the numbers of the others."""
         lane = self._lane
         count = self._count = lane.count = lane.count + 1
         self._numbers = [0] * lane.world_size
@@ -262,12 +269,12 @@ class _Numbers:
             lane.cells[cell] = (number & LOW) << BITS | count & LOW
             number >>= BITS
         self._others = iter(lane.others)
-        self._missing = next(self._others, None)  # the first rank whose number was not read
+        self._missing = next(self._others, None)  # the first rank whose number has not been read
         self._failure: BrokenCollective | None = None
         self._waits_since: float | None = None
 
     def is_completed(self) -> bool:
-        """Whether all ranks have given theirs, or will not."""
+        """Return whether all ranks have written their numbers, or one of them cannot."""
         lane, count = self._lane, self._count
         cells, tag, firsts = lane.cells, count & LOW, lane.places[count % PLACES]
         while (rank := self._missing) is not None and self._failure is None:
@@ -275,8 +282,8 @@ class _Numbers:
             for cell in range(first + self._width - 1, first - 1, -1):
                 value = cells[cell]
                 if value & LOW != tag:
-                    if 0 < (cells[first] - count & LOW) < LOW // 2:  # it is newer
-                        self._failure = BrokenCollective(f"rank {rank} has gone on without this rank {lane.rank}")
+                    if 0 < (cells[first] - count & LOW) < LOW // 2:  # the cell is for a later operation
+                        self._failure = BrokenCollective(f"rank {rank} has continued without this rank {lane.rank}")
                     return self._failure is not None
                 number = number << BITS | value >> BITS
             self._numbers[rank] = number
@@ -287,8 +294,8 @@ class _Numbers:
         """Wait for all ranks.
 
         Raises:
-            RuntimeError: if they do not come in time, after which waiting again is allowed.
-            BrokenCollective: if one of them is gone, or does not come within the time limit of the group.
+            RuntimeError: If ``timeout`` expires first. You may then wait again.
+            BrokenCollective: If a rank is gone, or does not arrive within the time limit of the group.
         """
         if self._missing is not None and not self.is_completed():
             started, limit = time.monotonic(), self._lane.timeout if timeout is None else timeout.total_seconds()
@@ -301,14 +308,14 @@ class _Numbers:
         return True
 
     def _wait_for_missing(self, started: float, limit: float) -> None:
-        """Wait until the missing rank comes, or does not by ``limit`` seconds after ``started``."""
-        lane, rank, looked = self._lane, self._missing, 0.0
+        """Wait until the missing rank has written its number, or ``limit`` seconds after ``started`` have passed."""
+        lane, rank, last_look = self._lane, self._missing, 0.0
         assert rank is not None and self._waits_since is not None
         while self._missing == rank and not self.is_completed():
             now = time.monotonic()
             waited = now - started
-            if waited >= min(looked + timeouts().look, limit):
-                looked, ended = waited, self._ended()
+            if waited >= min(last_look + timeouts().look, limit):
+                last_look, ended = waited, self._ended()
                 if self.is_completed() or self._missing != rank:
                     return
                 if ended:
@@ -316,26 +323,26 @@ class _Numbers:
                         f"the process of rank {ended[0]} has ended, or has left the group", ended
                     )
                 elif now - self._waits_since > lane.timeout:
-                    self._failure = BrokenCollective(f"timed out after {lane.timeout:g} s: rank {rank} did not come")
+                    self._failure = BrokenCollective(f"timed out after {lane.timeout:g} s: rank {rank} did not arrive")
                 elif waited >= limit:
                     raise RuntimeError(
-                        f"timed out after {limit:g} s: rank {rank} did not come; see what it does, or allow more"
-                        " time [J039]"
+                        f"Waiting for rank {rank} timed out after {limit:g} s. Call the same operation on all ranks, or"
+                        " pass a longer timeout. [J039]"
                     )
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
     def _ended(self) -> list[int]:
-        """The ranks that have not given their number, and whose processes are gone."""
+        """Return the ranks that have not written their numbers and whose processes have ended."""
         lane, tag = self._lane, self._count & LOW
         last = [first + self._width - 1 for first in lane.places[self._count % PLACES]]
         missing = [rank for rank in lane.others if lane.cells[last[rank]] & LOW != tag]
         ended = [rank for rank in missing if lane.has_ended(rank)]
-        return [rank for rank in ended if lane.cells[last[rank]] & LOW != tag]  # else that was its last act
+        return [rank for rank in ended if lane.cells[last[rank]] & LOW != tag]  # it may have written it just before
 
 
 @final
 class _RollCall(_Numbers, Generic[V]):
-    """One roll call, again and again."""
+    """Roll call over a lane."""
 
     def __init__(self, lane: Lane, width: int, fold: Fold[V]) -> None:
         super().__init__(lane, width)
@@ -343,7 +350,7 @@ class _RollCall(_Numbers, Generic[V]):
         self._result: V
 
     def result(self) -> V:
-        """What all ranks answered, folded."""
+        """Return the folded answers of all ranks."""
         if self._numbers != self._folded:
             self._folded, self._result = self._numbers, folded(self._fold, self._numbers)
         return self._result
@@ -351,32 +358,32 @@ class _RollCall(_Numbers, Generic[V]):
 
 @final
 class _Sum(_Numbers):
-    """One sum."""
+    """Sum over a lane."""
 
     def total(self) -> int:
-        """The sum."""
+        """Return the sum."""
         return sum(self._numbers)
 
 
 @final
 class _FloatSum(_Numbers):
-    """One sum of floating-point numbers, of which each rank adds up the same bits in the same order."""
+    """Sum of floating-point numbers. Each rank adds the same bits in the same order."""
 
     def total(self) -> float:
-        """The sum."""
+        """Return the sum."""
         return sum(struct.unpack(f"{len(self._numbers)}d", struct.pack(f"{len(self._numbers)}Q", *self._numbers)))
 
 
 @final
 class _Gather(_Numbers):
-    """Some bytes of each rank."""
+    """Gathered bytes of each rank."""
 
     def __init__(self, lane: Lane, width: int, size: int) -> None:
         super().__init__(lane, width)
         self._size = size
 
     def rows(self) -> list[bytes]:
-        """What each rank gave."""
+        """Return the bytes of each rank."""
         return [number.to_bytes(self._size, "little") for number in self._numbers]
 
 
@@ -385,7 +392,10 @@ class _Gather(_Numbers):
 
 @final
 class SharedBoard(Board):
-    """Messages in shared memory: each has a place of its own, and a checksum, since readers may come amid a change."""
+    """Board in shared memory. Each rank has a place for each kind of message.
+
+    A message has a checksum, because another rank may read it during a write.
+    """
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment.rank, segment.world_size)
@@ -394,9 +404,9 @@ class SharedBoard(Board):
         self._bell = len(self._memory) - _BELL
 
     def _slot(self, kind: Kind, rank: int) -> tuple[int, int]:
-        """Where a message begins, and where it ends at most."""
-        before = 0 if kind == "note" else self.world_size * _SLOTS["note"]
-        begin = self._begin + before + rank * _SLOTS[kind]
+        """Return the limits of the place for a message."""
+        offset = 0 if kind == "note" else self.world_size * _SLOTS["note"]
+        begin = self._begin + offset + rank * _SLOTS[kind]
         return begin, begin + _SLOTS[kind]
 
     @override

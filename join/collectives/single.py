@@ -1,4 +1,4 @@
-"""A :class:`Collective` of one rank, without a backend: :class:`SingleCollective`."""
+""":class:`Collective` of a single rank, without a backend: :class:`SingleCollective`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from join.collectives.store import StoreCollective
 
 
 class SingleCollective(StoreCollective):
-    """This process alone. There is nothing to connect, so it works before ``setup`` and after ``teardown`` too."""
+    """This process alone. It has no connections, so it works before ``setup`` and after ``teardown``, too."""
 
     _world_size = 1
 
@@ -23,7 +23,7 @@ class SingleCollective(StoreCollective):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a trainer that has one goes to other processes; its texts stay here
+        return type(self), ()  # a trainer that is pickled for another process has a collective; its texts stay here
 
     @override
     def teardown(self) -> None:
@@ -50,6 +50,7 @@ class SingleCollective(StoreCollective):
     def get(self, key: str) -> str:
         if not self.check(key):
             raise RuntimeError(
-                f"key {key!r} is not in the store, and no other rank can put it there; set it first [J040]"
+                f"The store has no key {key!r}. No other rank can set it, because this process is the only one. Call"
+                " set() first. [J040]"
             )
         return super().get(key)

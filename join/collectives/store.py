@@ -1,15 +1,15 @@
-"""What is common to collectives that keep their texts in a ``torch.distributed.Store``: :class:`StoreCollective`.
+"""Base class of collectives that keep their texts in a ``torch.distributed.Store``: :class:`StoreCollective`.
 
-A store may hold keys of ranks that are gone: torchrun's lives on when all ranks are started anew, as others and as
-another number of them, and not all of those before need have come equally far. So ranks that need a part of it for
-themselves (:func:`fresh_store`) do not count; rank 0 chooses a name that was never used, and makes sure that it tells
-ranks that are there now::
+A store may have keys of ranks that are gone. The store of torchrun outlives a restart of all ranks, possibly with a
+different number of ranks, and the earlier ranks need not all have reached the same point. So ranks that need a part of
+the store for themselves (:func:`fresh_store`) do not rely on counters. Rank 0 chooses a name that was never used, and
+makes sure that the ranks that receive it are running now::
 
     rank 0                                          any other rank
                                                     "hello": a word of its own, never used before
     for each "hello": the name, under that word
-    (once more, if that was left by one before)     awaits the name under its word
-    awaits all "met"                                "met", under the name
+    (again, if an earlier rank left the word)       waits for the name under its word
+    waits for all "met"                             "met", under the name
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LONGEST_PAUSE = 0.05  # seconds, before rank 0 looks again
 
 
 class StoreCollective(Collective):
-    """A collective with a store of torch's.
+    """Collective with a store of torch.
 
-    Unless a backend knows better, it has opened that store, and its ranks are there from the start.
+    Unless a backend overrides this, its constructor has opened the store, and its ranks are connected from the start.
     """
 
     _opened: dist.Store | None = None
@@ -73,9 +73,9 @@ class StoreCollective(Collective):
 
     @final
     def _open_store(self, given: dist.Store | None) -> None:
-        """For backends without a store: take a part of the one given, or one that rank 0 opens; all ranks call it.
+        """Open the store of a backend that has none: a part of ``given``, or a store that rank 0 opens.
 
-        Rank 0 tells the others where it is by their own collectives.
+        All ranks call this. Rank 0 sends the address of its store to the others by their own collectives.
         """
         if given is not None:
             self._opened = fresh_store(given, self.rank, self.world_size)
@@ -91,10 +91,10 @@ class StoreCollective(Collective):
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
-    """Return a view of ``store`` in which no keys are; all ranks that meet there call it, equally often.
+    """Return a view of ``store`` without keys. All ranks that meet there call this, equally often.
 
     Raises:
-        torch.distributed.DistStoreError: if they do not all come within the time limit of ``store``.
+        torch.distributed.DistStoreError: If some ranks do not arrive within the time limit of ``store``.
     """
     if rank == 0:
         return _lead(store, world_size)
@@ -112,16 +112,16 @@ def _lead(store: dist.Store, world_size: int) -> dist.Store:
     missing = list(range(1, world_size))
     limit = cast("timedelta", store.timeout)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     deadline, pause = time.monotonic() + limit.total_seconds(), 0.001
-    words: dict[int, str] = {}  # under which ranks were told the name
+    words: dict[int, str] = {}  # the words under which the ranks were sent the name
     while missing := [rank for rank in missing if not fresh.check([f"met/{rank}"])]:
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {missing} of {world_size} have not come to the launch")
+            raise dist.DistStoreError(f"ranks {missing} of {world_size} have not arrived at the launch")
         for rank in missing:
             if store.check([f"hello/{rank}"]):
                 word = store.get(f"hello/{rank}").decode()
                 if words.get(rank) != word:
                     store.set(f"name/{word}", name)
                     words[rank] = word
-        time.sleep(pause)  # not in a wait for their keys, of which torch prints that it was in vain
+        time.sleep(pause)  # a wait for their keys would print a warning of torch when it expires
         pause = min(2 * pause, _LONGEST_PAUSE)
     return fresh

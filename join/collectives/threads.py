@@ -1,8 +1,8 @@
-"""A :class:`Collective` whose ranks are threads of this process: :func:`run_threads`.
+""":class:`Collective` whose ranks are threads of this process: :func:`run_threads`.
 
-For testing joinables, and the protocol itself, without processes: 64 ranks start in milliseconds, a rank that issues
-the wrong collective is an error that names both operations instead of a hang, and so is one that does not come.
-Not for training: threads share one interpreter.
+It is for testing joinables and the protocol itself without processes. 64 ranks start in milliseconds. If a rank issues
+the wrong collective, an error names both operations; if a rank does not arrive, an error names the rank. It is not for
+training, because the threads share one interpreter.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _REDUCTIONS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 class _Operation:
-    """One collective: where the n-th operations of all ranks meet; also the ``Work`` that each rank waits on."""
+    """Collective in which the n-th operations of all ranks meet. It is also the ``Work`` on which each rank waits."""
 
-    def __init__(self, world: _World, what: str) -> None:
-        self.world, self.what = world, what
+    def __init__(self, world: _World, name: str) -> None:
+        self.world, self.name = world, name
         self.tensors: dict[int, torch.Tensor] = {}
         self.receivers: list[Sequence[torch.Tensor]] = []
         self.done = threading.Event()
         self.failure: RuntimeError | None = None
 
     def fail(self, failure: RuntimeError) -> None:
-        """End the operation with ``failure``, since a rank will not come to it."""
+        """End the operation with ``failure``, because a rank will not reach it."""
         self.failure = self.failure or failure
         self.done.set()
 
@@ -48,8 +48,8 @@ class _Operation:
         if not self.done.wait(limit):
             missing = sorted(set(range(self.world.size)) - set(self.tensors))
             raise RuntimeError(
-                f"timed out after {limit:g} s in {self.what}: ranks {missing} did not come; see what they do, or allow"
-                " more time [J041]"
+                f"Waiting for ranks {missing} in {self.name} timed out after {limit:g} s. Call the same operation on"
+                " all ranks, or pass a longer timeout. [J041]"
             )
         if self.failure is not None:
             raise self.failure
@@ -57,7 +57,7 @@ class _Operation:
 
 
 class _World:
-    """What the ranks share."""
+    """State that the ranks share."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
@@ -69,7 +69,7 @@ class _World:
         self.companion: _World | None = None
 
     def end(self, rank: int, why: BrokenCollective) -> None:
-        """A rank will come to nothing more."""
+        """Record that a rank will take part in no further operation."""
         with self.lock:
             self.ended[rank] = why
             for operation in self.operations.values():
@@ -80,7 +80,7 @@ class _World:
 
 
 class _ThreadBoard(StoreBoard):
-    """In the store that the ranks share, which knows of those that have ended."""
+    """Board in the store of the ranks. The world knows which ranks have ended."""
 
     outlives = True
 
@@ -109,7 +109,7 @@ class ThreadCollective(StoreCollective):
     @override
     def _check_is_set_up(self) -> None:
         if not self.is_set_up:
-            raise RuntimeError("ThreadCollective is not set up: call setup(rank, world_size) first [J042]")
+            raise RuntimeError("ThreadCollective is not set up. Call setup(rank, world_size) first. [J042]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -129,8 +129,8 @@ class ThreadCollective(StoreCollective):
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
-        # Cloned, since a rank may gather into what it gives.
-        return self._join_operation("all_gather", tensor, outputs, lambda tensors: [given.clone() for given in tensors])
+        # Tensors are cloned, because a rank may gather into the tensor that it passes.
+        return self._join_operation("all_gather", tensor, outputs, lambda tensors: [each.clone() for each in tensors])
 
     def _join_operation(
         self,
@@ -139,18 +139,19 @@ class ThreadCollective(StoreCollective):
         receivers: Sequence[torch.Tensor],
         combine: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> Work:
-        """The n-th operation: whoever comes last writes what ``combine`` makes of all tensors into all receivers."""
+        """Take part in the n-th operation. The last rank writes the combined tensors into all receivers."""
         self._check_is_set_up()
-        world, what = self._world, f"{name} of {describe(tensor.dtype, tensor.shape)}"
+        world, name = self._world, f"{name} of {describe(tensor.dtype, tensor.shape)}"
         with world.lock:
-            operation = world.operations.setdefault(self._count, _Operation(world, what))
-            if operation.what != what:
-                where = f"ranks disagree on collective {self._count}"
-                others = f"rank {min(operation.tensors)} {operation.what}"
-                why = f"{where}: rank {self._rank} called {what}, {others}; call the same on all [J043]"
-                operation.fail(RuntimeError(why))
-                raise RuntimeError(why)
-            for rank, failure in list(world.ended.items()):  # a companion shares no lock with it
+            operation = world.operations.setdefault(self._count, _Operation(world, name))
+            if operation.name != name:
+                text = (
+                    f"Rank {self._rank} called {name} as collective {self._count}, but rank {min(operation.tensors)}"
+                    f" called {operation.name}. Call the same collectives in the same order on all ranks. [J043]"
+                )
+                operation.fail(RuntimeError(text))
+                raise RuntimeError(text)
+            for rank, failure in list(world.ended.items()):  # a copy, because a companion has a lock of its own
                 if rank not in operation.tensors:
                     operation.fail(failure)
             operation.tensors[self._rank] = tensor
@@ -172,7 +173,7 @@ class ThreadCollective(StoreCollective):
             return super().get(key)
         except dist.DistStoreError:
             raise RuntimeError(
-                f"timed out waiting for key {key!r}; see who should set it, or allow more time [J044]"
+                f"No rank set key {key!r} in time. Call set() for it on one rank, or pass a longer timeout. [J044]"
             ) from None
 
     @override
@@ -195,20 +196,20 @@ class ThreadCollective(StoreCollective):
 
 
 def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: float = 30.0) -> list[T]:
-    """Run ``fn(collective)`` on ``world_size`` ranks, each a thread, and return their results in rank order.
+    """Run ``fn(collective)`` on ``world_size`` ranks, each in a thread, and return their results in rank order.
 
     Args:
-        world_size: the number of ranks, at least 1.
-        fn: what each rank does; it gets its own collective.
-        timeout: seconds a collective may wait for its last rank.
+        world_size: The number of ranks, at least 1.
+        fn: The function that each rank runs. Its argument is the collective of the rank.
+        timeout: Seconds that a collective may wait for its last rank.
 
     Raises:
-        ValueError: for a ``world_size`` below 1.
-        Exception: the first exception that a rank raised. Ranks that wait for one that has raised, or returned, are
-            released with a ``RuntimeError``.
+        ValueError: If ``world_size`` is less than 1.
+        Exception: The first exception that a rank raised. Ranks that wait for a rank that has raised or returned raise
+            a ``RuntimeError``.
     """
     if world_size < 1:
-        raise ValueError(f"world_size={world_size}: give at least 1 rank [J045]")
+        raise ValueError(f"world_size={world_size} is less than 1. Pass the number of ranks. [J045]")
     world = _World(world_size, timeout)
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -1,6 +1,6 @@
-"""Every time that decides something when ranks of a block fail: :class:`Timeouts`.
+"""All time limits that take effect when ranks of a block fail: :class:`Timeouts`.
 
-No time decides anything while all goes well. ``Join(..., timeout=)``, what a user gives the ranks, is not among these.
+No time limit has an effect while no rank fails. The user's time limit, ``Join(..., timeout=)``, is not among these.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ class Timeouts:
     """Times in seconds.
 
     Attributes:
-        look: how often a rank that waits looks at what the others have left for it to find, and how often each rank
-            looks whether it is asked how far it is.
-        note: how long a rank that fails takes at most to post a note that says why.
-        cause: how long a rank whose collective has broken looks at most for the rank that is to blame.
-        still: how long the others must not have moved, before a rank takes it that they wait for it in a collective of
-            the loop's body.
-        end: how long a rank of the launcher that is done waits for the others before it takes its group down.
-        first: how long the launcher waits, after a first failure, for the one that has caused it.
-        term: how long a worker of the launcher may take over SIGTERM.
-        silent: how long a rank may not answer, while nothing has broken, before it is taken to be gone.
-        beat: how often a rank says in the store that its process lives, where no memory is shared that tells.
-        abort: how long after a rank has failed the others have to find that out by themselves, before what they have
-            under way on their accelerators is aborted.
+        look: The interval at which a waiting rank reads the messages of the others, and at which each rank checks
+            whether it is asked for its progress.
+        note: The longest time in which a failing rank tries to post a note with the reason.
+        cause: The longest time for which a rank with a broken collective searches for the rank that failed.
+        still: The time for which the other ranks have not moved, before a rank concludes that they wait for it in a
+            collective of the loop body.
+        end: The time for which a finished rank of the launcher waits for the others before it destroys its process
+            group.
+        first: The time for which the launcher waits, after a first failure, for the failure that caused it.
+        term: The time that a worker of the launcher may take after SIGTERM.
+        silent: The time for which a rank may not answer, while nothing has broken, before it counts as gone.
+        beat: The interval at which a rank writes to the store that its process lives, if no shared memory shows that.
+        abort: The time after the failure of a rank in which the others may find it themselves, before their operations
+            on accelerators are aborted.
     """
 
     look: float = 0.25
@@ -46,16 +47,16 @@ _current = Timeouts()
 
 
 def timeouts() -> Timeouts:
-    """The times that hold in this process."""
+    """Return the times that are in effect in this process."""
     return _current
 
 
 @contextmanager
 def using(**changes: float) -> Generator[None]:
-    """Within the context, other times hold in this process; for tests."""
+    """Change the times of this process for the duration of a context, for tests."""
     global _current
-    kept, _current = _current, replace(_current, **changes)
+    before, _current = _current, replace(_current, **changes)
     try:
         yield
     finally:
-        _current = kept
+        _current = before

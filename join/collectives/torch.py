@@ -1,8 +1,8 @@
-"""A :class:`Collective` over a ``torch.distributed.ProcessGroup``.
+""":class:`Collective` over a ``torch.distributed.ProcessGroup``: :class:`TorchCollective`.
 
-CPU tensors need a CPU backend. A group without one (NCCL alone) gets a gloo group of the same ranks beside it, made
-once per group and connected where it is used: so nothing of this package waits for a CUDA stream, and no host
-synchronisation enters an active rank's step.
+CPU tensors need a CPU backend. If a group has none (NCCL alone), a gloo group of the same ranks is made for it, once
+per group. So nothing in this package waits for a CUDA stream, and an active rank's step has no additional host
+synchronisation.
 """
 
 from __future__ import annotations
@@ -47,44 +47,46 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 
 @dataclass
 class _Shared:
-    """What all collectives of one group have in common, over time."""
+    """State that all collectives of one process group have in common, one after the other."""
 
     timeout: float
-    """How many seconds an operation may take, by the group's own limit."""
+    """Seconds that an operation may take, by the group's own limit."""
     blocks: int = 0
     companion: TorchCollective | None = None
     has_tried: bool = False
-    """Whether the ranks have tried to connect through shared memory, or else by messages."""
+    """Whether the ranks have tried to connect through shared memory and, failing that, by messages."""
     segment: Segment | None = None
-    """The shared memory that connects the ranks; ``None`` where not all can reach it."""
+    """Shared memory that connects the ranks; ``None`` if not all ranks can reach it."""
     mesh: Mesh | None = None
-    """The connections between the ranks, where these share no memory; ``None`` if not all can be reached."""
+    """Connections between ranks that share no memory; ``None`` if not all ranks can be reached."""
     agreed: dict[int, Any] = field(default_factory=dict[int, Any])
-    """What ranks have agreed on in earlier blocks."""
+    """Results on which the ranks agreed in earlier blocks."""
     lanes: dict[int, Lane] = field(default_factory=dict[int, Lane])
-    """The lanes of the shared memory that are in use, by the number of their line."""
+    """Lanes of the shared memory that are in use, by the number of their line."""
 
 
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 of_group: WeakValueDictionary[dist.ProcessGroup, TorchCollective] = WeakValueDictionary()
-"""The collective that stands for a group. A group must not outlive its user's last reference to it, so this is weak."""
+"""Collective of each process group. A group must not outlive its user's last reference to it, so the references are
+weak.
+"""
 
 
 class TorchCollective(StoreCollective):
-    """The ranks of a process group.
+    """Ranks of a process group.
 
     Args:
-        group: a group that exists; :func:`join.collectives.collective_of` finds its collective. It is set up from the
-            start and belongs to whoever made it: ``teardown`` leaves it alone. Without, ``setup`` makes the default
-            group, or takes it as it is where there is one.
-        backend: for the default group, as for ``torch.distributed.init_process_group``.
-        store: for the default group; without, the environment says where the ranks meet (``MASTER_ADDR`` and
-            ``MASTER_PORT``).
-        timeout: for the default group.
+        group: An existing process group; :func:`join.collectives.collective_of` returns its collective. The collective
+            is then set up from the start. The group belongs to its creator, and ``teardown`` does not destroy it. By
+            default, ``setup`` creates the default group, or uses the existing one.
+        backend: The backend of the default group, as for ``torch.distributed.init_process_group``.
+        store: The store of the default group. By default, the environment variables ``MASTER_ADDR`` and ``MASTER_PORT``
+            say where the ranks meet.
+        timeout: The time limit of the default group.
 
     Raises:
-        ValueError: if a group is given and how to make one is said, too.
+        ValueError: If ``group`` is passed together with another argument.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class TorchCollective(StoreCollective):
     ) -> None:
         if group is not None and not (backend is store is timeout is None):
             raise ValueError(
-                "backend, store and timeout are for the default group that setup() makes: leave out group [J046]"
+                "TorchCollective was called with group and with backend, store or timeout, which are for the default"
+                " group that setup() creates. Remove group, or remove the other arguments. [J046]"
             )
         self._backend, self._given_store, self._timeout = backend, store, timeout
         self._group: dist.ProcessGroup | None = None
@@ -117,11 +120,12 @@ class TorchCollective(StoreCollective):
         """The process group.
 
         Raises:
-            RuntimeError: if the collective is not set up.
+            RuntimeError: If the collective is not set up.
         """
         if self._group is None:
             raise RuntimeError(
-                "TorchCollective is not set up: call setup(rank, world_size) first, or give it a group [J047]"
+                "TorchCollective is not set up. Call setup(rank, world_size) first, or pass a process group to its"
+                " constructor. [J047]"
             )
         return self._group
 
@@ -137,19 +141,18 @@ class TorchCollective(StoreCollective):
             if store is None:
                 timeout = {} if self._timeout is None else {"timeout": self._timeout}
                 store, _, _ = next(rendezvous("env://", rank, world_size, **timeout))
-            # What an earlier setup left there must not be taken for this one's. torchrun's store outlives them all.
+            # The store of torchrun outlives each setup, and the keys of an earlier setup must not count for this one.
             store = fresh_store(store, rank, world_size)
             dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=self._timeout)
             self._made = True
         default = dist.group.WORLD
         assert default is not None
         if self._backend is not None and not self._made:
-            wanted = str(BackendConfig(cast("dist.Backend", dist.Backend(self._backend))))
-            there = dist.get_backend_config(default)
-            if wanted != there:
+            existing = dist.get_backend_config(default)
+            if str(BackendConfig(cast("dist.Backend", dist.Backend(self._backend)))) != existing:
                 raise RuntimeError(
-                    f"backend={self._backend!r} contradicts the default group, whose backend is {there}; leave backend"
-                    " out [J048]"
+                    f"backend={self._backend!r} contradicts the default group, whose backend is {existing}. Remove"
+                    " backend from TorchCollective(...). [J048]"
                 )
         self._connect(default, rank, world_size)
 
@@ -159,8 +162,8 @@ class TorchCollective(StoreCollective):
             return
         if of_group.get(self._group) is self:
             del of_group[self._group]
-        # Kept until the next teardown: a thread of the group's own may still be clearing a comm hook's callback, and
-        # must not be the one that frees the group.
+        # The group is kept until the next teardown. One of its threads may still be clearing the callback of a comm
+        # hook, and that thread must not free the group.
         self._last_group, self._group, self.is_set_up = self._group, None, False
         vars(self).pop("_cpu_group", None)  # the cached property
         if self._made:
@@ -169,12 +172,13 @@ class TorchCollective(StoreCollective):
 
     @cached_property
     def _cpu_group(self) -> dist.ProcessGroup:
-        # Without a CPU backend no one else sends CPU tensors there, and each gloo group connects all ranks with all.
+        # The companion serves, because each gloo group connects all ranks with all, and a group without a CPU backend
+        # sends no other CPU tensors there.
         return self.group if "cpu:" in dist.get_backend_config(self.group) else self.companion().group
 
     @override
     def companion(self) -> TorchCollective:
-        # For CPU tensors alone, whatever the group is for.
+        # The companion carries CPU tensors only, whatever the backend of the group.
         if self._shared.companion is None:
             ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
             with for_small_messages():
@@ -217,9 +221,9 @@ class TorchCollective(StoreCollective):
 
     @override
     def abort(self, *, connections: bool = False) -> bool:
-        for each in (self, self._shared.companion):
-            if each is not None and connections:
-                close_connections(each.group)
+        for collective in (self, self._shared.companion):
+            if collective is not None and connections:
+                close_connections(collective.group)
         return abort_on_devices(timeouts().note)
 
     @override
@@ -230,7 +234,7 @@ class TorchCollective(StoreCollective):
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        # The group's own method: dist.all_reduce adds 10 us of Python to a call that is made at every step.
+        # This is called at every step, and dist.all_reduce would add 10 us of Python to the group's own method.
         group = self._cpu_group if tensor.is_cpu else self.group
         if op == "sum":
             return group.allreduce([tensor])
@@ -251,7 +255,7 @@ class TorchCollective(StoreCollective):
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
-        # As bytes, since gloo does not know every dtype and copying needs none.
+        # Tensors are sent as bytes, because gloo does not support every dtype.
         group = self._cpu_group if tensor.is_cpu else self.group
         return group.allgather([[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())])
 

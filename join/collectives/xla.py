@@ -1,14 +1,15 @@
-"""A :class:`Collective` over PyTorch/XLA: :class:`XlaCollective`. ``torch_xla`` is imported when one is made.
+""":class:`Collective` over PyTorch/XLA: :class:`XlaCollective`. Constructing one imports ``torch_xla``.
 
-Ranks are what ``torch_xla.launch`` or ``torch_xla.distributed.xla_multiprocessing.spawn`` started, one for each device.
-Tensors may live on the host or on the XLA device; those of the host travel through the device. XLA compiles what runs
-on a device, and ranks may only meet in equal programs: so everything before a collective is run first, and each
-operation is done when it returns. There is no store in XLA: ``setup`` opens one on rank 0, unless one is given.
+Its ranks are the processes that ``torch_xla.launch`` or ``torch_xla.distributed.xla_multiprocessing.spawn`` started,
+one for each device. Tensors may be on the host or on the XLA device; host tensors are sent through the device. XLA
+compiles the programs of a device, and ranks can only meet in equal programs. So all pending work runs before a
+collective, and each operation is done when it returns. XLA has no store: ``setup`` opens a store on rank 0, unless you
+pass one.
 
-*What was run.* The conformance suite with torch_xla 2.9.0 and torch 2.9.0 on a CPU at world size 1, with and without
-``XLA_ALWAYS_ALLREDUCE=1`` (without, ``xm.all_reduce`` of one rank does nothing); and, with 3 ranks, over a stand-in
-with the signatures of torch_xla. *What was not:* several real ranks (two CPU devices never met in an all-reduce), and
-any device but a CPU.
+*Tested:* the conformance suite with torch_xla 2.9.0 and torch 2.9.0 on a CPU at world size 1, with and without
+``XLA_ALWAYS_ALLREDUCE=1`` (without it, ``xm.all_reduce`` of a single rank does nothing); and with 3 ranks over a fake
+with the signatures of torch_xla. *Not tested:* several real ranks (two CPU devices never met in an all-reduce), and any
+device except a CPU.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class XlaCollective(StoreCollective):
     """All ranks that PyTorch/XLA started.
 
     Args:
-        store: where texts are kept. Without, rank 0 opens a store on a free port, and the others reach it by the host
-            name of rank 0, or on this host if all have the same.
+        store: The store for texts. By default, rank 0 opens a store on a free port. The other ranks reach it by the
+            host name of rank 0, or on this host if all ranks have the same host name.
 
     Raises:
-        ImportError: if PyTorch/XLA is not installed.
+        ImportError: If PyTorch/XLA is not installed.
     """
 
     def __init__(self, *, store: dist.Store | None = None) -> None:
@@ -44,7 +45,9 @@ class XlaCollective(StoreCollective):
             self._model: Any = importlib.import_module("torch_xla.core.xla_model")
             self._runtime: Any = importlib.import_module("torch_xla.runtime")
         except ImportError as missing:
-            raise ImportError("XlaCollective needs PyTorch/XLA: pip install torch_xla [J049]") from missing
+            raise ImportError(
+                "XlaCollective needs PyTorch/XLA, which is not installed. Run pip install torch_xla. [J049]"
+            ) from missing
         self._given_store = store
 
     @override
@@ -60,7 +63,7 @@ class XlaCollective(StoreCollective):
     @override
     def _check_is_set_up(self) -> None:
         if not self.is_set_up:
-            raise RuntimeError("XlaCollective is not set up: call setup(rank, world_size) first [J050]")
+            raise RuntimeError("XlaCollective is not set up. Call setup(rank, world_size) first. [J050]")
 
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -73,7 +76,8 @@ class XlaCollective(StoreCollective):
     @override
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._check_source(source)
-        # The sum with zeros. Not xm.collective_broadcast, which multiplies by zero: what a receiver has may be NaN.
+        # This is a sum with zeros. xm.collective_broadcast would multiply the receiver's tensor by zero, and its values
+        # may be NaN.
         with torch.no_grad():
             received = self._reduced(tensor if self.rank == source else torch.zeros_like(tensor), "sum")
             if self.rank != source:
@@ -86,7 +90,7 @@ class XlaCollective(StoreCollective):
         if tensor.numel() == 0:
             return DONE
         with torch.no_grad():
-            # Its default, pin_layout=True, would all-reduce a tensor of the size of all of them.
+            # The default pin_layout=True would all-reduce a tensor of the size of all outputs together.
             gathered = self._model.all_gather(self._on_device(tensor.reshape(1, -1)), pin_layout=False)
             self._xla.sync()
             for output, row in zip(outputs, gathered.to(tensor.device), strict=True):
@@ -102,7 +106,7 @@ class XlaCollective(StoreCollective):
         return result.to(tensor.device)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the XLA device, of a type that every device can add, with everything before it done."""
+        """Return a copy on the XLA device, in a dtype that every device can add, after all pending work has run."""
         carried = tensor.detach().to(_WIDER.get(tensor.dtype, tensor.dtype), copy=True).to(self._xla.device())
         self._xla.sync()
         return carried

@@ -1,1 +1,1 @@
-"""How a rank that fails shows it, and how others learn who is to blame: one rule, told in ``join.failure.peers``."""
+"""Failure of a rank: how it is announced, and how the others find the first cause (``join.failure.peers``)."""

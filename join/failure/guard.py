@@ -1,7 +1,7 @@
-"""Waiting for other ranks, and leaving with the right error: :class:`Guard`.
+"""Waiting for other ranks, and leaving a block with the right error: :class:`Guard`.
 
-A rank that waits looks meanwhile whether another one has failed (``join.failure.peers``), and for no longer than
-``timeout`` allows. A rank that fails posts a note and sends nothing more.
+While a rank waits, it checks whether another rank has failed (``join.failure.peers``), and it waits no longer than
+``timeout``. A rank that fails posts a note and sends nothing more.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from join.collectives.timeouts import timeouts
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, described
 from join.failure.peers import Peers
 
-_LEAST_SECONDS = 0.01  # backends take 0 for their own time limit
+_LEAST_SECONDS = 0.01  # backends interpret 0 as their own time limit
 _PENDING = "The process group has a collective pending and cannot be used any more: restart from a checkpoint"
 
 
 class Guard:
-    """What keeps a rank from waiting for ever, and sees to it that all ranks learn why a block ends.
+    """Guard against waiting forever, which also makes all ranks learn why a block ends.
 
     Args:
-        collective: the ranks.
-        progress: tells how far this rank is; called in another thread, too.
-        look: called now and then while this rank waits; raises what it finds wrong.
+        collective: The ranks.
+        progress: Returns the progress of this rank. It is called in another thread, too.
+        look: Called at intervals while this rank waits. It raises an error if it detects a fault.
     """
 
     peers: Peers
@@ -38,24 +38,24 @@ class Guard:
 
     def __init__(self, collective: Collective, progress: Callable[[], Progress], look: Callable[[], None]) -> None:
         self.closed = ""
-        """Why nothing can be announced any more, if so."""
+        """Reason why nothing can be announced any more; "" if something can."""
         self.is_lost = False
-        """Whether something may be half done on the group, after an exception."""
+        """Whether an operation of the group may be incomplete, after an exception."""
         self.timeout: float | None = None
-        """Seconds after which a rank that does not come is an error, if any."""
+        """Seconds after which a rank that has not arrived is an error; ``None`` for no limit."""
         self.doing = ""
-        """What this rank waits for, where that is no header."""
+        """Current activity of this rank, while it waits for a message that is not a header."""
         self.awaits_header = 0
-        """The number of the header that this rank waits for, or has waited for last."""
+        """Number of the header that this rank waits for, or has waited for last."""
         self._collective, self._progress, self._look = collective, progress, look
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
-        """Begin to look after the ranks; called when the first block of the group opens."""
+        """Begin to watch the other ranks; called when the first block of the group opens."""
         self.peers = Peers(self._collective, self._collective.next_block(), self._progress)
 
     def end(self) -> None:
-        """Stop looking after the ranks; called when the last block of the group is closed."""
+        """Stop watching the other ranks; called when the last block of the group closes."""
         self.peers.end()
         if self.is_lost:
             self._collective.hold()
@@ -63,20 +63,21 @@ class Guard:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Note the time; called where others may have waited for this rank, as they do under ``timeout``."""
+        """Record the time; called where other ranks may have waited for this one, as they do under ``timeout``."""
         now = time.monotonic()
         self._busy_for, self._arrived_at = now - self._arrived_at, now
 
     def wait(self, work: Work, doing: str = "") -> None:
-        """Wait for a message of this package's own; look meanwhile if others fail.
+        """Wait for a message of this package, and check meanwhile whether other ranks fail.
 
         Args:
-            work: a sum on a line, or an all-reduce.
-            doing: what this rank is doing, for the others to read; empty for the last header.
+            work: A sum on a line, or an all-reduce.
+            doing: The activity of this rank, for the errors of other ranks; "" for the last header.
 
         Raises:
-            PeerError: if another rank has failed, or is gone.
-            JoinTimeoutError: if a rank does not come within ``timeout``, or another one has waited for so long.
+            PeerError: If another rank has failed or is gone.
+            JoinTimeoutError: If a rank does not arrive within ``timeout``, or another rank has waited for this one that
+                long.
         """
         try:
             if work.is_completed():
@@ -86,14 +87,13 @@ class Guard:
                 with profiled("wait"):
                     self._wait_and_look(work)
                 self.doing = ""
-            if (
-                self.timeout is not None and self._busy_for >= self.timeout / 2
-            ):  # the others may have given up this rank
+            # After so long, the other ranks may have raised an error about this rank.
+            if self.timeout is not None and self._busy_for >= self.timeout / 2:
                 self.peers.look_again()
         except (PeerError, JoinTimeoutError) as error:
             self.raise_on_all(error)
         except JoinError:
-            raise  # known to this rank alone
+            raise  # only this rank has found the fault
         except RuntimeError as error:
             cause = self.explain(error)
             if cause is None:
@@ -110,9 +110,9 @@ class Guard:
                 raise self.timeout_error()
 
     def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
-        """The error of a rank that has waited for longer than ``timeout``, of which the others are told."""
+        """Return the error of a rank that has waited longer than ``timeout``, after posting it to the other ranks."""
         rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
-        if not (in_collective or self.doing):  # this rank may have sent another one since
+        if not (in_collective or self.doing):  # this rank may have sent another header since
             own = own._replace(headers=self.awaits_header)
         missing = [
             other
@@ -121,55 +121,63 @@ class Guard:
         ]
         here = [(other, progress) for other, progress in [*others.items(), (rank, own)] if other not in missing]
         doing = "; ".join(f"rank {other} {progress.doing}" for other, progress in sorted(here))
+        timeout = self.timeout or 0.0
         if missing:
             text = (
-                f"waited {self.timeout:g} s for ranks {missing}, which announced nothing. {doing}. They are late, or in"
-                " a collective that this rank does not come to: in join.iterate, run the whole body on all ranks; else"
-                " list what it belongs to (a sharded optimizer), or loop over join.iterate [J060]"
+                f"Ranks {missing} announced no collective within timeout={timeout:g} s ({doing}). They are slow, or"
+                " blocked in a collective that this rank never calls. In a loop over join.iterate, run the whole loop"
+                " body on every rank. In a plain block, list the object that issues the collective, such as a sharded"
+                " optimizer, or loop over join.iterate. [J060]"
             )
         elif in_collective:
-            #: A rank does not come to a collective of the group: run the same ones on all, or give a longer timeout.
-            text = f"a collective was not done in {2 * (self.timeout or 0):g} s, twice the timeout: {doing} [J061]"
+            seconds = 2 * timeout
+            text = (
+                f"A collective of the process group was not done within {seconds:g} s, twice the timeout ({doing})."
+                " Some rank never calls it. Run the same collectives on all ranks, or pass a longer timeout. [J061]"
+            )
         else:
             text = (
-                f"waited {self.timeout:g} s, and all wait, for different things: {doing}. All must run the same [J062]"
+                f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the same"
+                " code on all ranks. [J062]"
             )
-        error = JoinTimeoutError(f"{text}. {_PENDING}")
+        error = JoinTimeoutError(f"{text} {_PENDING}")
         self.peers.post(error)
         return error
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def raise_closed(self) -> NoReturn:
-        """Raise a :class:`JoinError`, since nothing can be announced any more."""
-        raise JoinError(f"the Join block is over ({self.closed}); leave it before you go on [J063]")
+        """Raise a :class:`JoinError`, because nothing can be announced any more."""
+        raise JoinError(
+            f"The Join block has already ended ({self.closed}). Leave the with statement before you continue. [J063]"
+        )
 
     def raise_on_all(self, error: JoinError) -> NoReturn:
-        """Raise ``error``, which the other ranks raise as well or know of; nothing can be announced any more."""
+        """Raise ``error``, which the other ranks raise or are informed of. Nothing can be announced afterwards."""
         self.closed = described(error)
         self.is_lost |= not isinstance(error, EarlyTerminationError)
         raise error
 
     def raise_alone(self, error: JoinError) -> NoReturn:
-        """Raise ``error`` for a mistake that this rank alone may have made, after leaving a note for the others."""
+        """Raise ``error`` for a fault that only this rank may have, after posting a note for the other ranks."""
         self.fail(error, is_alone=True)
         self.raise_on_all(error)
 
     def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
-        """Raise what ``throw_on_early_termination`` asks for; ``exhausted`` says whether it is this rank that is."""
+        """Raise the error for ``throw_on_early_termination``. ``exhausted`` says whether this rank is out of data."""
         own = f"Rank {self._collective.rank} exhausted all inputs."
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
         self.raise_on_all(EarlyTerminationError(own if exhausted else others))
 
     def fail(self, error: BaseException, *, is_alone: bool = False) -> JoinError | None:
-        """Leave the block with ``error``, and see to it that the others learn why.
+        """Leave the block with ``error``, and inform the other ranks of the reason.
 
         Args:
-            error: what this rank raises.
-            is_alone: whether it is one of this package's that other ranks do not raise as well.
+            error: The exception of this rank.
+            is_alone: Whether it is an error of this package that the other ranks do not raise themselves.
 
         Returns:
-            What to raise instead, if ``error`` comes of another rank's failure.
+            The error to raise instead, if ``error`` is a consequence of another rank's failure.
         """
         cause = self.explain(error)
         closes = False
@@ -178,15 +186,15 @@ class Guard:
             self.closed, self.is_lost = f"this rank raised {type(error).__name__}", True
             self.peers.post(error)
         if self.is_lost and self._collective.world_size > 1:
-            # Or whoever handles the error waits for the device when they read a tensor.
+            # Without this, code that handles the error waits for the device as soon as it reads a tensor.
             self._collective.abort(connections=closes or cause is not None)
         return cause
 
     def explain(self, error: BaseException) -> JoinError | None:
-        """What to raise instead of ``error``, if it is a collective that broke because of another rank's failure."""
+        """Return the error to raise instead of ``error`` if a collective broke because another rank failed."""
         cause = self.peers.cause_of(error)
         if cause is None and self.timeout is not None and is_broken(error, stores=False):
-            cause = self.timeout_error(in_collective=True)  # the others are there, but do not come to its end
+            cause = self.timeout_error(in_collective=True)  # the other ranks live, but some never call it
         if cause is not None:
             self.closed = self.closed or described(cause)
             self.is_lost = True
@@ -194,23 +202,23 @@ class Guard:
 
 
 def _is_done_within(work: Work, seconds: float) -> bool:
-    """Wait for ``work`` for some time at most; whether it is done.
+    """Wait at most ``seconds`` for ``work``, and return whether it is done.
 
     Raises:
-        RuntimeError: if the collective itself fails.
+        RuntimeError: If the collective itself fails.
     """
     deadline = time.monotonic() + seconds
     while not work.is_completed():
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        with suppress(RuntimeError):  # a timeout; or it has failed, and says so again below
+        with suppress(RuntimeError):  # a timeout, or a failure, which the last wait raises again
             work.wait(timedelta(seconds=max(left, _LEAST_SECONDS)))
     work.wait()
     return True
 
 
 def _is_behind(other: Progress, own: Progress) -> bool:
-    """Whether a rank has not come to where this one waits."""
+    """Return whether another rank has not reached the point at which this rank waits."""
     theirs, ours = ((place.headers, place.loop, place.step, place.bursts) for place in (other, own))
     return theirs < ours

@@ -1,32 +1,34 @@
-"""A rank's view of the others besides their collectives: :class:`Peers` finds the rank that is to blame for a failure.
+"""A rank's view of the other ranks outside collectives: :class:`Peers` finds the rank that caused a failure.
 
-One rule for all failures (``join.errors`` says what users see)::
+One rule covers all failures (``join.errors`` says what users see)::
 
     rank that fails                                  every other rank
     ---------------                                  ----------------
     posts a note: its rank, class and text           its loop, or a collective
-    sends nothing more                               waits for its next header, and looks at the notes: PeerError
+    sends nothing more                               waits for its next header, and reads the notes: PeerError
     raises its own exception                         .
-    its process ends                                 its collective breaks; looks at the notes: PeerError
+    its process ends                                 its collective breaks; reads the notes: PeerError
 
-A rank that fails because another has failed posts a note of that other's failure, so that all find the first cause.
+If a rank fails because another rank has failed, its note names the failure of the other rank, so that all ranks find
+the first cause.
 
-A store that cannot be reached blocks its callers for minutes. So a rank's own thread never reads the board: it asks the
-thread of the block, :class:`Watch`, and waits for it for a limited time. And the watch answers for its rank while that
-is held up in a collective.
+A store that cannot be reached blocks its callers for minutes. So the main thread of a rank never reads the board. It
+asks the thread of the block, :class:`Watch`, and waits for a limited time. While the main thread is blocked in a
+collective, the watch answers for its rank.
 
-On an accelerator a collective does not break when another rank is gone: the device waits, and so does whoever reads a
-tensor from it. So the watch acts by itself. A second after it has seen that a rank has failed, or has ended without
-leaving the block, it aborts what this process has under way on its devices; the rank's own thread goes on then, and
-finds the cause when it comes to its next header::
+On an accelerator, a collective does not break when another rank is gone. The device waits, and so does a thread that
+reads a tensor from it. So the watch acts by itself. A second after it has seen that a rank has failed, or has ended
+without leaving the block, it aborts the operations of this process on its devices. The main thread then continues, and
+finds the cause when it reaches its next header::
 
     rank that fails                      every other rank                       its watch
     ---------------                      ----------------                       ---------
-    posts a note, or its process ends    reads its loss, on a device that       sees the note, or that the process
+    posts a note, or its process ends    reads its loss from a device that      sees the note, or that the process
                                          waits for the rank that failed         has ended
                                          .                                      a second later: aborts
-                                         goes on with rubbish; waits for its
-                                         next header, and looks: PeerError
+                                         continues with invalid values; waits
+                                         for its next header, and reads the
+                                         notes: PeerError
 """
 
 from __future__ import annotations
@@ -49,18 +51,18 @@ from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError, described
 
 _logger = logging.getLogger("join")
-_RANKS_AT_ONCE = 64  # the more ranks there are beyond these, the less often each of them asks and tells
+_RANKS_AT_ONCE = 64  # with more ranks than these, each rank reads and writes the board less often
 _LOST = "The process group cannot be used any more: restart from a checkpoint"
 
 
 @dataclass(frozen=True)
 class News:
-    """What a look at the board has found.
+    """Result of reading the board.
 
     Attributes:
-        notes: those of other ranks.
-        progress: how far other ranks are, by rank.
-        ended: the other ranks whose processes are known to have ended.
+        notes: The notes of other ranks.
+        progress: The progress of other ranks, by rank.
+        ended: The other ranks whose processes are known to have ended.
     """
 
     notes: list[Note] = field(default_factory=list[Note])
@@ -69,9 +71,10 @@ class News:
 
 
 class _Starter(threading.Thread):
-    """Starts watches whose blocks last: to start a thread and to end it takes longer than a short block.
+    """Thread that starts the watches of blocks that last.
 
-    There is one in a process, which is never woken up, since that takes as long.
+    Starting and ending a thread takes longer than a short block. A process has one such thread. It is never woken up,
+    because that would take as long.
     """
 
     def __init__(self) -> None:
@@ -92,14 +95,14 @@ _starters: list[_Starter] = []
 
 
 class Watch(threading.Thread):
-    """Looks at a board, now and then or when it is asked to.
+    """Thread that reads a board at intervals, or when it is asked to.
 
     Args:
-        board: of the block that begins.
-        progress: tells how far this rank is; called in the thread.
-        abort: ends what this rank may wait for on a device, and tells whether there was any; called in the thread, once
-            another rank has failed, and again as long as the block is not left.
-        keeps_store: whether one of the ranks keeps the store, so that it is gone if the store is.
+        board: The board of the block that begins.
+        progress: Returns the progress of this rank. It is called in this thread.
+        abort: Aborts the operations that this rank may wait for on a device, and returns whether there were any. It is
+            called in this thread once another rank has failed, and again until the block is left.
+        keeps_store: Whether one of the ranks hosts the store, so that a lost store means a lost rank.
     """
 
     def __init__(
@@ -111,22 +114,22 @@ class Watch(threading.Thread):
     ) -> None:
         super().__init__(name=f"join watch of rank {board.rank}", daemon=True)
         self.news = News()
-        """What it has found last."""
+        """Result of the last look at the board."""
         self.failed = False
         """Whether it cannot reach the board any more."""
         self.aborted_for: News | None = None
-        """What it had found when it aborted what this rank had under way on a device, if it has."""
+        """The news for which it aborted the operations of this rank on a device; ``None`` if it has not."""
         self._board, self._progress, self._abort, self._keeps_store = board, progress, abort, keeps_store
-        self._told = Progress()
-        self._has_told = False  # the others of a process that has ended
-        self._lost_since = float("inf")  # when it saw that another rank has failed
+        self._posted = Progress()
+        self._has_reported = False  # a process that has ended, in a note
+        self._lost_since = float("inf")  # the time at which it saw that another rank has failed
         self._changed = threading.Condition()
-        self._wanted = self._looked = 0  # how many looks were asked for, and how many of these were made
-        self._note: Note | None = None  # what is to be left
+        self._wanted = self._looked = 0  # the numbers of looks that were requested, and that were made of these
+        self._note: Note | None = None  # to be posted
         self._is_rung = self._is_started = self._ends = False
 
     def begin(self) -> None:
-        """Start the thread, or let it be started in a while if the board is in memory and needs no thread."""
+        """Start the thread, or leave that to the starter if the board is in memory and works without a thread."""
         if not self._board.outlives:
             self.start()
             return
@@ -140,17 +143,17 @@ class Watch(threading.Thread):
             if not (self._is_started or self._ends):
                 self._is_started = True
                 super().start()
-                # Of a block that is never left: a thread in a store may abort the interpreter.
+                # If the block is never left, a thread in a store may abort the interpreter when it exits.
                 atexit.register(self.end)
         for starter in _starters:
             starter.waiting.discard(self)
 
     def refresh(self, seconds: float, *, ring: bool = False) -> bool:
-        """Look at the board; whether that was possible within so many seconds.
+        """Read the board, and return whether that was possible within ``seconds``.
 
         Args:
-            seconds: how long to wait.
-            ring: whether the others are to tell how far they are.
+            seconds: The longest time to wait.
+            ring: Whether to ask the other ranks for their progress.
         """
         self.start()
         with self._changed:
@@ -162,7 +165,7 @@ class Watch(threading.Thread):
             return self._looked >= wanted
 
     def post(self, note: Note, seconds: float) -> None:
-        """Leave a note, and wait until the others can have it even if this process ends; best effort."""
+        """Post a note, and try to wait until the other ranks can read it even if this process ends."""
         deadline = time.monotonic() + seconds
         with self._changed:
             self._note = note
@@ -176,26 +179,26 @@ class Watch(threading.Thread):
             time.sleep(0.02)
 
     def end(self) -> None:
-        """End the thread; called when the block is over."""
+        """End the thread; called when the block ends."""
         with self._changed:
             self._ends = True
             if not self._is_started:
-                self.start()  # it is not wanted any more
-                self._board.tell(self._told._replace(done=True))
+                self.start()  # only removes it from the starter
+                self._board.tell(self._posted._replace(done=True))
                 return
             self._changed.notify_all()
         atexit.unregister(self.end)
-        self.join(timeouts().look)  # it may be held up by a store
-        if self.is_alive():  # which must not answer while the interpreter takes itself down
+        self.join(timeouts().look)  # a store may block it
+        if self.is_alive():  # the store must not answer while the interpreter shuts down
             atexit.register(self.join, timeouts().note)
 
     @override
     def run(self) -> None:
         try:
             self._look_until_the_end()
-            self._board.tell(self._told._replace(done=True))
-        except Exception as error:  # the store is gone, with the process that kept it
-            _logger.info("rank %d cannot look at what others leave for it: %r", self._board.rank, error)
+            self._board.tell(self._posted._replace(done=True))
+        except Exception as error:  # the store is gone, with the process that hosted it
+            _logger.info("rank %d cannot read the messages of other ranks: %r", self._board.rank, error)
             with self._changed:
                 self.failed = True
                 self._changed.notify_all()
@@ -204,22 +207,22 @@ class Watch(threading.Thread):
                 self._abort_for(News())
 
     def _look_until_the_end(self) -> None:
-        tells, beat = False, 0
+        is_posting, beat = False, 0
         while not self._ends:
             with self._changed:
                 note, self._note = self._note, None
                 wanted, rings = self._wanted, self._is_rung
             if note is not None:
                 self._board.post(note)
-            elif rings and not tells:
+            elif rings and not is_posting:
                 self._board.ring()
-            ended = self._board.ended()  # before their notes: what these had to say is there by now
-            tells = tells or bool(ended) or self._board.is_rung()
-            if tells:
+            ended = self._board.ended()  # is read before the notes, which an ended rank has then posted
+            is_posting = is_posting or bool(ended) or self._board.is_rung()
+            if is_posting:
                 beat += 1
                 self.news = self._look(ended)
-                self._told = self._progress()._replace(heard=len(self.news.notes), beat=beat)
-                self._board.tell(self._told)
+                self._posted = self._progress()._replace(heard=len(self.news.notes), beat=beat)
+                self._board.tell(self._posted)
                 self._abort_if_lost()
             with self._changed:
                 self._looked = wanted
@@ -229,11 +232,11 @@ class Watch(threading.Thread):
 
     def _look(self, ended: list[int]) -> News:
         notes = [note for note in self._board.notes() if note.rank != self._board.rank]
-        progress = {rank: place for rank, place in self._board.progress().items() if rank != self._board.rank}
+        progress = {rank: posted for rank, posted in self._board.progress().items() if rank != self._board.rank}
         return News(notes, progress, [rank for rank in ended if rank not in progress or not progress[rank].done])
 
     def _abort_if_lost(self) -> None:
-        """Abort what this rank waits for, if another has failed and it has not found that out within a while."""
+        """Abort the operations of this rank if it has not found the failure of another rank after a while."""
         news, now = self.news, time.monotonic()
         if not (news.notes or news.ended):
             self._lost_since = float("inf")
@@ -241,8 +244,8 @@ class Watch(threading.Thread):
         self._lost_since = min(self._lost_since, now)
         if now - self._lost_since >= timeouts().abort:
             self._abort_for(news)
-            if not news.notes and not self._has_told:  # not all may see that a process has ended
-                self._has_told = True
+            if not news.notes and not self._has_reported:  # some ranks may not see that a process has ended
+                self._has_reported = True
                 self._board.post(Note(self._board.rank, news.ended[0], "", _text_of_gone(news.ended)))
 
     def _abort_for(self, news: News) -> None:
@@ -251,18 +254,18 @@ class Watch(threading.Thread):
 
 
 class Peers:
-    """The other ranks of a block.
+    """Other ranks of a block.
 
     Args:
-        collective: the ranks.
-        block: the number of the block, the same on all ranks.
-        progress: tells how far this rank is; called in another thread.
+        collective: The ranks.
+        block: The number of the block, equal on all ranks.
+        progress: Returns the progress of this rank. It is called in another thread.
     """
 
     def __init__(self, collective: Collective, block: int, progress: Callable[[], Progress]) -> None:
         self._rank, self._world_size = collective.rank, collective.world_size
         self._block, self._progress = block, progress
-        self._beats: dict[int, tuple[int | None, float]] = {}  # what each rank has told last, and since when
+        self._beats: dict[int, tuple[int | None, float]] = {}  # the last beat of each rank, and its time
         self._abort, self._keeps_store = partial(collective.abort, connections=True), collective.keeps_store
         self._begin(collective.board())
 
@@ -272,47 +275,48 @@ class Peers:
         self._watch.begin()
 
     def use(self, board: Board) -> None:
-        """Use another board from now on, if it is of another kind."""
+        """Use another board from now on, if its class differs from the current one."""
         if type(board) is not type(self._board):
             self.end()
             self._begin(board)
 
     def end(self) -> None:
-        """Stop the thread that watches; called when the block is over."""
+        """Stop the thread that watches; called when the block ends."""
         self._watch.end()
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- posting ------------------------------------------------------------------------------------------------------
 
     def post(self, error: BaseException) -> None:
-        """Post a note: this rank fails with ``error``."""
+        """Post a note that this rank fails with ``error``."""
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
         self._post(Note(self._rank, self._rank, type(error).__name__, text))
 
     def _post(self, note: Note) -> None:
         self._watch.post(note, timeouts().note)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Raise what another rank's note says; waits for nothing.
+        """Raise the error that another rank's note describes, if there is one. This does not wait.
 
         Raises:
-            PeerError, JoinTimeoutError: that say why the rank failed.
+            PeerError, JoinTimeoutError: With the reason why the rank failed.
         """
         news = self._watch.news
         if news.notes or (news := self._watch.aborted_for) is not None:
             raise self._cause_in(news)
 
     def look_again(self) -> None:
-        """Like :meth:`look`, after reading the board anew."""
+        """Read the board again, and then do as :meth:`look` does."""
         self._watch.refresh(timeouts().note)
         self.look()
 
     def ask(self, *, limit: float = 0.0) -> dict[int, Progress]:
-        """How far the other ranks are.
+        """Return the progress of the other ranks, by rank.
 
         Args:
-            limit: how many seconds to wait until all have told; at least, what they have told last is read anew.
+            limit: Seconds to wait until all ranks have posted their progress. With 0, the last posted progress is read
+                once.
         """
         deadline = time.monotonic() + limit
         while True:
@@ -323,13 +327,13 @@ class Peers:
             time.sleep(0.01)
 
     def look_for_silent(self, progress: dict[int, Progress]) -> None:
-        """Raise if another rank's process has ended, or has not told for long how far it is.
+        """Raise an error if another rank's process has ended, or has not posted its progress for a long time.
 
         Args:
-            progress: what :meth:`ask` has returned.
+            progress: The result of :meth:`ask`.
 
         Raises:
-            PeerError: that names the rank.
+            PeerError: With the rank.
         """
         now, others = time.monotonic(), set(range(self._world_size)) - {self._rank}
         for rank in others:
@@ -340,16 +344,16 @@ class Peers:
         if gone := {*self._watch.news.ended, *silent}:
             raise self._gone(sorted(gone))
 
-    # -- who is to blame ----------------------------------------------------------------------------------------------
+    # -- finding the cause --------------------------------------------------------------------------------------------
 
     def cause_of(self, error: BaseException) -> JoinError | None:
-        """The error that says which rank is to blame for a broken collective; ``None`` if no other rank is.
+        """Return the error that names the rank which caused a broken collective; ``None`` if no other rank did.
 
         Args:
-            error: as raised on this rank, by whatever.
+            error: Any exception that was raised on this rank.
         """
         if isinstance(error, Exception) and (news := self._watch.aborted_for) is not None:
-            return self._cause_in(news)  # whatever is raised after that comes of it
+            return self._cause_in(news)  # every later exception may be a consequence of the abort
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
@@ -375,19 +379,19 @@ class Peers:
         return self._consequence(news.notes) if news.notes else self._gone(news.ended)
 
     def _consequence(self, notes: list[Note]) -> JoinError:
-        """The error of this rank, which fails because of what these notes say."""
+        """Return the error of this rank, which fails because of the failures in these notes."""
         first = [note for note in notes if note.rank == note.cause] or notes
         text = "; ".join(dict.fromkeys(note.text for note in first))
-        gave_up = all(note.kind == JoinTimeoutError.__name__ for note in first)
-        error = (JoinTimeoutError if gave_up else PeerError)(f"{text}. {_LOST}")
-        return self._blaming(error, first[0].cause, first[0].kind, text)
+        is_timeout = all(note.kind == JoinTimeoutError.__name__ for note in first)
+        error = (JoinTimeoutError if is_timeout else PeerError)(f"{text}. {_LOST}")
+        return self._with_cause(error, first[0].cause, first[0].kind, text)
 
     def _gone(self, ranks: list[int]) -> JoinError:
-        """The error for ranks whose processes are gone; for none, where the store is gone, too."""
+        """Return the error for ranks whose processes are gone. An empty list means that the store is gone, too."""
         text = _text_of_gone(ranks)
-        return self._blaming(PeerError(f"{text}. {_LOST}"), ranks[0] if ranks else None, "", text)
+        return self._with_cause(PeerError(f"{text} {_LOST}"), ranks[0] if ranks else None, "", text)
 
-    def _blaming(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:
+    def _with_cause(self, error: JoinError, cause: int | None, kind: str, text: str) -> JoinError:
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:
@@ -396,11 +400,11 @@ class Peers:
 
 
 def _text_of_gone(ranks: list[int]) -> str:
-    who = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
+    gone = f"rank {ranks[0]} is gone" if len(ranks) == 1 else f"ranks {ranks} are gone"
     if not ranks:
-        who = "another rank is gone, and with it the store in which ranks leave word"
-    #: Its output may say why, or the kernel's log, if memory has run out. Restart from a checkpoint.
+        gone = "another rank is gone, together with the store of the process group"
+    #: If memory has run out, the kernel's log says so. After that, restart all processes from a checkpoint.
     return (
-        f"{who}, without an exception that could be told: killed, ended by os._exit, cut off, or never in the"
-        " block [J064]"
+        f"{gone}, without an exception that other ranks could read. Its process was killed, ended by os._exit, lost its"
+        " connection, or never entered the block. Look for the reason in its output and in the kernel's log. [J064]"
     )

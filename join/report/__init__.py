@@ -1,4 +1,4 @@
-"""What happened in a ``Join`` block, rank by rank: :class:`JoinReport`."""
+"""Report on a ``Join`` block, with one row for each rank: :class:`JoinReport`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from join.report.rank_report import RankReport
 
 @dataclass(frozen=True)
 class JoinReport:
-    """All ranks' rows, the same on every rank; ``str()`` of it is a table.
+    """Rows of all ranks, equal on every rank. ``str()`` returns a table.
 
     Attributes:
-        ranks: one row a rank; empty for a block with ``enable=False``.
-        even: whether all ranks ran out of inputs together.
+        ranks: One row for each rank; empty for a block with ``enable=False``.
+        even: Whether all ranks ran out of data together.
     """
 
     ranks: tuple[RankReport, ...] = ()
@@ -25,35 +25,37 @@ class JoinReport:
 
     @property
     def steps(self) -> int:
-        """How many steps all ranks have made together, which is what one process would have made.
+        """The number of steps that all ranks made together.
 
-        A counter of the loop, by which a learning rate is set, is the same on all ranks if this is added to it after
-        each block.
+        A single process would have made the same number of steps. If you set a learning rate by a counter, add this
+        number to the counter after each block. The counter is then equal on all ranks.
 
         Raises:
-            JoinError: for a block with ``enable=False``.
+            JoinError: For a block with ``enable=False``.
         """
         if not self.ranks:
             raise JoinError(
-                "report.steps is of all ranks, and with enable=False nobody counts them; count those of the loop [J442]"
+                "report.steps is unknown after a block with enable=False. Such a block counts no steps. Count the steps"
+                " of your loop yourself. [J442]"
             )
         return max(row.steps + row.shadowed for row in self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, ready for JSON."""
+        """Return the report as plain data that ``json`` can write."""
         return asdict(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw who was active when, how long each rank waited, and how long steps took.
+        """Draw when each rank was active, how long it waited, and how long its steps took.
 
         Args:
-            path: also write the picture there, in the format of its suffix; whole or not at all.
+            path: The file to which the picture is written, too, in the format of its suffix. It is written completely
+                or not at all.
 
         Returns:
-            A ``matplotlib.figure.Figure`` of three axes; no window is opened, and pyplot's figures are not touched.
+            A ``matplotlib.figure.Figure`` with three axes. No window is opened, and pyplot's figures are not touched.
 
         Raises:
-            ImportError: if matplotlib is not installed.
+            ImportError: If matplotlib is not installed.
         """
         from join.report.plot import draw, save
 

@@ -1,4 +1,4 @@
-"""The picture of a report, behind ``JoinReport.plot``: :func:`draw` and :func:`save`. It needs matplotlib."""
+"""Picture of a report for ``JoinReport.plot``, by :func:`draw` and :func:`save`. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Any
 from join.report.rank_report import EDGES, PER_DECADE, RankReport
 
 _ACTIVE, _SHADOWING, _IDLE = "#334e68", "#c3d0dc", "#d64545"
-_MANY = 16
-"""With more ranks, rows have no numbers in them and lines no names."""
+_MOST_LABELLED = 16
+"""With more ranks than this, rows have no numbers and lines have no names."""
 
 
 def draw(ranks: Sequence[RankReport]) -> Any:
-    """Return a figure of three axes: who was active when, idle seconds, and step times.
+    """Return a figure with three axes: the times at which each rank was active, idle seconds, and step times.
 
     Raises:
-        ImportError: if matplotlib is not installed.
+        ImportError: If matplotlib is not installed.
     """
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
-        raise ImportError('report.plot() needs matplotlib: pip install "joinables[plot]" [J098]') from error
-    # Not by pyplot, which would choose a backend and keep the figure.
-    figure = figures.Figure(figsize=(10, 5 + 0.2 * min(len(ranks), 2 * _MANY)), layout="constrained")
+        raise ImportError(
+            'report.plot() needs matplotlib, which is not installed. Run pip install "joinables[plot]". [J098]'
+        ) from error
+    # pyplot would choose a backend and keep the figure, so the figure is made without it.
+    figure = figures.Figure(figsize=(10, 5 + 0.2 * min(len(ranks), 2 * _MOST_LABELLED)), layout="constrained")
     axes = figure.subplot_mosaic([["timeline", "timeline"], ["idle", "times"]])
     _draw_timeline(axes["timeline"], ranks)
     _draw_idle(axes["idle"], ranks)
@@ -36,12 +38,12 @@ def draw(ranks: Sequence[RankReport]) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the picture to a file.
+    """Write a figure to a file.
 
     Raises:
-        FileNotFoundError: if there is no folder for it.
+        FileNotFoundError: If the folder does not exist.
     """
-    part = path.with_name(f".{path.name}.part")  # so that nobody ever sees half a picture
+    part = path.with_name(f".{path.name}.part")  # so that a reader never sees half a picture
     try:
         with part.open("wb") as file:
             figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
@@ -56,7 +58,7 @@ def _draw_timeline(axis: Any, ranks: Sequence[RankReport]) -> None:
     rest = [row.ended_at - row.joined_at for row in ranks]
     active = axis.barh(numbers, joined, color=_ACTIVE, label="active, with its own steps")
     shadowing = axis.barh(numbers, rest, left=joined, color=_SHADOWING, label="has run out, with shadowed steps")
-    if len(ranks) <= _MANY:
+    if len(ranks) <= _MOST_LABELLED:
         style = {"label_type": "center", "fontsize": "small"}
         axis.bar_label(active, [str(row.steps or "") for row in ranks], color="white", **style)
         axis.bar_label(shadowing, [str(row.shadowed or "") for row in ranks], **style)
@@ -75,7 +77,7 @@ def _draw_idle(axis: Any, ranks: Sequence[RankReport]) -> None:
 
 
 def _draw_step_times(axis: Any, ranks: Sequence[RankReport]) -> None:
-    if len(ranks) <= _MANY:
+    if len(ranks) <= _MOST_LABELLED:
         lines = {f"rank {row.rank}": row.step_times for row in ranks if any(row.step_times)}
     else:
         lines = {"all ranks": [sum(counts) for counts in zip(*(row.step_times for row in ranks), strict=True)]}

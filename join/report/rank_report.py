@@ -1,7 +1,7 @@
-"""One rank's row of a report, :class:`RankReport`; the times of its steps are counted in bins.
+"""Row of a report for one rank: :class:`RankReport`. Step times are counted in bins.
 
-So any run takes as little room. Bins are as wide as a third of what they hold (eight to a decade), from 0.1 ms to
-100 s; the first and the last one take what is beyond.
+The memory for the bins does not grow with the number of steps. There are eight bins to a decade, from 0.1 ms to 100 s;
+the width of a bin is a third of its lower limit. The first and the last bin include times beyond these limits.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ _DECADES = 6
 
 BINS = PER_DECADE * _DECADES
 EDGES = tuple(_SHORTEST * 10 ** (edge / PER_DECADE) for edge in range(BINS + 1))
-"""Where the bins begin and end, in seconds; bin ``i`` lies between ``EDGES[i]`` and ``EDGES[i + 1]``."""
+"""Limits of the bins in seconds. Bin ``i`` lies between ``EDGES[i]`` and ``EDGES[i + 1]``."""
 
 _PACKED = struct.Struct(f"<2q3d2q{BINS}I")
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's row.
+    """Row of a report for one rank.
 
     Attributes:
-        rank: the rank in the group.
-        steps: bursts that this rank announced, of the joinable that announced most. In a block whose loops over
-            ``Join.iterate`` announced none, such as an evaluation: the batches that it had there.
-        shadowed: bursts of other ranks that it shadowed, likewise; or the dummies that it had.
-        joined_at: seconds from entering the block to running out of inputs.
-        ended_at: seconds from entering the block until all ranks had run out.
-        idle: seconds of waiting for headers as a joined rank.
-        headers: how many headers it sent.
-        header_bytes: their size in bytes.
-        step_times: how many of ``steps`` took how long, from one to the next (the first: from entering), counted in the
-            bins of :data:`EDGES`; only those that were announced are timed.
+        rank: The rank in the process group.
+        steps: The number of bursts that this rank announced for the joinable with the most announcements. If the loops
+            over ``Join.iterate`` in a block announced none, as in an evaluation, the number of batches that this rank
+            had in them.
+        shadowed: The number of bursts of other ranks that this rank shadowed, counted in the same way; in such loops,
+            the number of its dummy batches.
+        joined_at: Seconds from entering the block until this rank was out of data.
+        ended_at: Seconds from entering the block until all ranks were out of data.
+        idle: Seconds that this rank waited for headers after it had joined.
+        headers: The number of headers that this rank sent.
+        header_bytes: The size of these headers in bytes.
+        step_times: The times from one step to the next, and from entering to the first step, counted in the bins of
+            :data:`EDGES`. Only announced steps are timed.
     """
 
     rank: int
@@ -50,13 +52,13 @@ class RankReport:
     step_times: tuple[int, ...]
 
     def packed(self) -> bytes:
-        """The row without its rank, to be sent."""
+        """Return the row without its rank as bytes, to be sent to other ranks."""
         _, *values, step_times = vars(self).values()  # in the order above
         return _PACKED.pack(*values, *step_times)
 
     @classmethod
     def of(cls, rank: int, data: bytes) -> RankReport:
-        """Return the row that this rank has packed."""
+        """Return the row of ``rank`` from the bytes that :meth:`packed` made."""
         values = _PACKED.unpack(data)
         fields: Any = rank, *values[:-BINS], values[-BINS:]
         return cls(*fields)

@@ -1,4 +1,7 @@
-"""What ``joinables`` uses of torch that is private or undocumented. An unsupported torch is one error here."""
+"""Private and undocumented APIs of torch that ``joinables`` uses.
+
+Importing it fails with one error on an unsupported torch.
+"""
 
 from joinables._torch.versions import require
 

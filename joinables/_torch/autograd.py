@@ -1,6 +1,9 @@
-"""Every private API of autograd that this package calls, each with what it stands in for."""
+"""Private APIs of autograd that this package calls.
 
-# What is private is not in torch's type stubs, or has no types there.
+A docstring says what the private API replaces: a public API that torch lacks, or that is too slow.
+"""
+
+# Private names are missing from torch's type stubs, or have no types there.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
@@ -16,23 +19,26 @@ from join.collectives._torch_private import after_backward
 
 
 def after_reduction(callback: Callable[[], None]) -> None:
-    """As :func:`after_backward`, but after what reducers have queued by the end of the backward pass."""
+    """Call ``callback`` after the callbacks that reducers queue until the backward pass ends."""
     after_backward(partial(after_backward, callback))
 
 
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that is under way on this thread, -1 outside one. Stands in for asking for it."""
+"""Return the number of the backward pass that runs on this thread, or -1. Replaces a public query."""
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way on this thread: a checkpointed module runs its forward again in there."""
+    """Return whether a backward pass runs on this thread.
+
+    A checkpointed module runs its forward again inside a backward.
+    """
     return backward_under_way() != -1
 
 
 def gradient_writes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """The id of each gradient and how often it was written to in place, for a comparison later.
+    """Return the id of each gradient and the number of its in-place writes, for a later comparison.
 
-    Stands in for asking whether ``zero_grad`` or a backward has changed it since.
+    Replaces a query for changes of a gradient by ``zero_grad`` or a backward.
     """
     gradients = (parameter.grad for parameter in parameters)
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
@@ -43,12 +49,12 @@ def hook_gradients(
     handles: dict[int, Any],
     hook_of: Callable[[int], Callable[[torch.Tensor], torch.Tensor | None]],
 ) -> None:
-    """Register hooks for the gradients of those parameters that have none yet: some are frozen for some backwards.
+    """Register hooks for the gradients of parameters that have none yet. Parameters may be frozen in some backwards.
 
     Args:
-        parameters: a module's.
-        handles: of earlier hooks, by the parameter's number; new ones are added.
-        hook_of: makes the hook of the parameter with this number.
+        parameters: The parameters of a module.
+        handles: The handles of earlier hooks, by the number of the parameter. New handles are added.
+        hook_of: Returns the hook for the parameter of a number.
     """
     if len(handles) < len(parameters):
         for index, parameter in enumerate(parameters):
@@ -57,32 +63,32 @@ def hook_gradients(
 
 
 def remove_hooks(handles: dict[int, Any]) -> None:
-    """Remove hooks, and forget their handles."""
+    """Remove hooks, and clear their handles."""
     for handle in handles.values():
         handle.remove()
     handles.clear()
 
 
 def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """The nodes of the graph that accumulate the gradients of parameters, but for those that are frozen."""
+    """Return the nodes of the graph that accumulate the gradients of parameters, without frozen parameters."""
     return [
         torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad
     ]
 
 
 def will_run(nodes: Sequence[Any]) -> bool:
-    """Whether the backward pass under way runs any of these accumulators; in ``torch.autograd.grad`` it does not.
+    """Return whether the current backward pass runs any of these accumulators; ``torch.autograd.grad`` runs none.
 
-    Stands in for asking for it in public, as ``torch.autograd.graph.register_multi_grad_hook`` does.
+    Replaces a public query, which ``torch.autograd.graph.register_multi_grad_hook`` makes in the same way.
     """
     try:
         return any(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # one is of a parameter whose gradient torch.autograd.grad is asked for
+    except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
         return False
 
 
 def once_before(nodes: Sequence[Any], hook: Callable[[], None]) -> None:
-    """Call ``hook`` before the first of these nodes runs, if one does in the backward pass that is under way."""
+    """Call ``hook`` before the first of these nodes runs, if one of them runs in the current backward pass."""
     handles: list[Any] = []
 
     def remove() -> None:

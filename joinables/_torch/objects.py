@@ -1,9 +1,9 @@
-"""Every private API of torch.compile, loaders, optimizers and torch's ``Join`` that this package calls.
+"""Private APIs of torch.compile, loaders, optimizers and torch's ``Join`` that this package calls.
 
-Each function says what it stands in for.
+A docstring says what the private API replaces: a public API that torch lacks, or that is too slow.
 """
 
-# What is private is not in torch's type stubs, or has no types there.
+# Private names are missing from torch's type stubs, or have no types there.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
@@ -35,16 +35,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled_from(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module that ``torch.compile`` made this one from. Stands in for its class, which is costly to import."""
+    """Return the module that ``torch.compile`` made ``module`` from, or ``None``.
+
+    Replaces its class, which is slow to import.
+    """
     return getattr(module, "_orig_mod", None)
 
 
 compiler_under_way: Callable[[], object] = eval_frame.get_eval_frame_callback
-"""The callback of ``torch.compile`` that is active, or None. Stands in for the slow ``torch.compiler.disable``."""
+"""Return the active callback of ``torch.compile``, or ``None``. Replaces the slow ``torch.compiler.disable``."""
 
 
 def not_compiled(function: F) -> F:
-    """Leave a function uncompiled, but not what it calls. Stands in for the slow ``torch.compiler.disable``."""
+    """Exclude a function from compilation, but not the functions that it calls.
+
+    Replaces ``torch.compiler.disable``, a slow call.
+    """
     return cast("F", decorators.skip(function))
 
 
@@ -53,7 +59,7 @@ def _run(call: Callable[..., Any], *args: Any) -> Any:
 
 
 call_uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
-"""Calls a function and leaves it uncompiled, with all that it calls. Costly, also where nothing is compiled."""
+"""Call a function without compiling it or the functions that it calls. This is slow even if nothing is compiled."""
 
 
 # -- DataLoader -------------------------------------------------------------------------------------------------------
@@ -62,9 +68,9 @@ LoaderT = TypeVar("LoaderT", bound=DataLoader[Any])
 
 
 def with_parts(loader: LoaderT, **parts: Any) -> LoaderT:
-    """A copy of a loader, whatever its class and constructor, with another ``sampler``, say.
+    """Return a copy of a loader of any class with other parts, such as another ``sampler``.
 
-    Stands in for assigning those, which ``DataLoader`` forbids. The original keeps its persistent workers.
+    Replaces an assignment, which ``DataLoader`` forbids. The original keeps its persistent workers.
     """
     copied = copy.copy(loader)
     vars(copied).update(parts, _iterator=None)
@@ -75,17 +81,26 @@ def with_parts(loader: LoaderT, **parts: Any) -> LoaderT:
 
 
 def has_stepped(target: Any) -> bool:
-    """Whether an optimizer has made a step. Stands in for a question that schedulers ask before they warn."""
+    """Return whether an optimizer has made a step.
+
+    Replaces a public query; schedulers check the same attribute before they warn.
+    """
     return bool(getattr(target, "_opt_called", False))
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let schedulers know that an optimizer is where others have stepped to. Stands in for the step itself."""
+    """Mark an optimizer as stepped for its schedulers, after it has loaded the state of a stepped one.
+
+    Replaces the step itself.
+    """
     vars(optimizer).update(_opt_called=True)
 
 
 def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
-    """The class. Stands in for an import that does not warn of ``torch.jit.script`` and costs only who needs it."""
+    """Return the class ``ZeroRedundancyOptimizer``.
+
+    Replaces an import at module level, which would be slow for all users and warn about ``torch.jit.script``.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.(script|interface)` is ", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -94,36 +109,38 @@ def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:
 
 
 def overlaps_with_ddp(optimizer: ZeroRedundancyOptimizer) -> bool:
-    """Whether the optimizer was built with ``overlap_with_ddp=True``."""
+    """Return whether the optimizer was built with ``overlap_with_ddp=True``."""
     return optimizer._overlap_with_ddp
 
 
 def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
-    """The collectives of a step without the step. Stands in for the rest of a step that raised half-way."""
+    """Run the collectives of a step without the step. Replaces the rest of a step that raised half-way."""
     optimizer._sync_params()
 
 
 # -- torch's own Join -------------------------------------------------------------------------------------------------
 
 is_in_torch_join: Callable[[Any], bool] = attrgetter("_join_config.enable")
-"""Whether torch's own ``Join`` is around a module or optimizer. Stands in for its ``_join_config``."""
+"""Return whether torch's own ``Join`` is around a module or optimizer. Replaces its ``_join_config``."""
 
 _routes: dict[int, Callable[[], Any]] = {}  # by the id of the joinable
-_original: Callable[[Any], Any] = TorchJoin.notify_join_context  # while there are routes: what is replaced
+_original: Callable[[Any], Any] = TorchJoin.notify_join_context  # the method that is replaced while routes exist
 _lock = threading.Lock()
 
 
 @contextmanager
 def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: bool) -> Generator[None]:
-    """Send a torch ``Joinable``'s ``Join.notify_join_context(self)`` to ``notify`` while the context is open.
+    """Route ``Join.notify_join_context(self)`` of a torch ``Joinable`` to ``notify`` for the duration of a context.
 
-    Stands in for a hook in torch's ``Join``: its static method is replaced while any such context is open, calls for
-    other objects pass through, and both the method and the object's ``_join_config`` are put back.
+    Replaces a hook in torch's ``Join``, whose static method is replaced as long as such a context is open. Calls for
+    other objects reach the original method. Both the method and the object's ``_join_config`` are restored.
     """
+    global _original
     config = joinable._join_config
     with _lock:
-        if not _routes:
-            _replace_method()  # which is put back with the last route, whichever that is
+        if not _routes:  # the last route restores the method
+            _original = TorchJoin.notify_join_context
+            TorchJoin.notify_join_context = staticmethod(_notify_join_context)
         _routes[id(joinable)] = notify
     joinable._join_config = TorchJoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=first)
     try:
@@ -134,12 +151,6 @@ def routed_notifications(joinable: Any, notify: Callable[[], Any], *, first: boo
             del _routes[id(joinable)]
             if not _routes:
                 TorchJoin.notify_join_context = staticmethod(_original)
-
-
-def _replace_method() -> None:
-    global _original
-    _original = TorchJoin.notify_join_context
-    TorchJoin.notify_join_context = staticmethod(_notify_join_context)
 
 
 def _notify_join_context(obj: Any) -> Any:

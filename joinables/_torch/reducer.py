@@ -1,6 +1,9 @@
-"""Every private API of ``DistributedDataParallel`` that this package calls, and what each stands in for."""
+"""Private APIs of ``DistributedDataParallel`` that this package calls.
 
-# What is private is not in torch's type stubs, or has no types there.
+A docstring says what the private API replaces: a public API that torch lacks, or that is too slow.
+"""
+
+# Private names are missing from torch's type stubs, or have no types there.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
@@ -28,11 +31,12 @@ ATTRIBUTES = (
     "require_forward_param_sync",
     "static_graph",
 )
-"""What its constructor sets. Looked for on each module: tools replace the constructor by one that calls it."""
+"""Attributes that the constructor sets. They are checked on each module, since tools wrap the constructor in their own.
+"""
 
 
 def check(ddp: DistributedDataParallel) -> None:
-    """Raise an ``ImportError`` if this torch does not set what this package uses."""
+    """Raise an ``ImportError`` if the module lacks an attribute that this package uses."""
     require_of(ddp, ATTRIBUTES)
 
 
@@ -40,7 +44,7 @@ def check(ddp: DistributedDataParallel) -> None:
 
 
 def is_in_forward(ddp: DistributedDataParallel) -> bool:
-    """Whether the module inside is called by ``ddp``'s forward. Stands in for ``ddp`` telling its caller."""
+    """Return whether ``ddp``'s forward is calling the inner module. Replaces a notification of the caller."""
     return DistributedDataParallel._get_active_ddp_module() is ddp
 
 
@@ -48,13 +52,13 @@ def is_in_forward(ddp: DistributedDataParallel) -> bool:
 
 
 def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether synchronised forwards broadcast buffers. Stands in for ``broadcast_buffers`` plus 'has any buffers'."""
+    """Return whether synchronised forwards broadcast buffers. Replaces ``broadcast_buffers`` and a count."""
     ddp._assign_modules_buffers()
     return forward_sync_buffers(ddp) and len(ddp.modules_buffers) > 0
 
 
 def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
-    """Whether the user registered a buffer comm hook for after the forward pass."""
+    """Return whether the user registered a buffer comm hook that runs after the forward pass."""
     before, ddp.require_forward_param_sync = ddp.require_forward_param_sync, True
     try:
         return bool(ddp._check_sync_bufs_post_fwd())
@@ -66,8 +70,8 @@ def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
 def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
     """Broadcast buffers from rank ``source`` of the group, or run the user's buffer comm hook.
 
-    Stands in for ``DistributedDataParallel._sync_buffers``, which always takes rank 0. Buffers may have been reassigned
-    since the last time; their versions are kept because autograd may have saved them.
+    Replaces ``DistributedDataParallel._sync_buffers``, which always broadcasts from rank 0. Buffers may have been
+    reassigned since the last call. Their version counters are preserved because autograd may have saved them.
     """
     ddp._assign_modules_buffers()
     with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
@@ -75,24 +79,25 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
 
 
 def copied_buffers(ddp: DistributedDataParallel, but: Container[str] = ()) -> dict[str, torch.Tensor]:
-    """Copies of the module's buffers, by name, but for those of the layers called so."""
-    buffers: dict[str, torch.Tensor] = {}
-    for name, buffer in ddp.module.named_buffers():
-        if name.rpartition(".")[0] not in but:
-            buffers[name] = buffer.clone()
-    return buffers
+    """Return copies of the module's buffers by name, without the buffers of the layers in ``but``."""
+    named = ddp.module.named_buffers()
+    return {name: buffer.clone() for name, buffer in named if name.rpartition(".")[0] not in but}
 
 
 def restore_buffers(ddp: DistributedDataParallel, copies: Mapping[str, torch.Tensor]) -> None:
-    """Put copies of the module's buffers back, but for those that the forward has made longer: caches of masks."""
+    """Restore copies of the module's buffers.
+
+    Buffers that the forward has enlarged stay, such as caches of masks.
+    """
     set_buffers(ddp.module, copies, reshape=False)
 
 
 @torch.no_grad()
 def set_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *, reshape: bool) -> None:
-    """Give buffers other values, in place; one of another shape is replaced with ``reshape``, else left alone.
+    """Set buffers to other values in place.
 
-    The buffers' versions are kept because autograd may have saved them.
+    A buffer of a different shape is replaced if ``reshape``; otherwise it stays. The version counters of buffers are
+    preserved because autograd may have saved them.
     """
     buffers = dict(module.named_buffers())
     same = [name for name, value in values.items() if name in buffers and buffers[name].shape == value.shape]
@@ -105,64 +110,67 @@ def set_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *, 
 
 
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:
-    """Keep the next forward from synchronising buffers by itself. Stands in for a switch that DDP lacks."""
-    vars(ddp)["require_forward_param_sync"] = False  # a plain attribute; Module.__setattr__ costs ten times as much
+    """Prevent the next forward from synchronising buffers. Replaces a switch that DDP lacks."""
+    vars(ddp)["require_forward_param_sync"] = False  # a plain attribute; Module.__setattr__ takes ten times as long
 
 
 # -- DistributedDataParallel: gradients -----------------------------------------------------------------------------
 
 
 def parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that DDP keeps in step, in an order that is the same on all ranks.
+    """Return the parameters that DDP synchronises, in an order that is equal on all ranks.
 
-    Stands in for ``ddp.module.parameters()`` without ``parameters_to_ignore``: those that are spread over the ranks of
-    a tensor-parallel module are no parameters of it any more once its first forward has run.
+    Replaces ``ddp.module.parameters()`` without ``parameters_to_ignore``. A tensor-parallel module whose parameters are
+    spread over ranks no longer has them as parameters once its first forward has run.
     """
     return list(ddp._module_parameters)
 
 
 def parameters_of_each_rank(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that DDP ignores, so that each rank has its own."""
-    kept = {id(parameter) for parameter in ddp._module_parameters}
-    return [parameter for parameter in ddp.module.parameters() if id(parameter) not in kept]
+    """Return the parameters that DDP ignores, so that each rank has its own."""
+    synchronised = {id(parameter) for parameter in ddp._module_parameters}
+    return [parameter for parameter in ddp.module.parameters() if id(parameter) not in synchronised]
 
 
 def buffers(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """The buffers that DDP keeps in step, by name."""
+    """Return the buffers that DDP synchronises, by name."""
     ignored = cast("set[str]", ddp.parameters_to_ignore)
     return {name: buffer for name, buffer in ddp.module.named_buffers() if name not in ignored}
 
 
 def buffer_places(ddp: DistributedDataParallel) -> dict[str, tuple[dict[str, torch.Tensor | None], str]]:
-    """Where a module looks up the buffers that DDP keeps in step: a dictionary and a key, by name.
+    """Return the place of each buffer that DDP synchronises: the dictionary that the module reads, and the key.
 
-    Stands in for ``named_buffers()``, which takes ten times as long.
+    Replaces ``named_buffers()``, which takes ten times as long.
     """
     parts = {name: name.rpartition(".") for name in buffers(ddp)}
     return {name: (ddp.module.get_submodule(owner)._buffers, last) for name, (owner, _, last) in parts.items()}
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters in the reducer's order: without those that were frozen when the module was wrapped."""
-    kept = parameters(ddp)
-    if all(parameter.requires_grad for parameter in kept):
-        return kept
+    """Return the parameters in the reducer's order, without parameters that were frozen when the module was wrapped."""
+    synchronised = parameters(ddp)
+    if all(parameter.requires_grad for parameter in synchronised):
+        return synchronised
     buckets = ddp.reducer._get_zeros_like_grad_buckets()
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
-    return [parameter for parameter in kept if id(parameter) in reduced]
+    return [parameter for parameter in synchronised if id(parameter) in reduced]
 
 
 def expect_backward(ddp: DistributedDataParallel, outputs: Sequence[torch.Tensor]) -> None:
     """Make the reducer reduce the gradients of the next backward pass.
 
-    Stands in for what the end of a synchronised forward does; needed for a second backward through one forward.
+    Replaces the last part of a synchronised forward. A second backward through one forward needs it.
     """
     find_unused = ddp.find_unused_parameters and not ddp.static_graph
     ddp.reducer.prepare_for_backward(list(outputs) if find_unused else [])
 
 
 def has_finished(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer has reduced all it waited for. Stands in for asking it; DDP asks in its next forward."""
+    """Return whether the reducer has reduced all expected gradients.
+
+    Replaces a public query; DDP checks in its next forward.
+    """
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -171,10 +179,10 @@ def has_finished(ddp: DistributedDataParallel) -> bool:
 
 
 def first_static_backward(ddp: DistributedDataParallel) -> bool:
-    """Whether the next synchronised backward is the first of a static graph, which the reducer treats differently.
+    """Return whether the next synchronised backward is the first of a static graph.
 
-    There it only counts, for each parameter, how often its gradient arrives, and reduces everything at the end: first
-    the map of used parameters, then the buckets.
+    The reducer treats it differently. In that backward, the reducer only counts how often the gradient of each
+    parameter arrives. It reduces everything at the end: first the map of used parameters, then the buckets.
     """
     return bool(ddp.static_graph) and not ddp._static_graph_delay_allreduce_enqueued
 
@@ -182,23 +190,25 @@ def first_static_backward(ddp: DistributedDataParallel) -> bool:
 def shadow_backward(
     ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], arrivals: Sequence[int] | None
 ) -> None:
-    """Let the reducer go through a backward pass in which no gradient arrives; awaits its collectives.
+    """Run the reducer through a backward pass in which no gradient arrives, and wait for its collectives.
 
-    Stands in for a backward of a model without data. The reducer's own hook is called for every parameter from inside
-    an otherwise empty backward pass, so buckets, comm hooks, used maps, views and divisors are all the reducer's own
-    work. What a parameter's ``grad`` holds is contributed; nothing if it is ``None``. The result lands in ``grad``.
+    Replaces a backward of a model without data. The reducer's own hook is called for every parameter inside an
+    otherwise empty backward pass, so buckets, comm hooks, used maps, views and divisors are handled by the reducer
+    itself. The ``grad`` of a parameter is contributed, or nothing if it is ``None``. The result is in ``grad``
+    afterwards.
 
     Args:
-        ddp: the module.
-        parameters: of :func:`reduced_parameters`.
-        arrivals: for a static graph, how often each parameter's gradient arrives in one backward; ``None`` is once.
+        ddp: The module.
+        parameters: The result of :func:`reduced_parameters`.
+        arrivals: For a static graph, the number of times that the gradient of each parameter arrives in one backward;
+            ``None`` means once.
     """
     reducer = ddp.reducer
     first = first_static_backward(ddp)
     counts = arrivals if arrivals is not None else [1] * len(parameters)
 
     def arrive(gradient: torch.Tensor) -> None:
-        for index in reversed(range(len(parameters))):  # roughly the order of a real backward: buckets fill in sequence
+        for index in reversed(range(len(parameters))):  # about the order of a real backward, so buckets fill in order
             for _ in range(counts[index]):
                 reducer._autograd_hook(index)
         if first:
@@ -215,7 +225,7 @@ def shadow_backward(
 
 
 def _reaching(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """An output whose graph reaches every parameter, also one that is frozen now, for ``find_unused_parameters``."""
+    """Return an output whose graph reaches every parameter, frozen or not, for ``find_unused_parameters``."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -226,7 +236,7 @@ def _reaching(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 
 class _Reach(torch.autograd.Function):
-    """A graph that touches all parameters; it is searched, never run backward."""
+    """Graph that touches all parameters. The reducer searches it, and it never runs backward."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -238,14 +248,15 @@ class _Reach(torch.autograd.Function):
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:
-    """Whether gradients go through a comm hook, the user's or one of torch's. Stands in for asking the reducer."""
+    """Return whether gradients pass through a comm hook, the user's or one of torch's. Replaces a query."""
     return bool(ddp._get_ddp_logging_data().get("comm_hook"))
 
 
 def hooks_remember(ddp: DistributedDataParallel) -> bool:
-    """Whether a comm hook may add what it has left out of earlier gradients, as PowerSGD's do.
+    """Return whether a comm hook may add parts of earlier gradients that it had not sent, as PowerSGD's hooks do.
 
-    Stands in for ``ddp._comm_hooks``, a list of hooks and their states; those without one get the process group.
+    Replaces a query of ``ddp._comm_hooks``, a list of hooks and their states. Hooks without a state have the process
+    group.
     """
     states = [state for _, state in cast("Any", ddp)._comm_hooks]
     return any(state is not None and not isinstance(state, dist.ProcessGroup) for state in states)
@@ -254,19 +265,21 @@ def hooks_remember(ddp: DistributedDataParallel) -> bool:
 def forget_use(ddp: DistributedDataParallel) -> None:
     """Forget which parameters earlier backwards under ``no_sync`` used, because their gradients are gone.
 
-    Stands in for ``zero_grad`` telling the reducer: with ``find_unused_parameters`` it remembers the use until the next
-    reduction, and takes a missing gradient of a used parameter for a fault of its own. The reset also makes it forget
-    that buckets were rebuilt, which they never are where it matters.
+    Replaces a notification of the reducer by ``zero_grad``. With ``find_unused_parameters``, the reducer remembers the
+    use until the next reduction, and treats a missing gradient of a used parameter as an internal fault. The reset also
+    clears the record that buckets were rebuilt. With ``find_unused_parameters`` they are never rebuilt, so this has no
+    effect.
     """
     if ddp.find_unused_parameters and not ddp.static_graph:
         ddp.reducer._reset_state()
 
 
 def used_anywhere(ddp: DistributedDataParallel) -> torch.Tensor:
-    """For each reduced parameter, whether the last reduction touched its ``grad``, with ``find_unused_parameters``.
+    """Return for each reduced parameter whether the last reduction changed its ``grad``.
 
-    Stands in for the result of the used map's all-reduce, which lies in the reducer's copy of the map afterwards. It is
-    on the device of the module: whoever reads it there does not wait for it.
+    It needs ``find_unused_parameters``. Replaces the result of the all-reduce of the used map, which is in the
+    reducer's copy of the map afterwards. The result is on the module's device, so using it there does not make the host
+    wait.
     """
     return ddp.reducer._get_local_used_map() > 0
 
@@ -275,12 +288,14 @@ def used_anywhere(ddp: DistributedDataParallel) -> torch.Tensor:
 def multiply_gradients(
     parameters: Sequence[torch.nn.Parameter], factor: float, used: torch.Tensor | None = None
 ) -> None:
-    """Multiply gradients in place, all at once where a device can. Stands in for a public call over several tensors.
+    """Multiply gradients in place, with one call for all if the device supports it.
+
+    Replaces a public call for many tensors.
 
     Args:
-        parameters: in the reducer's order.
-        factor: the number that gradients are multiplied by.
-        used: for each parameter, whether its gradient is; ``None``: all are.
+        parameters: The parameters in the reducer's order.
+        factor: The number by which gradients are multiplied.
+        used: For each parameter, whether its gradient is multiplied; ``None`` means all.
     """
     gradients: list[torch.Tensor] = []
     for index, parameter in enumerate(parameters):
@@ -288,14 +303,17 @@ def multiply_gradients(
             continue
         if used is None:
             gradients.append(gradient)
-        else:  # on the device, so that nobody waits for it
+        else:  # on the device, so that the host does not wait
             torch.where(used[index].to(gradient.device), gradient * factor, gradient, out=gradient)
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
 
 def take_out(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Set tensors to 0, all at once where a device can; copies of what they held. Stands in for public calls, too."""
+    """Set tensors to 0, and return copies of their values, with one call for all.
+
+    Replaces public calls for many tensors.
+    """
     if not tensors:
         return []
     copies = torch._foreach_mul(tensors, 1.0)
@@ -304,23 +322,23 @@ def take_out(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def add_to(tensors: list[torch.Tensor], others: list[torch.Tensor], times: float) -> None:
-    """Add ``others``, so many ``times``, in place, all at once where a device can. Stands in for a public call."""
+    """Add ``others``, multiplied by ``times``, to tensors in place, with one call for all. Replaces a public call."""
     if tensors:
         torch._foreach_add_(tensors, others, alpha=times)
 
 
 def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer rebuilds its buckets after the next complete backward; it does so once.
+    """Return whether the reducer rebuilds its buckets after the next complete backward, which it does once.
 
-    A static graph's first backward does not record the order in which gradients arrive, so it needs a second one.
+    The first backward of a static graph does not record the order in which gradients arrive, so a second one is needed.
     """
     return not ddp._has_rebuilt_buckets and (bool(ddp.static_graph) or not ddp.find_unused_parameters)
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Rebuild the buckets now, if the reducer has what it needs: two broadcasts from rank 0.
+    """Rebuild the buckets now, if the reducer has recorded the order of gradients: two broadcasts from rank 0.
 
-    Stands in for the rebuild that DDP does in its next forward, a place that a joined rank never comes to.
+    Replaces the rebuild in DDP's next forward, which a joined rank never runs.
     """
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True

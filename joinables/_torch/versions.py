@@ -1,9 +1,9 @@
-"""What the versions of torch differ in, one function for each difference, and the error for those that lack something.
+"""Differences between versions of torch, with one function for each, and the error for an unsupported version.
 
-Each function says which versions it is for. Where the oldest of them is no longer supported, it goes.
+Each function says which versions it is for. Remove a function once the oldest of its versions is no longer supported.
 """
 
-# What is private is not in torch's type stubs, or has no types there.
+# Private names are missing from torch's type stubs, or have no types there.
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 SUPPORTED = "2.8 to 2.15"
-"""The oldest and the newest version that tests are run with: ``docs/versions.md`` says which tests."""
+"""Oldest and newest version with which the tests run. ``docs/versions.md`` lists the tests."""
 
 
-# -- what must be there ---------------------------------------------------------------------------------------------
+# -- required attributes --------------------------------------------------------------------------------------------
 
 
 def require(needed: Mapping[str, Sequence[str]]) -> None:
-    """Raise an error that names what this torch lacks.
+    """Raise an error that names the required attributes that this torch lacks.
 
     Args:
-        needed: attributes of modules and classes by their owner, which is written as :func:`pkgutil.resolve_name` takes
-            it: ``"module:name"``.
+        needed: The attributes of modules and classes by their owner. The owner is written as for
+            :func:`pkgutil.resolve_name`: ``"module:name"``.
 
     Raises:
-        ImportError: in one sentence, also with the versions that work.
+        ImportError: With the missing attributes and the supported versions.
     """
     missing: list[str] = []
     for owner, names in needed.items():
@@ -47,7 +47,7 @@ def require(needed: Mapping[str, Sequence[str]]) -> None:
 
 
 def require_of(obj: object, names: Sequence[str]) -> None:
-    """Raise the same error for attributes that an object lacks; ``"a|b"`` stands for one of two."""
+    """Raise the error of :func:`require` for attributes that an object lacks. ``"a|b"`` requires one of two."""
     choices = [name.split("|") for name in names]
     _raise_if_any(
         [f"{type(obj).__name__}.{choice[0]}" for choice in choices if not any(hasattr(obj, name) for name in choice)]
@@ -57,8 +57,8 @@ def require_of(obj: object, names: Sequence[str]) -> None:
 def _raise_if_any(missing: Sequence[str]) -> None:
     if missing:
         raise ImportError(
-            f"joinables needs {', '.join(missing)}, which torch {torch.__version__} does not have;"
-            f" install one of torch {SUPPORTED} [J103]"
+            f"joinables needs {', '.join(missing)}, which torch {torch.__version__} does not have. Install torch"
+            f" {SUPPORTED}. [J103]"
         )
 
 
@@ -66,6 +66,9 @@ def _raise_if_any(missing: Sequence[str]) -> None:
 
 
 def forward_sync_buffers(ddp: DistributedDataParallel) -> bool:
-    """``ddp.forward_sync_buffers``, whether forwards broadcast buffers: ``broadcast_buffers`` up to torch 2.12."""
-    settings = vars(ddp)  # both are plain attributes; where one is missing, Module.__getattr__ costs more
+    """Return whether forwards broadcast buffers.
+
+    The attribute is ``forward_sync_buffers``, or ``broadcast_buffers`` up to torch 2.12.
+    """
+    settings = vars(ddp)  # both are plain attributes, and Module.__getattr__ is slow for a missing one
     return bool(settings["forward_sync_buffers" if "forward_sync_buffers" in settings else "broadcast_buffers"])

@@ -123,5 +123,5 @@ def test_all_state_travels_together() -> None:
 
 
 def test_state_that_one_rank_cannot_copy() -> None:
-    with pytest.raises(JoinError, match=r"the state of second cannot be copied .*: on rank 2, it is full; loop"):
+    with pytest.raises(JoinError, match=r"The state of second cannot be copied .*: on rank 2, it is full\. Loop"):
         run_threads(3, copied("it is full"))

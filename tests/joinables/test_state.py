@@ -111,8 +111,8 @@ def has_no_state(rank: int) -> str:
 
 def test_state_that_cannot_be_had_is_an_error_on_all_ranks(pool: Pool) -> None:
     for text in pool.run(has_no_state, ranks=2):
-        assert "the state of Broken cannot be copied" in text
-        assert "on rank 1, it has no state: ValueError: no state; " in text
+        assert "The state of Broken cannot be copied" in text
+        assert "on rank 1, it has no state: ValueError: no state. " in text
 
 
 def with_torch_joinables(rank: int, first: bool) -> tuple[Any, ...]:

@@ -798,7 +798,7 @@ def test_a_counter_that_sets_the_learning_rate(pool: Pool) -> None:
 def test_steps_that_nobody_counts() -> None:
     from join.report import JoinReport
 
-    with pytest.raises(JoinError, match=r"with enable=False nobody counts them"):
+    with pytest.raises(JoinError, match=r"after a block with enable=False"):
         _ = JoinReport().steps
 
 

@@ -142,7 +142,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
         peers.look_again()
         assert peers.ask(limit=0.3) == {}
         error = peers.cause_of(dist.DistBackendError("broken"))
-        assert str(error).startswith("another rank is gone, and with it the store in which ranks leave word")
+        assert str(error).startswith("another rank is gone, together with the store of the process group")
         peers.end()
         assert time.monotonic() - started < 5
 

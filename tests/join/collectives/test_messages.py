@@ -129,7 +129,7 @@ def killed(rank: int) -> list[tuple[int, ...] | str]:
 def test_a_killed_rank_is_missed_by_those_it_sends_to(ending: Ending) -> None:
     """The others learn of it by the note of one of these."""
     ends = ending.ends(killed, ranks=4, over_group=True)
-    late = "timed out after 2 s: not all ranks came"
+    late = "timed out after 2 s: some rank did not arrive"
     assert [end.result for end in ends] == [[late] * 2, None, [(1,)] * 2, [(1,)] * 2], ends[0].text
 
 
@@ -152,10 +152,10 @@ def impatient(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=0.4))
     line = collective_of(group).line()
     if rank == 0:
-        with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: not all ranks came"):
+        with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: some rank did not arrive"):
             line.sum(1, 5).wait()
         work = line.sum(1, 5)
-        with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: not all ranks came"):
+        with pytest.raises(BrokenCollective, match=r"timed out after 0.4 s: some rank did not arrive"):
             while not _is_done_within(work, 0.1):  # as whoever looks at notes meanwhile
                 pass
         assert work.is_completed()
@@ -183,7 +183,7 @@ def put_together(collective: Collective) -> str:
 
 def test_numbers_that_cannot_be_put_together() -> None:
     for text in run_threads(2, put_together, timeout=30):
-        assert text.startswith("what ranks sent cannot be put together: TypeError(")
+        assert text.startswith("the messages of the ranks cannot be combined: TypeError(")
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

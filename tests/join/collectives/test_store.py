@@ -60,5 +60,5 @@ def test_ranks_that_are_gone_had_come_alone(server: dist.TCPStore) -> None:
 def test_a_rank_does_not_come(server: dist.TCPStore) -> None:
     store = client(server)
     store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] of 3 have not come to the launch"):
+    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 2\] of 3 have not arrived at the launch"):
         fresh_store(store, 0, 3)

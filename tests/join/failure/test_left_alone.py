@@ -262,7 +262,7 @@ def in_a_plain_block(rank: int) -> str:
 @pytest.mark.parametrize("over_group", [False, True])
 def test_a_collective_of_ones_own_in_a_plain_block(ending: Ending, over_group: bool) -> None:
     zero, one, two = ending.run(in_a_plain_block, over_group=over_group)
-    told = "JoinTimeoutError: waited 3 s for ranks [0, 2], which announced nothing"
+    told = "JoinTimeoutError: Ranks [0, 2] announced no collective within timeout=3 s"
     assert one.startswith(told)
     for text in (zero, two):
         assert text.startswith(f"JoinTimeoutError: rank 1 failed: {told}")

@@ -78,4 +78,4 @@ def goes_on_after_an_inner_block(collective: ThreadCollective) -> list[str]:
 def test_nothing_is_announced_after_an_inner_block_that_failed() -> None:
     for inner, outer in run_threads(2, goes_on_after_an_inner_block):
         assert "J441" in inner
-        assert "the Join block is over" in outer
+        assert "The Join block has already ended" in outer

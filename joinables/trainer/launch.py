@@ -145,8 +145,8 @@ class Launcher:
         started = world_size if self._environment is None else self._environment.place.world_size
         if world_size < 1 or world_size != started:
             raise ValueError(
-                f"{world_size=} is not positive, or is not the number of processes that a launcher has started. Pass the"
-                " number of processes that torchrun, SLURM or MPI has started, or at least 1 without one. [J411]"
+                f"{world_size=} is not positive, or is not the number of processes that a launcher has started. Pass"
+                " the number of processes that torchrun, SLURM or MPI has started, or at least 1 without one. [J411]"
             )
         multiprocessing.get_context(start_method)  # raises a ValueError if the method is unknown
         self._world_size = world_size

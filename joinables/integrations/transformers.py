@@ -81,7 +81,7 @@ PREPARED = "_is_accelerate_prepared"
 
 
 class JoinTrainerMixin(_Base):
-    """Mixin with which ranks train and evaluate on streams of different lengths, with the result of a single process.
+    """Mixin that lets ranks train and evaluate on streams of different lengths, with the result of a single process.
 
     List it first: ``class MyTrainer(JoinTrainerMixin, SFTTrainer)``, with any subclass of ``Trainer``. All arguments
     are the Trainer's. Each rank reads its ``IterableDataset`` as it is, so pass each rank a stream of its own. Of a
@@ -90,8 +90,8 @@ class JoinTrainerMixin(_Base):
 
     The loss of an accumulation window is the mean over the tokens that all ranks have in it, or over micro-batches if
     the model counts no tokens. A window at the end of an epoch that is not full makes a step, too. ``max_steps`` counts
-    optimizer steps, which all ranks make. A ``training_step`` of a subclass calls ``super().training_step``. If it keeps
-    sums of its own, it checks :attr:`shadowing`.
+    optimizer steps, which all ranks make. A ``training_step`` of a subclass calls ``super().training_step``. If it
+    keeps sums of its own, it checks :attr:`shadowing`.
 
     An exception in the loop or in a callback is raised on its rank, and :class:`join.PeerError` on the others.
 
@@ -123,8 +123,8 @@ class JoinTrainerMixin(_Base):
         missing_hooks = [name for name in HOOKS if not hasattr(_library.Trainer, name)]
         if missing_hooks:
             raise ImportError(
-                f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer needs."
-                " Install transformers 5.23. [J135]"
+                f"The Trainer of Transformers {_library.__version__} has no {missing_hooks[0]}, which JoinTrainer"
+                " needs. Install transformers 5.23. [J135]"
             )
 
     @property
@@ -169,7 +169,7 @@ class JoinTrainerMixin(_Base):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
-        """Return the position to resume from, even in the n-th epoch of a stream, which a Trainer takes for the first."""
+        """Return the position to resume from; a Trainer takes any epoch of a stream for the first, which is corrected."""
         start = self._plain._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         file = Path(resume or "", "trainer_state.json")
         if resume is None or num_update_steps_per_epoch != max_steps or not self._is_distributed or not file.is_file():
@@ -218,7 +218,7 @@ class JoinTrainerMixin(_Base):
         return windows, num_items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of a micro-batch; the loss of a dummy is 0, and its gathered tensors have no rows."""
+        """Run forward and backward of a micro-batch; a dummy has the loss 0, and its gathered tensors have no rows."""
         if self._windows is None:
             return self._plain.training_step(model, inputs, num_items_in_batch)
         if num_items_in_batch is None:  # the mean over ranks then equals the mean over their micro-batches
@@ -238,7 +238,7 @@ class JoinTrainerMixin(_Base):
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
-        """Evaluate or predict; over streams, all ranks run the same steps, over a map-style data set as in a Trainer."""
+        """Evaluate or predict: over streams in the same steps on all ranks, over map-style data sets as a Trainer."""
         # An evaluation marks the unwrapped model as prepared. A later training would then skip DDP.
         is_marked = self.is_fsdp_enabled or PREPARED in vars(self.model)
         try:
@@ -297,7 +297,6 @@ class JoinTrainerMixin(_Base):
                 "auto_find_batch_size=True restarts the training only on the rank that is out of memory. Remove it from"
                 " TrainingArguments. [J138]"
             )
-            )
         parallel = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
         for name, size in parallel.items():
             if size > 1:
@@ -305,7 +304,7 @@ class JoinTrainerMixin(_Base):
 
 
 class JoinTrainer(JoinTrainerMixin, _library.Trainer):
-    """A ``transformers.Trainer`` for streams of different lengths, with the same arguments: ``JoinTrainer(model, args)``.
+    """A ``transformers.Trainer``, with its arguments, for streams of different lengths.
 
     :class:`JoinTrainerMixin` describes it.
     """
@@ -387,8 +386,8 @@ def warn_of_same_streams(batch: Any) -> None:
     ranks = [rank for rank, first in enumerate(firsts) if first and firsts.count(first) > 1]
     if ranks:
         warnings.warn(
-            f"The train_dataset of ranks {ranks} begins with the same batch, and all of them train on it. Pass each rank"
-            " a different stream, such as datasets.distributed.split_dataset_by_node(stream, rank, world_size).",
+            f"The train_dataset of ranks {ranks} begins with the same batch, and all of them train on it. Pass each"
+            " rank a different stream, such as datasets.distributed.split_dataset_by_node(stream, rank, world_size).",
             stacklevel=2,
         )
 
@@ -428,14 +427,14 @@ def length_on_all_ranks(loader: Any) -> int | None:
     if known and len(known) < len(lengths):
         without = [rank for rank, length in enumerate(lengths) if length is None]
         raise ValueError(
-            f"The train_dataset of ranks {without} has no length, but the others have. Define __len__ on all of them, or"
-            " on none. [J132]"
+            f"The train_dataset of ranks {without} has no length, but the others have. Define __len__ on all of them,"
+            " or on none. [J132]"
         )
     return max(known) if known else None
 
 
 class LoaderOfLength:
-    """Loader with the length of the longest one of all ranks, from which a Trainer computes the length of an epoch.
+    """Loader with the length of the longest one of all ranks; a Trainer computes the length of an epoch from it.
 
     Args:
         loader: This rank's loader.

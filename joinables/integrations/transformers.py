@@ -169,7 +169,7 @@ class JoinTrainerMixin(_Base):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
     ) -> tuple[int, int]:
-        """Return the position to resume from; a Trainer takes any epoch of a stream for the first, which is corrected."""
+        """Return the position to resume from, in any epoch of a stream; a plain Trainer assumes the first."""
         start = self._plain._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         file = Path(resume or "", "trainer_state.json")
         if resume is None or num_update_steps_per_epoch != max_steps or not self._is_distributed or not file.is_file():

@@ -68,10 +68,10 @@ class LoggedMetric(MetricAtEnd):
     """Metric that is merged when the block ends; for a dummy, ``forward`` returns a value that can be logged."""
 
     @override
-    def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_on_batch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._join.shadowing or method.__name__ == "update":
-            return super()._see(method, *args, **kwargs)
-        return _twin_of(self._target)(*args, **kwargs)  # its keys are those of the other ranks
+            return super()._call_on_batch(method, *args, **kwargs)
+        return _twin_of(self._target)(*args, **kwargs)  # it has the same keys as on the other ranks
 
 
 def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:

@@ -41,7 +41,7 @@ FIXES = {
     "J104": "Pass Trainer(sync_batchnorm=False).",
     "J473": "Pass Trainer(strategy='join_find_unused_parameters_true').",
 }
-"""Fixes for users of Lightning, by patterns in the messages of ``Join`` and in one of Lightning's own."""
+"""Fixes in terms of Lightning, by patterns in the messages of ``Join`` and in one of Lightning's own."""
 
 
 class JoinStrategy(DDPStrategy):

@@ -64,8 +64,8 @@ def joinable_of_metric(metric: Any) -> Joinable:
     """
     if not is_mergeable(metric):
         raise TypeError(
-            f"{type(metric).__name__} keeps the metrics of many epochs, which Join does not merge. List the metric that it"
-            " tracks. [J420]"
+            f"{type(metric).__name__} keeps the metrics of many epochs, which Join does not merge. List the metric"
+            " that it tracks. [J420]"
         )
     return MetricAtEnd(metric)
 
@@ -95,7 +95,7 @@ class MetricAtEnd(Silent):
             self._check(metric)
         self._replaced = ExitStack()
         for part in self._parts.values():
-            part._computed = None  # the value of the last block is that of all ranks
+            part._computed = None  # after an earlier block it has the value of all ranks
             stand_in = CallInstead(part.distributed_available_fn, not_distributed)
             self._replaced.enter_context(replaced(part, "distributed_available_fn", stand_in))
         for name in ("update", "forward"):
@@ -125,7 +125,8 @@ class MetricAtEnd(Silent):
             )
         if metric._is_synced:
             raise ValueError(
-                f"{name} contains the states of all ranks after a call of sync(). Call its unsync() before the block. [J144]"
+                f"{name} contains the states of all ranks after a call of sync(). Call its unsync() before the block."
+                " [J144]"
             )
         if metric._defaults and not any(metric._defaults is part._defaults for part in self._parts.values()):
             raise TypeError(
@@ -179,7 +180,7 @@ def _is_same(value: Any, default: Any) -> bool:
 def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions | None], owner: str) -> dict[str, Contribution]:
     """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``.
 
-    The result has no entry for a metric to which no rank contributes.
+    The result has no entry for a metric without any contribution.
 
     Args:
         parts: The metrics, by name.

@@ -139,8 +139,8 @@ class ShardedModule(Announcing):
     ) -> torch.Tensor:
         """Let gradients of 0 reach the layer's parameters, and the layers before it, on an empty batch.
 
-        SyncBatchNorm itself produces no such gradients. FSDP would then omit them from a reduction for which other
-        ranks have gradients.
+        SyncBatchNorm itself produces no such gradients. FSDP would then omit parameters from a reduction in
+        which other ranks have them.
         """
         if not self._channel.step.shadowing:
             return output
@@ -203,7 +203,7 @@ def _has_base(obj: object, name: str) -> bool:
 
 
 def group_of(module: torch.nn.Module) -> Any:
-    """Return the process group over which ``module`` is sharded; ``None`` is the default group.
+    """Return the process group of the ranks that share ``module``; ``None`` is the default group.
 
     Raises:
         ValueError: If it is sharded over a mesh of several dimensions that lacks some ranks, since no process group

@@ -389,8 +389,8 @@ def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) 
     too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"{devices=} and {num_nodes=} do not fit the {gpus} GPUs of this machine and the {started} processes that"
-            " torchrun, SLURM or MPI started. Remove devices and num_nodes from the Trainer's arguments, or pass"
+            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun, SLURM"
+            f" or MPI started ({started}). Remove devices and num_nodes from the Trainer's arguments, or pass"
             " strategy='single' to have each process train by itself. [J172]"
         )
     return wanted

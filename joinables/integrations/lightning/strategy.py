@@ -36,12 +36,12 @@ from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 
 FIXES = {
-    "J093|J113|by returning None": "Return loss * 0 for a batch to ignore, and call manual_backward on all ranks. Or pass"
+    "J093|J113|by returning None": "Return loss * 0 to ignore a batch, and call manual_backward on all ranks. Or pass"
     " JoinStrategy(weigh=function) with a function that returns 0 for such batches.",
     "J104": "Pass Trainer(sync_batchnorm=False).",
     "J473": "Pass Trainer(strategy='join_find_unused_parameters_true').",
 }
-"""Fixes in terms of Lightning, by patterns in the messages of ``Join`` and in one of Lightning's own."""
+"""Fixes in terms of Lightning, by patterns of messages, of ``Join`` and of Lightning."""
 
 
 class JoinStrategy(DDPStrategy):

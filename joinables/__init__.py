@@ -1,6 +1,6 @@
-"""Joinables: adapters that let stock torch objects take part in :class:`join.Join`.
+"""Joinables: adapters with which stock torch objects take part in :class:`join.Join`.
 
-Importing this package registers them; ``join`` does so by itself the first time it meets an object it does not know.
+The import of this package registers them. ``join`` imports it when it first meets an object of an unknown class.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ZeroStep":  # torch.distributed.optim takes a second to import; most programs never need it
+    if name == "ZeroStep":  # its import takes a second, and most programs never need it
         from joinables.zero import ZeroStep
 
         return ZeroStep
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _through_wrappers(adapter: Callable[[Any], Joinable | Sequence[Joinable]]) -> Callable[[Any], Any]:
-    """The adapter; for what a framework has wrapped, that of what is inside."""
+    """Return the adapter, extended to objects that a framework has wrapped: it adapts the object inside."""
 
     def adapt(obj: Any) -> Joinable | Sequence[Joinable]:
         inner = unwrapped(obj)
@@ -85,7 +85,7 @@ def _through_wrappers(adapter: Callable[[Any], Joinable | Sequence[Joinable]]) -
 
 
 def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequence[Joinable]:
-    """An optimizer is state; one that joins by torch's rules is ZeRO, or foreign."""
+    """Return the joinables of an optimizer: state, or, if it is torch's own ``Joinable``, ZeRO's or a foreign one."""
     if not isinstance(optimizer, TorchJoinableBase):
         return State(optimizer) if holds_optimizers(optimizer) else OptimizerState(optimizer)
     from joinables.zero import ZeroRedundancyOptimizer, ZeroStep
@@ -94,15 +94,15 @@ def _joinables_of_optimizer(optimizer: torch.optim.Optimizer) -> Joinable | Sequ
 
 
 def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinable]:
-    """A plain module is state (an EMA copy); a sharded one and a metric are not."""
+    """Return the joinables of a module: a plain one is state, such as an EMA copy; a sharded one or a metric is not."""
     if isinstance(module, TorchJoinableBase):
         return TorchJoinable(module)
     if is_sharded(module):
         return ShardedModule(module)
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
-            f"the parameters of {type(module).__name__} are DTensors, and nobody says what reduces their gradients;"
-            " apply fully_shard to it, or wrap it in DistributedDataParallel [J102]"
+            f"The parameters of {type(module).__name__} are DTensors, and Join cannot determine what reduces their"
+            " gradients. Apply fully_shard to the module, or wrap it in DistributedDataParallel. [J102]"
         )
     return joinable_of_metric(module) if is_metric(module) else State(module)
 

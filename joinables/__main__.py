@@ -1,4 +1,4 @@
-"""``python -m joinables check``: see :mod:`joinables.check`."""
+"""Command line ``python -m joinables check``, which runs :mod:`joinables.check`."""
 
 from __future__ import annotations
 

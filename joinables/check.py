@@ -1,7 +1,7 @@
-"""``python -m joinables check``: whether ranks will train exactly here, and over what they will talk.
+"""Check of this machine: ``python -m joinables check`` shows how ranks communicate, and whether they train exactly.
 
-It trains on two ranks of this machine, one of which has a third of the batches of the other, and compares their
-parameters with those of a single process. Each line of the output is ``ok``, a ``note``, or ``WRONG``.
+It trains on two ranks of this machine; the second has a third of the first one's batches. Their parameters are compared
+with the parameters of a single process. Each line of the output is ``ok``, a ``note``, or ``WRONG``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from joinables._torch.versions import SUPPORTED
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 BATCHES = (12, 4)
-"""How many batches each rank has."""
-_LIMIT = 90.0  # seconds that the ranks may take, most of which they need for importing torch
-_TOLERANCE = 1e-12  # between doubles that were summed in another order
+"""The number of batches of each rank."""
+_LIMIT = 90.0  # seconds for the ranks; they need most of them to import torch
+_TOLERANCE = 1e-12  # for doubles that were summed in different orders
 
 
 class Finding(NamedTuple):
-    """One line of the output."""
+    """Line of the output."""
 
     kind: Literal["ok", "note", "WRONG"]
     text: str
 
 
 def check() -> int:
-    """Print what was found; the exit status, 1 if something is wrong."""
+    """Print all findings and return the exit status, which is 1 if something is wrong."""
     wrong = 0
     for look in (look_at_versions, look_at_headers, look_at_gloo, look_at_training):
         for finding in look():
@@ -51,7 +51,7 @@ def check() -> int:
 
 
 def look_at_versions() -> Iterator[Finding]:
-    """Which versions are installed, and which of torch are tested."""
+    """Report the installed versions, and the tested versions of torch."""
     yield Finding("ok", f"joinables {joinables.__version__}, Python {platform.python_version()}")
     oldest, newest = (_minor_of(version) for version in SUPPORTED.split(" to "))
     is_tested = oldest <= _minor_of(torch.__version__) <= newest
@@ -63,20 +63,20 @@ def _minor_of(version: str) -> tuple[int, ...]:
 
 
 def look_at_headers() -> Iterator[Finding]:
-    """How headers travel here, and why."""
-    if why := obstacle_found():
-        yield Finding("note", f"headers travel in messages, not through shared memory, which is faster: {why}")
+    """Report how headers travel on this machine, and why."""
+    if obstacle := obstacle_found():
+        yield Finding("note", f"headers travel in messages, not through shared memory, which is faster: {obstacle}")
     else:
         yield Finding("ok", "headers travel through shared memory; between machines, in messages")
 
 
 def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Which address gloo takes: of the interface that is named, else of the host's name, else the loopback."""
+    """Report the address that gloo uses: the named interface's, or the host name's, or the loopback address."""
     if names := environment.get(INTERFACE, ""):
         known = [name for _, name in socket.if_nameindex()]
         if missing := [name for name in names.split(",") if name not in known]:
-            way_out = f"set it to one of {', '.join(known)}, or unset it"
-            yield Finding("WRONG", f"{INTERFACE}={names}: there is no interface {missing[0]!r}; {way_out}")
+            fix = f"Set it to one of {', '.join(known)}, or unset it."
+            yield Finding("WRONG", f"{INTERFACE}={names} names the interface {missing[0]!r}, which is missing. {fix}")
         else:
             yield Finding("ok", f"gloo takes the address of {names}, as {INTERFACE} says")
         return
@@ -87,16 +87,18 @@ def look_at_gloo(environment: Mapping[str, str] = os.environ) -> Iterator[Findin
         return
     master = environment.get("MASTER_ADDR", "localhost")
     is_alone = master in ("", "localhost", "0.0.0.0", "::1") or master.startswith("127.")
-    why = f"the address of this host's name {name!r}" if address else f"since {name!r} has no address of this machine"
-    way_out = f"if ranks run on other machines too, set {INTERFACE} to the interface that reaches them"
+    reason = (
+        f"the address of this host's name {name!r}" if address else f"since {name!r} has no address of this machine"
+    )
+    fix = f"If ranks run on other machines too, set {INTERFACE} to the interface that reaches them."
     yield Finding(
         "note" if is_alone else "WRONG",
-        f"gloo takes {address or '127.0.0.1'}, {why}, which only this machine reaches; {way_out}",
+        f"gloo takes {address or '127.0.0.1'}, {reason}, which only this machine reaches. {fix}",
     )
 
 
 def _address_of(name: str) -> str:
-    """The first address of a host's name that this machine can listen on; empty if there is none."""
+    """Return the first address of a host's name that this machine can listen on; empty if there is none."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as listener:
@@ -111,18 +113,18 @@ def _address_of(name: str) -> str:
 def look_at_training(limit: float = _LIMIT) -> Iterator[Finding]:
     """Train on two uneven ranks, for at most ``limit`` seconds, and compare with a single process."""
     if not dist.is_gloo_available():
-        yield Finding("WRONG", "this torch has no gloo, which carries headers on CPU; install one that has")
+        yield Finding("WRONG", "This torch has no gloo, which carries headers on CPU. Install a torch with gloo.")
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: Any = spawn(_work, (store.port, limit), nprocs=len(BATCHES), join=False, daemon=True)
     try:
         ended = _join(ranks, limit)
-    except Exception as error:  # of a rank, whose traceback is its text
+    except Exception as error:  # its text is the traceback of a rank
         yield Finding("WRONG", f"two ranks could not train: {str(error).strip().splitlines()[-1]}")
         return
     if not ended:
-        way_out = f"set {INTERFACE}=lo and check again: if that helps, the address above cannot be reached"
-        yield Finding("WRONG", f"two ranks did not train within {limit:g} s; {way_out}")
+        fix = f"Set {INTERFACE}=lo and check again. If that helps, the address above cannot be reached."
+        yield Finding("WRONG", f"two ranks did not train within {limit:g} s. {fix}")
         return
     difference = float(store.get("difference"))
     text = f"two ranks with {BATCHES[0]} and {BATCHES[1]} batches, against one process: largest difference"
@@ -130,11 +132,11 @@ def look_at_training(limit: float = _LIMIT) -> Iterator[Finding]:
 
 
 def _join(ranks: Any, limit: float) -> bool:
-    """Wait for the ranks; whether they have ended within ``limit`` seconds. Raises what a rank has raised."""
+    """Wait for the ranks and return whether they ended within ``limit`` seconds; raise the exception of a rank."""
     deadline = time.monotonic() + limit
     try:
         while not (ended := ranks.join(max(deadline - time.monotonic(), 0))) and time.monotonic() < deadline:
-            pass  # one of them has ended
+            pass  # one rank has ended
         return ended
     finally:
         for process in ranks.processes:
@@ -143,7 +145,7 @@ def _join(ranks: Any, limit: float) -> bool:
 
 
 def _work(rank: int, port: int, limit: float) -> None:
-    """Train as one rank; rank 0 leaves the difference to a single process in the store."""
+    """Train as one rank; rank 0 writes the difference from a single process into the store."""
     torch.set_num_threads(1)
     seconds = timedelta(seconds=limit)
     store = dist.TCPStore("127.0.0.1", port, timeout=seconds)
@@ -163,7 +165,7 @@ def _work(rank: int, port: int, limit: float) -> None:
 
 
 def _trained_alone() -> torch.Tensor:
-    """The parameters after a single process has trained on the batches of all ranks."""
+    """Return the parameters after a single process has trained on the batches of all ranks."""
     network = _network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     for step in range(max(BATCHES)):

@@ -1,9 +1,12 @@
-"""Modules that cannot take an empty batch, in a loop over ``Join.iterate``: :class:`DummyForward`.
+"""Forwards on dummies for modules that cannot take an empty batch: :class:`DummyForward`.
 
-A rank without data runs such a module on what it called it with last, or, if it never had data, on rows of ones, and
-hands out its outputs at length 0 (a number, such as a loss, as 0), through which gradients of 0 go back. Each rank does
-so by itself: nothing is sent for it. A DDP module is given the empty batch first, since its forward sends nothing that
-an exception could leave half done. A sharded module would have sent half of its collectives by then, so it is not.
+In a loop over ``Join.iterate``, a rank without data runs such a module on the arguments of its last call with data. If
+the rank never had data, it runs the module on rows of ones. It returns the outputs with length 0 (a number, such as a
+loss, becomes 0), and backward through them produces gradients of 0. Each rank does this by itself, without sending
+anything.
+
+A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. A sharded module
+may have issued some of its collectives by then, so it is never called with an empty batch.
 """
 
 from __future__ import annotations
@@ -24,18 +27,18 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DummyForward:
-    """What a module may run on, on this rank, instead of an empty batch."""
+    """Arguments on which a module can run, on this rank, instead of an empty batch."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._calls: list[Arguments] = []  # of the last step in which this rank had data, in their order
+        self._calls: list[Arguments] = []  # the calls of the last step with data, in order
         self._step = self._number = 0
 
     def called(self, arguments: Arguments) -> None:
-        """Note a call of the module, on a batch that may be this rank's last, or on a dummy.
+        """Record a call of the module, on a batch that may be this rank's last, or on a dummy.
 
         Raises:
-            ProtocolError: if that is a dummy of a loop that has ended.
+            ProtocolError: If it is on a dummy of a loop that has ended.
         """
         channel = self._channel
         if channel.late_use is not None:
@@ -47,11 +50,11 @@ class DummyForward:
                 self._calls = []
         self._number += 1
         if is_last:
-            # The same tensors, without the graphs that they come from.
+            # The tensors are kept without the graphs that produced them.
             self._calls.append(map_tensors(torch.Tensor.detach, arguments))
 
     def instead_of(self, arguments: Arguments) -> Arguments:
-        """What to run the module on in the call under way, which has these arguments; they get gradients of 0."""
+        """Return arguments for the current call, to replace the empty ones, which then receive gradients of 0."""
         calls = self._calls
         instead = calls[min(self._number, len(calls)) - 1] if calls else map_tensors(_with_rows, arguments)
         sources = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
@@ -65,41 +68,41 @@ class DummyForward:
 
 
 def check_backward_on_dummy(channel: Channel, module: object) -> None:
-    """Check that a backward of a forward on a dummy comes in the loop whose dummy it is, where it does not count.
+    """Check that the backward of a forward on a dummy runs inside the dummy's loop, where it does not count.
 
     Raises:
-        ProtocolError: on this rank, if it comes later.
+        ProtocolError: On this rank, if it runs later.
     """
     if not channel.is_in_loop_body:
         raise ProtocolError(
-            f"a backward of {type(module).__name__} came after the loop over join.iterate in which its forward ran on a"
-            " dummy, where it would count as data; run backward in the body of the loop [J294]"
+            f"A backward of {type(module).__name__} ran after the loop over join.iterate in which its forward ran on a"
+            " dummy, so it would count as data. Run the backward in the loop body. [J294]"
         )
 
 
 def is_on_empty_dummy(channel: Channel, arguments: Any) -> bool:
-    """Whether a module is called on the empty dummy of this step: one may evaluate on samples of its own in between."""
+    """Return whether these arguments are the empty dummy of this step, rather than other samples to evaluate."""
     return channel.step.batch is StepBatch.EMPTY and has_empty_tensor(arguments)
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Ones are valid in most places: as tokens, labels, masks and lengths. BatchNorm does not take a single row."""
+    """Return two rows of ones for an empty tensor, as most modules accept ones, and BatchNorm refuses a single row."""
     if tensor.dim() == 0 or len(tensor):
         return tensor
     return torch.ones(2, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
 
 
 def emptied_output(output: Any) -> Any:
-    """The output with tensors of length 0, and numbers of 0; a backward from them gives gradients of 0.
+    """Return the output with tensors of length 0 and numbers of 0; a backward from them gives gradients of 0.
 
     Raises:
-        JoinError: if no tensor is found in ``output``.
+        JoinError: If ``output`` may contain tensors, but none is found.
     """
     tensors = list(tensors_in(output))
     if not tensors and hides_tensors(output):
         raise JoinError(
-            f"a module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
-            " to empty; return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')"
+            f"A module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
+            " to empty. Return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')."
             " [J115]"
         )
     emptied = iter(cast("tuple[torch.Tensor, ...]", _Emptied.apply(*tensors)))
@@ -107,7 +110,7 @@ def emptied_output(output: Any) -> Any:
 
 
 class _Linked(torch.autograd.Function):
-    """A copy of ``tensor``, whose backward gives gradients of 0 to ``sources``, when the module's own is over."""
+    """Copy of ``tensor`` whose backward, after the module's own, gives gradients of 0 to ``sources``."""
 
     @staticmethod
     @override
@@ -122,7 +125,7 @@ class _Linked(torch.autograd.Function):
 
 
 class _Emptied(torch.autograd.Function):
-    """Returns tensors, each without its rows."""
+    """Copy of tensors, each without its rows."""
 
     @staticmethod
     @override
@@ -137,7 +140,7 @@ class _Emptied(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # An output of which nothing is made is to get no gradient, as on ranks with data.
+        # An unused output receives no gradient, as on ranks with data.
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if gradient is not None and needs else None
             for gradient, needs, (shape, dtype, device) in zip(gradients, ctx.needs_input_grad, ctx.inputs, strict=True)
@@ -145,35 +148,35 @@ class _Emptied(torch.autograd.Function):
 
 
 class InnerForward(Replacement):
-    """Looks at one call of the module inside a DDP module, and runs it on something else if it cannot take its batch.
+    """Replacement of the forward of the module inside a DDP module, for one call.
 
-    It stands in that module's ``forward`` from ``put`` on until it is called once, or removed: hooks cannot catch what
-    the forward of an empty batch raises, and an attempt in a hook would run the module twice on each dummy that it
-    takes.
+    If the module cannot take its empty batch, it runs on other arguments. The replacement is the module's ``forward``
+    from ``put`` until it is called once, or removed. A hook could not catch the exception of a forward on an empty
+    batch, and an attempt in a hook would run the module twice on each dummy that it accepts.
 
     Args:
-        module: the module.
-        channel: the block's.
-        stands_in: whether the module may run on something else: not where that would count (SyncBatchNorm).
+        module: The module.
+        channel: The block's channel.
+        stands_in: Whether the module may run on other arguments; not if these would count (SyncBatchNorm).
     """
 
     def __init__(self, module: torch.nn.Module, channel: Channel, *, stands_in: bool) -> None:
         super().__init__(module.forward)
         self._module, self._channel, self._dummy_forward = module, channel, DummyForward(channel)
         self._stands_in = stands_in
-        self._refuses_empty = False  # the module cannot take an empty batch
+        self._refuses_empty = False  # whether the module cannot take an empty batch
 
     def put(self) -> None:
-        """Stand in for the next forward: at the beginning of a loop over ``Join.iterate``, or where data ends."""
+        """Replace the next forward, at the beginning of a loop over ``Join.iterate`` or when this rank's data ends."""
         attributes = vars(self._module)
         if attributes.get("forward") is self:
-            return  # the forward that it was for has raised
-        self._attribute = attributes.get("forward")  # the user's own, if there is one
+            return  # DDP raised before the forward that it was put for
+        self._attribute = attributes.get("forward")  # the user's own attribute, if any
         self.original = self._module.forward
         attributes["forward"] = self
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's own forward."""
         attributes = vars(self._module)
         if attributes.get("forward") is self:
             del attributes["forward"]
@@ -182,7 +185,7 @@ class InnerForward(Replacement):
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, or its stand-in."""
+        """Run the module's own forward, or run it on other arguments."""
         self.remove()
         compiled, arguments = compiler_under_way() is not None, (args, kwargs)
         if call_uncompiled(self._look, arguments) if compiled else self._look(arguments):
@@ -190,7 +193,7 @@ class InnerForward(Replacement):
         return self.original(*args, **kwargs)
 
     def _look(self, arguments: Arguments) -> bool:
-        """Whether the module is called on an empty dummy."""
+        """Record the call and return whether it is on an empty dummy."""
         self._dummy_forward.called(arguments)
         return self._stands_in and is_on_empty_dummy(self._channel, arguments)
 
@@ -201,7 +204,7 @@ class InnerForward(Replacement):
                 return self.original(*args, **kwargs)
             except Exception as error:
                 if is_broken(error):
-                    raise  # another rank is gone
+                    raise  # another rank has failed
                 self._refuses_empty = True
         args, kwargs = self._dummy_forward.instead_of(arguments)
         return emptied_output(self.original(*args, **kwargs))

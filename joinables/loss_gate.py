@@ -11,11 +11,11 @@ from typing_extensions import override
 
 
 class LossGate(torch.nn.Module):
-    """Holds a module; its forward returns the loss that it is given.
+    """Module that contains another module, and whose forward returns its argument, the loss.
 
-    ``DistributedDataParallel`` looks at one forward and the backward after it. Where a step calls other methods of the
-    module, or calls it several times, as generators and critics are, compute the loss on the module itself and let it
-    pass the gate, once for each backward::
+    ``DistributedDataParallel`` expects one forward, followed by a backward. Some steps call other methods of the
+    module, or call it several times, such as the steps of a GAN. Compute the loss of such a step on the module itself,
+    and pass it through the gate once for each backward::
 
         ddp = DistributedDataParallel(LossGate(module), find_unused_parameters=True)
         with Join([ddp, optimizer]):
@@ -28,12 +28,12 @@ class LossGate(torch.nn.Module):
     loss that reaches none, such as ``torch.tensor(0.0, requires_grad=True)``, gives gradients of 0.
 
     Args:
-        trained: the module; its parameters and buffers are those that DDP sees, with ``trained.`` before their names.
+        trained: The module. DDP sees its parameters and buffers, with ``trained.`` before their names.
     """
 
     forward_is_over: ClassVar[bool] = True
-    """Tells ``Join`` that the trained module has run before this forward, which has changed its buffers: those of a
-    rank that has data in this step are broadcast."""
+    """Whether the trained module has run, and changed its buffers, before this forward. ``Join`` then broadcasts the
+    buffers of a rank that has data in this step."""
 
     def __init__(self, trained: torch.nn.Module) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class LossGate(torch.nn.Module):
         return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in self.trained.parameters())
 
     def _is_reached_from(self, loss: torch.Tensor) -> bool:
-        """Whether a backward of the loss comes to a parameter, or may: the nearest is mostly some nodes away."""
+        """Return whether a backward of the loss reaches a parameter, or may reach one; the nearest is often close."""
         nodes: list[Any] = [get_gradient_edge(loss).node]
         seen = {None, *nodes}
-        for node in nodes:  # to which those behind it are added
-            # A function in Python may run a backward of its own, as a reentrant checkpoint does.
+        for node in nodes:  # the loop adds the nodes behind each node
+            # A function in Python may run a backward itself, as a reentrant checkpoint does.
             if isinstance(node, BackwardCFunction) or id(getattr(node, "variable", None)) in self._trained_ids:
                 return True
-            behind = {each for each, _ in node.next_functions} - seen
+            behind = {function for function, _ in node.next_functions} - seen
             seen |= behind
             nodes += behind
         return False

@@ -1,21 +1,21 @@
-"""Metrics of torchmetrics over uneven ranks, listed in a ``Join`` block as they are: :class:`MetricAtEnd`.
+"""Synchronisation of torchmetrics metrics that a ``Join`` block lists as they are: :class:`MetricAtEnd`.
 
-Inside the block such a metric is local: ``update``, ``forward`` and ``compute`` communicate nothing, so ranks may call
-them as often as they like. When the block ends, all ranks, active or joined, do the same::
+Inside the block such a metric is local: ``update``, ``forward`` and ``compute`` do not communicate, so ranks may call
+them any number of times. When the block ends, all ranks, active or joined, do the same::
 
     all-gathers of all ranks' states and numbers of updates
     locally: merge these, compute the value and keep it, then restore this rank's own state
 
 The value over all samples of all ranks is kept in torchmetrics' cache of computed values: ``compute()`` after the block
-returns it, without communication, until the next ``update`` or ``reset``. The state is the rank's own again, as after
-torchmetrics' own synchronisation. So no sample counts twice: not in a second block without ``reset``, nor in an
-``update`` between two blocks. On a rank that had no data, torchmetrics warns of a ``compute()`` before any
-``update``, as without a block; the value is right.
+returns it, without communication, until the next ``update`` or ``reset``. The state is then the rank's own again, as
+after torchmetrics' synchronisation. So no sample counts twice, neither in a second block without ``reset``, nor in an
+``update`` between two blocks. On a rank that had no data, torchmetrics warns of a ``compute()`` before any ``update``,
+as it does without a block; the value is right.
 
-A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (the first tensor given has length 0);
-``forward`` returns ``None`` for it, and otherwise the value of the rank's own batch.
+A dummy of ``Join.iterate`` is skipped, and so is a batch without samples (its first tensor has length 0). ``forward``
+returns ``None`` for these, and the value of the rank's own batch otherwise.
 
-Private attributes of torchmetrics 1.9 are used in this file and nowhere else: ``_defaults``, ``_reductions``,
+This file, and no other, uses private attributes of torchmetrics 1.9: ``_defaults``, ``_reductions``,
 ``_update_count``, ``_computed``, ``_is_synced`` and ``_wrap_compute``.
 """
 
@@ -41,17 +41,17 @@ Contribution: TypeAlias = tuple[int, dict[str, Any]]
 """One rank's number of updates of a metric, and its states by name: a tensor or a list each."""
 
 Contributions: TypeAlias = dict[str, Contribution | None]
-"""One rank's contribution to each metric, by name; ``None`` where it has none."""
+"""One rank's contribution to each metric, by name; ``None`` if it has none."""
 
 
 def is_metric(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is a metric of torchmetrics, which is not imported to find out."""
+    """Return whether ``module`` is a torchmetrics object, without importing torchmetrics."""
     library = cast("Any", sys.modules.get("torchmetrics"))
     return library is not None and (is_mergeable(module) or isinstance(module, library.MetricTracker))
 
 
 def is_mergeable(obj: Any) -> bool:
-    """Whether ``obj`` is a metric of torchmetrics or a collection of them, whose states can be merged."""
+    """Return whether ``obj`` is a ``Metric`` or a ``MetricCollection``, whose states can be merged."""
     library = cast("Any", sys.modules.get("torchmetrics"))
     return library is not None and isinstance(obj, (library.Metric, library.MetricCollection))
 
@@ -60,28 +60,28 @@ def joinable_of_metric(metric: Any) -> Joinable:
     """Return the joinable that merges a metric when the block ends.
 
     Raises:
-        TypeError: if it is a ``MetricTracker``, whose metrics are those of many epochs.
+        TypeError: If it is a ``MetricTracker``, which keeps the metrics of many epochs.
     """
     if not is_mergeable(metric):
         raise TypeError(
-            f"{type(metric).__name__} keeps the metrics of many epochs, which are not merged; list the metric that it"
-            " tracks [J420]"
+            f"{type(metric).__name__} keeps the metrics of many epochs, which Join does not merge. List the metric"
+            " that it tracks. [J420]"
         )
     return MetricAtEnd(metric)
 
 
 def metrics_in(module: torch.nn.Module) -> dict[str, Any]:
-    """The metrics in ``module``, itself included, by their names."""
+    """Return the metrics in ``module``, including itself, by name."""
     library = importlib.import_module("torchmetrics")
     modules = cast("Iterator[tuple[str, Any]]", module.named_modules())
     return {name: part for name, part in modules if isinstance(part, library.Metric)}
 
 
 class MetricAtEnd(Silent):
-    """Merges a metric's states over all ranks once, when the block ends.
+    """Joinable that merges a metric's states over all ranks once, when the block ends.
 
     Args:
-        metric: a ``torchmetrics.Metric`` or ``MetricCollection``.
+        metric: A ``torchmetrics.Metric`` or ``MetricCollection``.
     """
 
     @override
@@ -89,18 +89,18 @@ class MetricAtEnd(Silent):
         super().attach(join)
         self._join = join
         metrics, compute = metrics_in(self._target), importlib.import_module("torchmetrics").Metric._wrap_compute
-        # The value of a metric is kept in its cache. Wrappers have none: they return what the metrics in them compute.
+        # A metric keeps its value in its cache. Wrappers have no cache: they return the values of the metrics in them.
         self._parts = {name: metric for name, metric in metrics.items() if type(metric)._wrap_compute is compute}
         for metric in metrics.values():
             self._check(metric)
         self._replaced = ExitStack()
         for part in self._parts.values():
-            part._computed = None  # the last block's value is not this rank's
+            part._computed = None  # after an earlier block it has the value of all ranks
             stand_in = CallInstead(part.distributed_available_fn, not_distributed)
             self._replaced.enter_context(replaced(part, "distributed_available_fn", stand_in))
         for name in ("update", "forward"):
             method = getattr(self._target, name)
-            stand_in = CallInstead(method, partial(self._see, method))
+            stand_in = CallInstead(method, partial(self._call_on_batch, method))
             self._replaced.enter_context(replaced(self._target, name, stand_in))
 
     @override
@@ -113,24 +113,28 @@ class MetricAtEnd(Silent):
         name = type(metric).__name__
         if metric.dist_sync_on_step:
             raise ValueError(
-                f"dist_sync_on_step=True of {name} communicates in every forward, where ranks without data never come;"
-                " leave it out: compute() after the block is over all ranks. Where each step needs the value over all"
-                " ranks, loop over join.iterate and leave the metric out of the list [J142]"
+                f"{name}(dist_sync_on_step=True) communicates in every forward, which ranks without data never call."
+                " Remove that argument: compute() after the block returns the value over all ranks. If each step needs"
+                " the value over all ranks, loop over join.iterate, and remove the metric from the list of the Join."
+                " [J142]"
             )
         if not metric.compute_with_cache:
             raise ValueError(
-                f"compute_with_cache=False of {name}: this cache is where the value over all ranks is kept after the"
-                " block; leave it out [J143]"
+                f"{name}(compute_with_cache=False) has no cache for the value over all ranks, which Join stores there."
+                " Remove that argument. [J143]"
             )
         if metric._is_synced:
             raise ValueError(
-                f"{name} holds the states of all ranks after sync(); call its unsync() before the block [J144]"
+                f"{name} contains the states of all ranks after a call of sync(). Call its unsync() before the block."
+                " [J144]"
             )
         if metric._defaults and not any(metric._defaults is part._defaults for part in self._parts.values()):
-            raise TypeError(f"{name} has states that cannot be merged over ranks; list the metric that it wraps [J145]")
+            raise TypeError(
+                f"{name} has states that Join cannot merge over ranks. List the metric that it wraps. [J145]"
+            )
 
-    def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``update`` or ``forward``, unless the batch is a dummy or has no samples."""
+    def _call_on_batch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``update`` or ``forward`` unless the batch is a dummy or has no samples."""
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         first = next(tensors, None)
         is_empty = first is not None and first.ndim > 0 and len(first) == 0
@@ -151,7 +155,7 @@ class MetricAtEnd(Silent):
 
 
 def not_distributed() -> bool:
-    """The ``distributed_available_fn`` of a metric that does not communicate by itself."""
+    """Return ``False``, as the ``distributed_available_fn`` of a metric that does not communicate by itself."""
     return False
 
 
@@ -159,10 +163,10 @@ def not_distributed() -> bool:
 
 
 def contribution_of(part: Any) -> Contribution | None:
-    """This rank's contribution to a metric; ``None`` if it has no update and its states are the defaults."""
+    """Return this rank's contribution to a metric; ``None`` without updates if all states have their defaults."""
     state, count = cast("dict[str, Any]", part.metric_state), int(part.update_count)
     if not count and all(_is_same(value, part._defaults[name]) for name, value in state.items()):
-        return None  # a state that was loaded from a checkpoint has no updates either, and is not the default
+        return None  # a state loaded from a checkpoint has no updates either, but differs from the default
     return count, state
 
 
@@ -173,26 +177,28 @@ def _is_same(value: Any, default: Any) -> bool:
     return value.shape == default.shape and bool(((value == default) | ((value != value) & (default != default))).all())
 
 
-def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions | None], where: str) -> dict[str, Contribution]:
-    """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``; none where no rank has one.
+def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions | None], owner: str) -> dict[str, Contribution]:
+    """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``.
+
+    The result has no entry for a metric without any contribution.
 
     Args:
-        parts: the metrics, by name.
-        ranks: the contributions, rank by rank; ``None`` for a rank that gives none.
-        where: the name of the object that has these metrics, for the error.
+        parts: The metrics, by name.
+        ranks: The contributions, rank by rank; ``None`` for a rank without any.
+        owner: The name of the object that has these metrics, for the error.
 
     Raises:
-        ValueError: on all ranks that merge the same, if these hold different metrics.
+        ValueError: On all ranks that merge these contributions, if ranks have different metrics.
     """
-    given = {rank: contributions for rank, contributions in enumerate(ranks) if contributions is not None}
-    if len(set(map(tuple, given.values()))) > 1:
-        names = "; ".join(f"rank {rank}: {', '.join(contributions)}" for rank, contributions in given.items())
-        raise ValueError(f"ranks hold different metrics in {where}. {names}; list the same ones on all ranks [J146]")
+    present = {rank: contributions for rank, contributions in enumerate(ranks) if contributions is not None}
+    if len(set(map(tuple, present.values()))) > 1:
+        names = "; ".join(f"rank {rank}: {', '.join(contributions)}" for rank, contributions in present.items())
+        raise ValueError(f"Ranks have different metrics in {owner} ({names}). List the same ones on all ranks. [J146]")
     total: dict[str, Contribution] = {}
     for name, part in parts.items():
-        own = [contribution for contributions in given.values() if (contribution := contributions[name])]
+        own = [contribution for contributions in present.values() if (contribution := contributions[name])]
         if own:
-            state = {of: _reduced(part, of, reduction, own) for of, reduction in part._reductions.items()}
+            state = {key: _reduced(part, key, reduction, own) for key, reduction in part._reductions.items()}
             total[name] = max(sum(count for count, _ in own), 1), state
     return total
 

@@ -1,7 +1,7 @@
-"""Modules whose forward communicates by itself: ``fully_shard``, FSDP1, and all that contain SyncBatchNorm.
+"""Modules whose forward communicates by itself: ``fully_shard``, FSDP1, and modules that contain SyncBatchNorm.
 
-A rank without data cannot shadow them, so in a plain block their forward raises before it sends anything
-(:func:`refuse_in_plain_block`). In a loop over ``Join.iterate`` all ranks run them::
+A rank without data cannot shadow such a module, so in a plain block its forward raises before it sends anything
+(:func:`refuse_in_plain_block`). In a loop over ``Join.iterate`` all ranks run it::
 
     rank with data                                 rank with a dummy
     --------------                                 -----------------
@@ -9,9 +9,9 @@ A rank without data cannot shadow them, so in a plain block their forward raises
     backward  all-gathers of parameters,           the same, with gradients of 0
               reduce-scatters of gradients
 
-A DDP module with SyncBatchNorm is the same DDP module there as any other (``joinables.ddp``). A sharded module stands
-for :class:`ShardedModule`, which sends nothing. Its optimizer is one like any other: after such a loop nothing of it is
-copied (``joinables.state``).
+A DDP module with SyncBatchNorm has the same joinables as any other DDP module (``joinables.ddp``). The joinable of a
+sharded module is :class:`ShardedModule`, which sends nothing. Its optimizer has the joinable of any optimizer, whose
+state is not copied after such a loop (``joinables.state``).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from joinables.modules import ModuleHook, tensors_with_grad
 
 
 class ShardedModule(Announcing):
-    """Stands for a module of ``fully_shard`` or FSDP1, or one that contains such modules.
+    """Joinable of a module of ``fully_shard`` or FSDP1, or of a module that contains such modules.
 
-    Each forward in a loop over ``Join.iterate`` is announced, which sends nothing there: so a rank that leaves one out
-    is found.
+    Each forward in a loop over ``Join.iterate`` is announced. The announcement sends nothing there, but it detects a
+    rank that skips a forward.
     """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset({"divide_by_initial_world_size"})
-    tracks_leader = True  # from whom buffers come
+    tracks_leader = True  # a rank with data, whose buffers the others receive
     needs_scale = True
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self._module, self._norms = module, synchronised_norms(module)
         self._group = group_of(module)
-        self._is_replaced = False  # the module runs on something else than it was called on
+        self._is_replaced = False  # whether the current forward runs on other arguments than it was called with
 
     @property
     @override
@@ -88,7 +88,7 @@ class ShardedModule(Announcing):
     @override
     def detach(self) -> None:
         super().detach()
-        del self._dummy_forward  # which may hold a batch
+        del self._dummy_forward  # it may hold a batch
 
     @override
     def synchronise(self, source: int) -> None:
@@ -100,7 +100,7 @@ class ShardedModule(Announcing):
         broadcast_tensors(self._collective, buffers, source)
 
     def _check(self, module: Any, args: Any) -> None:
-        if not autograd.in_backward():  # where a checkpointed module runs its forward again
+        if not autograd.in_backward():  # a checkpointed module runs its forward again in the backward
             refuse_in_plain_block(module, "whose parameters are sharded", self._channel)
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -131,15 +131,16 @@ class ShardedModule(Announcing):
         return output
 
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
-        if self._handles:  # else the block is left
+        if self._handles:  # they are removed when the block ends
             check_backward_on_dummy(self._channel, self._module)
 
     def _reach_all(
         self, norm: torch.nn.SyncBatchNorm, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
-        """Let gradients of 0 reach all parameters on an empty batch, where the layer has none for it and those before.
+        """Let gradients of 0 reach the layer's parameters, and the layers before it, on an empty batch.
 
-        FSDP would leave them out of a reduction in which other ranks have them.
+        SyncBatchNorm itself produces no such gradients. FSDP would then omit parameters from a reduction in
+        which other ranks have them.
         """
         if not self._channel.step.shadowing:
             return output
@@ -147,48 +148,48 @@ class ShardedModule(Announcing):
 
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:
-    """Raise a ``JoinError``, unless all ranks run the module: in the body of a loop over ``Join.iterate``."""
+    """Raise a ``JoinError`` unless all ranks run the module, in the body of a loop over ``Join.iterate``."""
     if channel.is_in_loop_body:
         return
-    channel.end_broken_loop()  # of which nothing was told, if this rank left it alone
+    channel.end_broken_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
     raise JoinError(
-        f"the forward of {type(module).__name__}, {why}, communicates by itself, and in a plain block ranks without"
-        " data would not take part. Loop over join.iterate: for batch in join.iterate(loader) [J421]"
+        f"The forward of {type(module).__name__}, {why}, communicates by itself, but ranks without data would not call"
+        " it in a plain block. Loop over join.iterate: for batch in join.iterate(loader). [J421]"
     )
 
 
 def refuse_synchronised_norms(
     module: torch.nn.Module, norms: dict[str, torch.nn.SyncBatchNorm], channel: Channel
 ) -> None:
-    """Raise a ``JoinError`` in a plain block, if one of the layers would communicate."""
+    """Raise a ``JoinError`` in a plain block if one of the layers would communicate."""
     if any(norm.training for norm in norms.values()):
         refuse_in_plain_block(module, "which contains SyncBatchNorm in training mode", channel)
 
 
 def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
-    """The SyncBatchNorm layers in ``module``, by name."""
+    """Return the SyncBatchNorm layers in ``module``, by name."""
     parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
     return {name: part for name, part in parts if isinstance(part, torch.nn.SyncBatchNorm)}
 
 
 def mixing(name: str, norms: dict[str, torch.nn.SyncBatchNorm]) -> str:
-    """``Burst.mixes_ranks`` of a burst of this name, of a module that contains these layers."""
+    """Return ``Burst.mixes_ranks`` for a burst of this name, of a module that contains these layers."""
     return f"{name}, which contains SyncBatchNorm" if norms else ""
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is a ``DTensor``; does not import that class, which takes long."""
+    """Return whether ``tensor`` is a ``DTensor``, without the import of that class, which takes long."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether ``module`` or a part of it is sharded by ``fully_shard`` or FSDP1."""
+    """Return whether ``module`` or a part of it is sharded by ``fully_shard`` or FSDP1."""
     return any(_is_sharded_itself(part) for part in module.modules())
 
 
 def is_fsdp1(module: object) -> TypeGuard[torch.nn.Module]:
-    """Whether ``module`` is a ``FullyShardedDataParallel``."""
+    """Return whether ``module`` is a ``FullyShardedDataParallel``."""
     return _has_base(module, "FullyShardedDataParallel")
 
 
@@ -197,16 +198,16 @@ def _is_sharded_itself(module: torch.nn.Module) -> bool:
 
 
 def _has_base(obj: object, name: str) -> bool:
-    """Whether a class of this name is among the classes of ``obj``; FSDP is not imported to find out."""
+    """Return whether a class of this name is among the classes of ``obj``, without importing FSDP."""
     return any(cls.__name__ == name for cls in type(obj).__mro__)
 
 
 def group_of(module: torch.nn.Module) -> Any:
-    """The process group over which ``module`` is sharded; ``None`` is the default group.
+    """Return the process group of the ranks that share ``module``; ``None`` is the default group.
 
     Raises:
-        ValueError: if it is sharded over a mesh of several dimensions that lacks some ranks: no group has just its
-            ranks.
+        ValueError: If it is sharded over a mesh of several dimensions that lacks some ranks, since no process group
+            consists of just its ranks.
     """
     for part in module.modules():
         if is_fsdp1(part):
@@ -218,7 +219,7 @@ def group_of(module: torch.nn.Module) -> Any:
     if mesh.ndim == 1:
         return mesh.get_group()
     raise ValueError(
-        f"the parameters of {type(module).__name__} are spread over {mesh}, which has {mesh.size()} of"
-        f" {dist.get_world_size()} ranks and several dimensions; make a process group of these ranks, and leave the"
-        " module out of the list: Join([], process_group=group) [J160]"
+        f"The parameters of {type(module).__name__} are sharded over {mesh}, which has {mesh.size()} of"
+        f" {dist.get_world_size()} ranks and several dimensions. Make a process group of these ranks, pass it to"
+        " Join([], process_group=group), and remove the module from the list. [J160]"
     )

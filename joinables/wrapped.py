@@ -1,7 +1,7 @@
-"""What frameworks wrap: :func:`unwrapped` sees through it to what is trained.
+"""Removal of frameworks' wrappers: :func:`unwrapped` returns the object that is trained.
 
-An optimizer is looked through only if the state of the wrapper is that of the optimizer inside. Wrappers are known by
-what they have and not by their class, so that no framework is imported::
+A wrapper of an optimizer is removed only if it shares the state of the optimizer inside. Wrappers are recognised by
+their attributes rather than their classes, so that no framework is imported::
 
     Accelerate   AcceleratedOptimizer    .optimizer
                  AcceleratedScheduler    .scheduler
@@ -21,7 +21,7 @@ from joinables._torch.objects import compiled_from
 
 
 def unwrapped(obj: Any) -> Any:
-    """The optimizer, scheduler or module that ``obj`` hands its calls on to, through all its wrappers; or ``obj``."""
+    """Return the optimizer, scheduler or module inside all wrappers of ``obj``, or ``obj`` itself without any."""
     while True:
         inner = _inner(obj)
         if inner is None:
@@ -30,10 +30,10 @@ def unwrapped(obj: Any) -> Any:
 
 
 def holds_optimizers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has others inside, with state that is not its own, and hands it out by ``state_dict``.
+    """Return whether an optimizer contains others with separate state, which its ``state_dict`` returns.
 
     Raises:
-        TypeError: if it does not hand it out.
+        TypeError: If its ``state_dict`` does not return that state.
     """
     holds = False
     for name, inner in vars(optimizer).items():
@@ -41,8 +41,8 @@ def holds_optimizers(optimizer: torch.optim.Optimizer) -> bool:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 kind, held = type(optimizer).__name__, type(inner).__name__
                 raise TypeError(
-                    f"{kind} holds a {held} in .{name}, and its state_dict does not have the state of that. List"
-                    f" optimizer.{name} in its place [J443]"
+                    f"{kind} contains a {held} in .{name}, but its state_dict does not return the state of that. List"
+                    f" optimizer.{name} instead. [J443]"
                 )
             holds = True
     return holds

@@ -1,4 +1,4 @@
-"""Uneven inputs with Accelerate: :func:`join_uneven_inputs`, in the place of ``accelerator.join_uneven_inputs``.
+"""Uneven inputs with Accelerate: :func:`join_uneven_inputs`, which replaces ``accelerator.join_uneven_inputs``.
 
 ::
 
@@ -8,21 +8,20 @@
                 accelerator.backward(loss_fn(model(x), y))
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
-Theirs works with DDP on GPUs, and not with an optimizer that shards, with accumulation, or with FSDP. This one is a
-:class:`join.Join` of the prepared objects, as they are, on any backend.
+Accelerate's own context works with DDP on GPUs only, and not with an optimizer that shards, with accumulation, or with
+FSDP. This one is a :class:`join.Join` of the prepared objects, as they are, on any backend.
 
-In the block, ``accelerator.backward`` scales each loss by the weight of its batch. It also divides each by
-``gradient_accumulation_steps``, also in windows that are not full, so the block is told that by ``loss_divided_by``.
+In the block, ``accelerator.backward`` scales each loss by the weight of its batch. Accelerate divides each loss by
+``gradient_accumulation_steps``, even in accumulation windows that are not full. So the block receives that number as
+``loss_divided_by``.
 
-A loop over ``join.iterate`` reads ahead, so Accelerate's own loader says too early that it has come to its end; and on
-each rank at another step. In such a loop ``accelerator.accumulate`` asks the block, whose windows of accumulation end
-at the same step on all ranks, and so does whoever asks for ``end_of_dataloader`` or saves the state of a loader. In a
-plain loop each rank's window ends with its own loader, and the last reductions have fewer micro-batches.
+A loop over ``join.iterate`` reads ahead, so Accelerate's own loader reports its end too early, and at a different step
+on each rank. In such a loop the block replaces this report: ``accelerator.accumulate``, ``end_of_dataloader`` and a
+saved loader's state follow the block, whose accumulation windows end at the same step on all ranks. In a plain loop,
+each rank's window ends with its own loader, and the last reductions have fewer micro-batches.
 
-A dummy is the rank's last batch itself, of weight 0: the body of a script for a framework seldom expects empty ones. So
-what a rank with a dummy gives to ``gather_for_metrics`` and ``reduce`` is left out.
-
-Tried on Accelerate 1.15.0.
+A dummy batch is the rank's last batch itself, with weight 0, since the loop body of a script for a framework seldom
+expects empty batches. So the rows that a rank with a dummy passes to ``gather_for_metrics`` and ``reduce`` are dropped.
 """
 
 from __future__ import annotations
@@ -62,38 +61,41 @@ _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA"
 def join_uneven_inputs(
     accelerator: Any, joinables: Iterable[Any], even_batches: bool | None = None, **arguments: Any
 ) -> Join:
-    """A block in which ranks may have different numbers of batches, of what ``accelerator`` has prepared.
+    """Return a block in which ranks may have different numbers of batches, for objects that Accelerate has prepared.
 
-    Gradients are the mean over the micro-batches of all ranks, which weigh 1, or what ``join.iterate(weigh=...)`` or,
-    in a plain loop, ``join.weight`` says: call ``accelerator.backward`` for each loss. In one process that is so in a
-    loop over ``join.iterate``; in a plain one, the loss is what Accelerate makes of it.
+    Gradients are the mean over the micro-batches of all ranks; call ``accelerator.backward`` for each loss. Each
+    micro-batch weighs 1, unless ``join.iterate(weigh=...)`` or, in a plain loop, ``join.weight`` sets another weight.
+    In a single process this holds in a loop over ``join.iterate``. In a plain loop the loss stays as Accelerate scales
+    it.
 
-    A loop over ``join.iterate`` has windows of ``gradient_accumulation_steps``, for ``accelerator.accumulate``; give
-    another ``window`` if it is for something else.
+    A loop over ``join.iterate`` has accumulation windows of ``gradient_accumulation_steps``, for
+    ``accelerator.accumulate``. Pass another ``window`` if the loop needs one.
 
-    Under ``accelerator.accumulate`` in a plain loop, the window that is not full at the end of a rank's loader makes a
-    step only if that loader is a prepared one, which tells Accelerate that it is at its end, and the model is not
-    sharded; in a loop over ``join.iterate`` any loader and model will do. To prepare a stream of this rank's own:
+    Under ``accelerator.accumulate`` in a plain loop, the window at the end of a rank's loader may not be full. It makes
+    a step only if the loader is a prepared one, which reports its end to Accelerate, and the model is not sharded. In a
+    loop over ``join.iterate``, any loader and any model work. To prepare a stream of this rank's own, call
     ``accelerate.data_loader.prepare_data_loader(loader, num_processes=1, process_index=0)``.
 
     In a loop over ``join.iterate``, ``accelerator.gather_for_metrics`` returns the rows of all ranks that have data,
-    also where their numbers differ; ``accelerator.reduce`` is over these ranks; ``accelerator.gather`` raises, since it
-    would have rows of dummies. In a plain loop, where ranks without data never come to them, they raise. The dummies
-    are ``dummy="last"`` by default, but ``"empty"`` where the model has SyncBatchNorm.
+    even if their numbers of rows differ. ``accelerator.reduce`` reduces over these ranks. ``accelerator.gather``
+    raises, since its result would contain rows of dummies. In a plain loop all three raise, since ranks without data
+    never call them. Dummies are ``dummy="last"`` by default, but ``"empty"`` if the model has SyncBatchNorm.
 
     Args:
-        accelerator: an ``accelerate.Accelerator``: of one process, or of many with DDP or FSDP2.
-        joinables: the model, optimizers and schedulers, as ``accelerator.prepare`` has returned them.
-        even_batches: what prepared loaders of map-style data sets do inside the block: ``True`` repeats samples until
-            all ranks have as many, ``False`` does not. ``None``: what the accelerator was given; that ``True`` warns.
-        **arguments: those of :class:`join.Join` but ``loss_divided_by``. ``divide_by_initial_world_size`` is ``False``
-            if it is not given.
+        accelerator: An ``accelerate.Accelerator`` of a single process, or of many with DDP or FSDP2.
+        joinables: The model, optimizers and schedulers, as ``accelerator.prepare`` returned them.
+        even_batches: The setting of prepared loaders of map-style data sets inside the block. ``True`` repeats samples
+            until all ranks have the same number, ``False`` does not. ``None`` keeps the accelerator's setting, and
+            warns if that is ``True``.
+        **arguments: Arguments of :class:`join.Join` except ``loss_divided_by``. ``divide_by_initial_world_size`` is
+            ``False`` by default.
 
     Raises:
-        TypeError: if ``accelerator`` is none.
-        ValueError: for what cannot join: FSDP1, DeepSpeed, Megatron, ``sync_each_batch``, a model wrapped twice.
-        ImportError: for a version of Accelerate that is too old.
-        others: as :class:`join.Join`.
+        TypeError: If ``accelerator`` is not an ``Accelerator``.
+        ValueError: If it cannot join: FSDP1, DeepSpeed, Megatron, ``sync_each_batch``, or a model that is wrapped
+            twice.
+        ImportError: If the version of Accelerate is too old.
+        Exception: All errors of :class:`join.Join`.
     """
     check_accelerator(accelerator)
     objects = list(joinables)
@@ -107,13 +109,13 @@ def join_uneven_inputs(
 
 
 class AcceleratedJoin(Join):
-    """A :class:`Join` that Accelerate knows of while it is open.
+    """A :class:`Join` that changes an accelerator while it is open.
 
     Args:
-        accelerator: the one that has prepared what is listed.
-        joinables: as for ``Join``.
-        even_batches: as for :func:`join_uneven_inputs`.
-        **arguments: as for ``Join``.
+        accelerator: The accelerator that has prepared the listed objects.
+        joinables: The objects to synchronise, as in ``Join``.
+        even_batches: The setting of prepared loaders, as in :func:`join_uneven_inputs`.
+        **arguments: Other arguments of ``Join``.
     """
 
     def __init__(self, accelerator: Any, joinables: list[Any], even_batches: bool | None, **arguments: Any) -> None:
@@ -123,7 +125,7 @@ class AcceleratedJoin(Join):
             self.weight = 1.0
         self._accelerator, self._even_batches = accelerator, even_batches
         self._restore = ExitStack()
-        self._loader: Any = None  # of the last loop over iterate
+        self._loader: Any = None  # the loader of the last loop over iterate
 
     @override
     def __enter__(self) -> Self:
@@ -139,7 +141,7 @@ class AcceleratedJoin(Join):
         undo = self._restore
         undo.enter_context(scaling_losses(accelerator, self))
         undo.enter_context(replaced(accelerator, "_do_sync", partial(self._set_sync_gradients, accelerator._do_sync)))
-        if self._block is not None:  # else enable=False
+        if self._block is not None:  # it is None with enable=False
             for loader in accelerator._dataloaders:
                 self._set_evenness(loader)
             undo.enter_context(counting_no_dummies(accelerator, self))
@@ -151,7 +153,7 @@ class AcceleratedJoin(Join):
     ) -> None:
         with self._restore:
             super().__exit__(kind, error, traceback)
-        if hasattr(self._loader, "dl_state_dict"):  # it was ahead where the loop was left by a break
+        if hasattr(self._loader, "dl_state_dict"):  # the loader had read ahead if a break ended the loop
             self._loader.dl_state_dict, self._loader = self.loader_state(), None
 
     def _set_evenness(self, loader: Any) -> None:
@@ -163,32 +165,34 @@ class AcceleratedJoin(Join):
                 sampler.even_batches = self._even_batches
             elif sampler.even_batches:
                 _warn_of_repeats(
-                    "a prepared loader repeats samples until all ranks have as many; give even_batches=False"
+                    "A prepared loader repeats samples until all ranks have the same number. Pass even_batches=False"
                 )
         if isinstance(loader, module.DataLoaderDispatcher) or isinstance(loader.dataset, module.IterableDatasetShard):
             _warn_of_repeats(
-                "a prepared loader of a stream gives all ranks as many batches, and may repeat samples for that; leave"
-                " it out of accelerator.prepare, and let each rank read a stream of its own"
+                "A prepared loader of a stream yields the same number of batches on all ranks, and may repeat samples"
+                " for that. Do not pass it to accelerator.prepare, and let each rank read a stream of its own"
             )
 
     def _save_state(self, as_usual: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Save the state, with that of the loader of the loop under way as of the batch in hand."""
+        """Save the state; the state of the current loop's loader is that after the current batch."""
         if hasattr(self._loader, "dl_state_dict"):
-            ends = set(self.collective.all_gather_object(self.loader_state().get("_iterator_finished", False)))
-            is_wrong, state = len(ends) > 1, replaced(self._loader, "state_dict", self.loader_state)
+            at_end = set(self.collective.all_gather_object(self.loader_state().get("_iterator_finished", False)))
+            is_wrong, state = len(at_end) > 1, replaced(self._loader, "state_dict", self.loader_state)
         else:
-            read: list[Any] = self._accelerator.gradient_state.dataloader_references
-            state, is_wrong = nullcontext(), bool(self._step) and any(hasattr(each, "dl_state_dict") for each in read)
+            loaders: list[Any] = self._accelerator.gradient_state.dataloader_references
+            has_state = any(hasattr(loader, "dl_state_dict") for loader in loaders)
+            is_wrong, state = self._step is not None and has_state, nullcontext()
         if is_wrong:
             raise JoinError(
-                "save_state has one place for all ranks, and some are at their end, or the loader is wrapped; save"
-                " earlier, loop over the prepared loader itself, or save join.loader_state() of each rank [J520]"
+                "save_state has one place for the loader states of all ranks, but some ranks have reached their end, or"
+                " the loader is wrapped. Save earlier, loop over the prepared loader itself, or save"
+                " join.loader_state() of each rank. [J520]"
             )
         with state:
             return as_usual(*args, **named)
 
     def _set_sync_gradients(self, as_usual: Callable[[], None]) -> None:
-        """Tell Accelerate whether gradients are reduced in the micro-batch that begins."""
+        """Set on the accelerator whether gradients are reduced in the micro-batch that begins."""
         if self._step is None:
             as_usual()
         else:
@@ -196,7 +200,7 @@ class AcceleratedJoin(Join):
 
     @override
     def iterate(self, loader: Iterable[T], until: Literal["all", "first"] = "all", **options: Any) -> Batches[T]:
-        """As of :class:`Join`; a window has Accelerate's ``gradient_accumulation_steps``, dummies are last batches."""
+        """Loop as in :class:`Join`, in windows of ``gradient_accumulation_steps``; a dummy is the last batch."""
         mixes_ranks = self._block is not None and any(b.mixes_ranks for _, b in self.channel.roster.bursts)
         options.setdefault("window", self._accelerator.gradient_accumulation_steps)
         options.setdefault("dummy", "empty" if mixes_ranks else "last")
@@ -212,7 +216,7 @@ def _warn_of_repeats(text: str) -> None:
 
 
 def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]:
-    """A context in which ``accelerator.backward`` scales each loss by the weight of its batch in the block ``join``."""
+    """Return a context in which ``accelerator.backward`` scales each loss by the weight of its batch in ``join``."""
     backward = accelerator.backward
 
     def scaled_backward(loss: Any, **named: Any) -> None:
@@ -223,23 +227,24 @@ def scaling_losses(accelerator: Any, join: Join) -> AbstractContextManager[None]
 
 @contextmanager
 def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
-    """A context in which an accelerator's collectives leave out what dummies give, and its loaders end with the loop.
+    """Return a context in which an accelerator's collectives drop rows of dummies, and its loaders end with the loop.
 
     Args:
-        accelerator: the object that is asked.
-        join: the block whose loop over ``iterate`` is under way.
+        accelerator: The accelerator.
+        join: The block with the current loop over ``iterate``.
     """
     as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
         return join.is_last_step if join.channel.is_in_loop_body else cast("Any", state).end_of_dataloader
 
-    # One of Accelerate's, all of which have the same attributes.
+    # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
 
     def gather(tensor: Any) -> Any:
         raise JoinError(
-            "accelerator.gather has rows of dummies, too; call accelerator.gather_for_metrics, which has not [J521]"
+            "accelerator.gather would return rows of dummies too. Call accelerator.gather_for_metrics, which does not."
+            " [J521]"
         )
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
@@ -249,17 +254,17 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
         return list(chain.from_iterable(join.collective.all_gather_object(own)))
 
     def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if tensor is accelerator.flag_tensor:  # of set_trigger, on any rank
+        if tensor is accelerator.flag_tensor:  # set_trigger passes it, on any rank
             return as_usual(tensor, reduction, scale)
         over = {"mean": torch.mean, "max": torch.amax}.get(reduction, torch.sum)
-        ranks = gather_rows(join, map_tensors(lambda each: each[None], tensor))
+        ranks = gather_rows(join, map_tensors(lambda leaf: leaf[None], tensor))
         return map_tensors(lambda rows: over(rows, 0), ranks)
 
     def in_loop(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if not join.channel.is_in_loop_body:
             raise JoinError(
-                f"ranks without data never come to accelerator.{call.__name__} outside of a loop over join.iterate; use"
-                " one, or call it after the block [J116]"
+                f"Ranks without data never call accelerator.{call.__name__} outside of a loop over join.iterate. Loop"
+                " over join.iterate, or call it after the block. [J116]"
             )
         return call(*args, **named)
 
@@ -271,17 +276,18 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
 
 
 def gather_rows(join: Join, data: Any) -> Any:
-    """The rows of ``data`` of all ranks with data in this step, in rank order; ranks may have different numbers.
+    """Return the rows of ``data`` of all ranks with data in this step, in rank order.
 
-    All ranks call it in the same step. Without it, what a dummy gives would count as a sample.
+    All ranks call this in the same step, and may have different numbers of rows. A plain gather would count the rows of
+    dummies as samples.
 
     Args:
-        join: the block whose loop over ``iterate`` is under way.
-        data: tensors in lists, tuples and dicts, ``[rows, ...]`` each, all but the rows alike on all ranks; a tensor
-            without dimensions is a row.
+        join: The block with the current loop over ``iterate``.
+        data: Tensors of shape ``[rows, ...]`` in lists, tuples and dicts. All but the number of rows is the same on all
+            ranks. A tensor without dimensions is a row.
 
     Returns:
-        The same, with the rows of all ranks.
+        The same structure, with the rows of all ranks.
     """
     leaves, spec = pytree.tree_flatten(data)
     rows: list[torch.Tensor] = [leaf if leaf.dim() else leaf[None] for leaf in leaves]
@@ -297,46 +303,49 @@ def gather_rows(join: Join, data: Any) -> Any:
 
 
 def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> None:
-    """Refuse what is no accelerator, or one that cannot train on uneven inputs.
+    """Check that an accelerator can train on uneven inputs.
 
     Args:
-        accelerator: what was given.
-        caller: the name of what it was given to, for the error.
+        accelerator: The object to check.
+        caller: The name of the function or class that received it, for the error.
 
     Raises:
-        TypeError, ValueError, ImportError: as :func:`join_uneven_inputs`.
+        TypeError: If it is not an ``Accelerator``.
+        ValueError: If it trains in a way that cannot join.
+        ImportError: If the version of Accelerate is too old.
     """
     library: Any = sys.modules.get("accelerate")
     if library is None or not isinstance(accelerator, library.Accelerator):
         raise TypeError(
-            f"accelerator is a {type(accelerator).__name__}; give an accelerate.Accelerator (pip install"
-            " 'joinables[accelerate]') [J117]"
+            f"accelerator is a {type(accelerator).__name__}. Pass an accelerate.Accelerator. To install Accelerate, run"
+            " pip install 'joinables[accelerate]'. [J117]"
         )
     version = tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2])
     if version < OLDEST:
-        raise ImportError(f"{caller} needs Accelerate 1.15 or newer, not {library.__version__}; upgrade it [J118]")
+        raise ImportError(f"{caller} does not support Accelerate {library.__version__}. Install 1.15 or newer. [J118]")
     kind = accelerator.distributed_type.value
     if kind not in _KINDS:
-        raise ValueError(f"{caller} cannot train with {kind}; use DDP or FSDP2 [J119]")
+        raise ValueError(f"{caller} cannot train with {kind}. Use DDP or FSDP2. [J119]")
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ValueError(
-            "FSDP1 cannot join; give FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_config={'version': 2} to a"
-            " Trainer [J120]"
+            "FSDP1 cannot join. Pass FullyShardedDataParallelPlugin(fsdp_version=2) to the Accelerator, or"
+            " fsdp_config={'version': 2} to TrainingArguments. [J120]"
         )
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise ValueError(
-            "sync_each_batch=True reduces each micro-batch by itself, where no mean over the window can be made; leave"
-            " it out of GradientAccumulationPlugin, or of gradient_accumulation_kwargs [J121]"
+            "sync_each_batch=True reduces each micro-batch by itself, so gradients cannot be the mean over the window."
+            " Remove it from GradientAccumulationPlugin, or from gradient_accumulation_kwargs. [J121]"
         )
 
 
-def check_wrapping(module: Any, way_out: str = "give accelerator.prepare the plain one") -> None:
+def check_wrapping(module: Any, recipient: str = "accelerator.prepare") -> None:
     """Raise a ``ValueError`` for a module that is wrapped twice.
 
     Args:
-        module: what is trained.
-        way_out: what to do, for the error.
+        module: The module that is trained.
+        recipient: The function or class that wraps the module, for the error.
     """
     if isinstance(module, DistributedDataParallel) and isinstance(module.module, DistributedDataParallel):
-        #: Give what wraps the model the plain one.
-        raise ValueError(f"the model is wrapped in DistributedDataParallel twice; {way_out} [J122]")
+        raise ValueError(
+            f"The model is wrapped in DistributedDataParallel twice. Pass the plain model to {recipient}. [J122]"
+        )

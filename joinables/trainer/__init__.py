@@ -1,15 +1,15 @@
 """Training on uneven data in one call, on one process or many: :class:`Trainer`.
 
-``Trainer(devices=4).fit(module, loader)``, with a :class:`TrainModule` whose methods say what a step is.
+Call ``Trainer(devices=4).fit(module, loader)`` with a :class:`TrainModule` whose methods define a step. The modules:
 
-    trainer             what users call, and one rank's part of a run
+    trainer             the class that users call, and one rank's part of a run
     module              base classes of modules and callbacks
-    strategy            how a module is wrapped, and how its gradients are made
-    launch              one function on all ranks, in processes started here or by others
-    loop, run           fit, evaluation and prediction on one rank, and what is known there
-    data, metrics, rng  who gets which batch; means over all samples; random states
-    callbacks           those that come with the trainer
-    checkpoint          what a fit resumes from
+    strategy            the wrapper of a module, and its gradients
+    launch              one function on all ranks, in processes started here or by a launcher
+    loop, run           fit, evaluation and prediction on one rank, and their state
+    data, metrics, rng  distribution of batches; means over all samples; random states
+    callbacks           the trainer's own callbacks
+    checkpoint          snapshots that a fit resumes from
 """
 
 from joinables.trainer.callbacks import EarlyStopping, ModelCheckpoint

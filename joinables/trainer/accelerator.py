@@ -1,7 +1,7 @@
-"""The accelerator of this machine, asked in ways that leave it alone.
+"""Accelerator of this machine, queried in ways that do not initialise it.
 
-A process that has used its GPU cannot be forked and use it once more, and to ask torch whether there is one
-(``torch.cuda.is_available``) is a use; to count them is none.
+A process that has used its GPU cannot be forked and use the GPU again. Counting the devices is not a use, but
+``torch.cuda.is_available`` is.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ import torch
 
 
 def accelerator_of(name: str) -> str:
-    """The type of the device that an argument ``accelerator=`` means: ``"cpu"``, or what torch calls it.
+    """Return the device type that an argument ``accelerator=`` names: ``"cpu"``, or torch's name of the accelerator.
 
     Args:
-        name: ``"cpu"``, the type of an accelerator, ``"gpu"`` for whatever there is, or ``"auto"`` for that or the CPU.
+        name: ``"cpu"``, the type of an accelerator, ``"gpu"`` for any accelerator, or ``"auto"`` for an accelerator if
+            there is one, and the CPU otherwise.
 
     Raises:
-        ValueError: if this machine has no such device.
+        ValueError: If this machine has no such device.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.device_count() else None
-    meant = {"cpu": "cpu", "auto": "cpu"}
+    types = {"cpu": "cpu", "auto": "cpu"}
     if device is not None:
-        meant |= dict.fromkeys(("auto", "gpu", device.type), device.type)
-    if name not in meant:
-        raise ValueError(f"accelerator={name!r}, and torch finds no such device here; use {' or '.join(meant)} [J169]")
-    return meant[name]
+        types |= dict.fromkeys(("auto", "gpu", device.type), device.type)
+    if name not in types:
+        raise ValueError(
+            f"accelerator={name!r}, but torch finds no such device here. Use one of {', '.join(types)}. [J169]"
+        )
+    return types[name]
 
 
 def used_accelerator() -> Any:
-    """Torch's module of the accelerator, such as ``torch.cuda``, if this process has used one; else ``None``."""
+    """Return torch's module of the accelerator, such as ``torch.cuda``, or ``None`` if this process has not used it."""
     device = torch.accelerator.current_accelerator()
     module: Any = None if device is None else torch.get_device_module(device)
     return module if module is not None and module.is_initialized() else None

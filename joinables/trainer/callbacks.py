@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,32 +21,33 @@ logger = logging.getLogger("joinables")
 
 
 class ModelCheckpoint(Callback):
-    """Writes checkpoints after epochs or steps, and keeps the best.
+    """Callback that writes checkpoints after epochs or steps, and keeps the best.
 
-    All ranks decide alike, since metrics are the same on all of them; one rank writes. A new file is written before an
-    old one is removed, so there is a whole one at any moment. A file of the same name from another fit is replaced; a
-    file of another ``ModelCheckpoint`` of this fit is not, and the new file is called ``NAME-v1``. The paths are known
-    also after a fit that raised, or whose processes died. A file that cannot be written is an ``OSError`` with its
-    name.
+    All ranks decide alike, since they have the same metrics; one rank writes. A new file is written before an old one
+    is removed, so a complete file exists at any moment. A file of the same name from another fit is replaced. A file
+    of another ``ModelCheckpoint`` of this fit is not, and the new file is called ``NAME-v1``. The paths are available
+    even after a fit that raised, or whose processes died. If a file cannot be written, an ``OSError`` names it.
 
     Args:
-        dirpath: the folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
-        filename: name without ``.ckpt``; ``{epoch}``, ``{step}`` and metrics are filled in, as in
-            ``"{epoch}-{val_loss:.3f}"``, and become ``epoch=3-val_loss=0.123``.
-        monitor: the metric that says which checkpoint is best; with ``None``, the latest is. In the middle of an epoch
-            it has the value of the epoch before; in the first epoch, NaN, which is the worst.
-        mode: whether small or large values are good.
-        save_top_k: how many to keep; -1 for all, 0 for none but the last.
-        save_last: whether to keep the latest too, as ``last.ckpt``; it is also written at the end of a fit.
-        every_n_epochs: after how many epochs; a fit that ends before there is a file to keep writes one at its end, as
-            does one without ``monitor`` that ``max_steps`` ends in the middle of an epoch.
-        every_n_train_steps: after how many optimizer steps, instead of after epochs.
+        dirpath: The folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
+        filename: The name without ``.ckpt``. ``{epoch}``, ``{step}`` and metrics are filled in:
+            ``"{epoch}-{val_loss:.3f}"`` becomes ``epoch=3-val_loss=0.123``.
+        monitor: The metric that decides which checkpoint is best; with ``None``, the latest is best. In the middle of
+            an epoch the metric has its value of the previous epoch; in the first epoch it is NaN, the worst value.
+        mode: Whether small (``"min"``) or large (``"max"``) values are good.
+        save_top_k: The number of checkpoints to keep: -1 for all, 0 for none but the last.
+        save_last: Whether to keep the latest checkpoint too, as ``last.ckpt``. It is also written when a fit ends.
+        every_n_epochs: The number of epochs between checkpoints. A fit that ends before its first file writes one at
+            its end. So does a fit without ``monitor`` that ``max_steps`` ends in the middle of an epoch.
+        every_n_train_steps: The number of optimizer steps between checkpoints, instead of epochs.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: If an argument is out of range.
     """
 
-    is_last: ClassVar[bool] = True  # a checkpoint holds what the others did
+    is_last: ClassVar[bool] = True  # a checkpoint contains the results of the other callbacks
+
+    is_last: ClassVar[bool] = True  # a checkpoint contains the results of the other callbacks
 
     def __init__(
         self,
@@ -60,14 +62,15 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if mode not in ("min", "max") or save_top_k < -1 or every_n_epochs < 1 or every_n_train_steps == 0:
             raise ValueError(
-                f"{mode=} must be 'min' or 'max', {save_top_k=} at least -1, and {every_n_epochs=} and"
-                f" {every_n_train_steps=} at least 1 [J190]"
+                f"{mode=}, {save_top_k=}, {every_n_epochs=} and {every_n_train_steps=} are not all in range. Pass 'min'"
+                " or 'max' for mode, -1 or more for save_top_k, and at least 1 for every_n_epochs and"
+                " every_n_train_steps. [J190]"
             )
         self._folder = None if dirpath is None else Path(dirpath).absolute()
         self._filename, self._monitor, self._mode = filename, monitor, mode
         self._top_k, self._last = save_top_k, save_last
         self._epochs, self._steps = every_n_epochs, every_n_train_steps
-        self._kept: dict[str, float] = {}  # by path; in the order in which they were written
+        self._kept: dict[str, float] = {}  # scores by path, in the order in which the files were written
         self._saved_step = -1
         self.last_model_path = ""
         """The latest file, with ``save_last``."""
@@ -75,22 +78,22 @@ class ModelCheckpoint(Callback):
     @property
     @override
     def state_key(self) -> str:
-        # save_top_k is left out, so that a resumed fit can change it.
+        # The key does not contain save_top_k, so that a resumed fit can change it.
         when = f"{self._epochs} epochs" if self._steps is None else f"{self._steps} steps"
         return f"ModelCheckpoint({self._monitor}, {self._mode}, {self._filename}, {self._folder}, {when})"
 
     @property
     def best_model_path(self) -> str:
-        """The file of the best checkpoint; empty without any."""
+        """File of the best checkpoint; empty without any."""
         return next(iter(self._best_first()), "")
 
     @property
     def best_model_score(self) -> float | None:
-        """The metric of the best checkpoint; ``None`` without any, or without ``monitor``."""
+        """Metric of the best checkpoint; ``None`` without any, or without ``monitor``."""
         return self._kept[self.best_model_path] if self._kept and self._monitor is not None else None
 
     def _best_first(self) -> list[str]:
-        """The files that are kept, the best first and those with NaN last; without ``monitor``, the latest first."""
+        """Return the kept files, the best first and scores of NaN last; without ``monitor``, the latest first."""
         if self._monitor is None:
             return list(reversed(self._kept))
 
@@ -103,11 +106,11 @@ class ModelCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.global_step < self._saved_step:
-            # A fit that failed came further, and this one does not resume from there: the files are another fit's.
+            # An earlier fit failed at a later step, and this fit does not resume from its files.
             self._kept, self._saved_step, self.last_model_path = {}, -1, ""
-        if self._kept:  # a fit in between may have discarded some; one rank looks, since they are on its disk
-            there = trainer.run.collective.broadcast_object([path for path in self._kept if Path(path).exists()], 0)
-            self._kept = {path: self._kept[path] for path in there}
+        if self._kept:  # another fit may have removed some; one rank looks, since the files may be on its disk only
+            existing = trainer.run.collective.broadcast_object([path for path in self._kept if Path(path).exists()], 0)
+            self._kept = {path: self._kept[path] for path in existing}
 
     @override
     def on_train_batch_end(
@@ -135,10 +138,10 @@ class ModelCheckpoint(Callback):
             self._save(trainer, only_last=True)
 
     def _save(self, trainer: Trainer, *, is_epoch_end: bool = False, only_last: bool = False) -> None:
-        """Write a checkpoint, and remove those that are no longer among the best."""
+        """Write a checkpoint, and remove files that are no longer among the best."""
         before, self._saved_step = self.state_dict(), trainer.global_step
         folder = self._folder or trainer.default_root_dir / "checkpoints"
-        # In the middle of an epoch, a metric that is not there is NaN.
+        # In the middle of an epoch, a missing metric is NaN.
         metrics = trainer.metrics if is_epoch_end else {str(self._monitor): math.nan, **trainer.metrics}
         paths: list[str] = []
         if self._top_k and not only_last:
@@ -157,14 +160,14 @@ class ModelCheckpoint(Callback):
             self.load_state_dict(before)
             raise
         if writes:
-            trainer.note(self)  # now, while both the new and the old files exist
-            for discarded in before["kept"].keys() - self._kept.keys():  # now that the new file is written
+            trainer.note(self)  # called while both the new and the old files exist
+            for discarded in before["kept"].keys() - self._kept.keys():
                 Path(discarded).unlink(missing_ok=True)
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
-        """``filename`` in ``folder``, its fields filled in; with ``-v1`` and so on where a file of this fit has it.
+        """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if this fit has such a file.
 
-        A metric that is not there is NaN.
+        A missing metric is NaN.
         """
         values = {**trainer.metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         name = re.sub(
@@ -175,8 +178,8 @@ class ModelCheckpoint(Callback):
         keepers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
         taken = {path for keeper in keepers for path in (*keeper._kept, keeper.last_model_path)}
         taken |= {str(folder / "last.ckpt")} if self._last else set()
-        endings = ("", *(f"-v{number}" for number in range(1, len(taken) + 1)))
-        return next(path for ending in endings if (path := str(folder / f"{name}{ending}.ckpt")) not in taken)
+        paths = (str(folder / f"{name}{f'-v{version}' if version else ''}.ckpt") for version in count())
+        return next(path for path in paths if path not in taken)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -189,26 +192,29 @@ class ModelCheckpoint(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends the fit when a metric has not improved for some epochs, or is NaN.
+    """Callback that ends the fit when a metric has not improved for some epochs, or is NaN.
 
-    A fit that was ended stays ended: a second one, or one from its last checkpoint, does not train, and a warning says
-    so. With more patience, or without this callback, it goes on.
+    The fit stays ended: a second fit, or a fit from its last checkpoint, does not train, and logs a warning. With more
+    patience, or without this callback, it continues.
 
     Args:
-        monitor: the metric.
-        mode: whether small or large values are good.
-        patience: after how many epochs in a row without improvement to stop; 0 is the same as 1.
-        min_delta: the smallest change that counts as an improvement.
+        monitor: The metric.
+        mode: Whether small (``"min"``) or large (``"max"``) values are good.
+        patience: The number of epochs in a row without improvement that end the fit; 0 is the same as 1.
+        min_delta: The smallest change that counts as an improvement.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(
         self, monitor: str, mode: Literal["min", "max"] = "min", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         if mode not in ("min", "max") or patience < 0 or min_delta < 0:
-            raise ValueError(f"{mode=} must be 'min' or 'max', {patience=} and {min_delta=} at least 0 [J193]")
+            raise ValueError(
+                f"{mode=}, {patience=} and {min_delta=} are not all in range. Pass 'min' or 'max' for mode, and at"
+                " least 0 for patience and min_delta. [J193]"
+            )
         self._monitor, self._sign = monitor, 1 if mode == "min" else -1
         self._patience, self._min_delta = patience, min_delta
         self._best = self._latest = math.inf
@@ -229,7 +235,7 @@ class EarlyStopping(Callback):
         if self._is_over:
             trainer.should_stop = True
             if trainer.is_global_zero:
-                text = "%s has ended this fit after %d epochs; to go on, give it more patience, or leave it out"
+                text = "%s has ended this fit after %d epochs. To continue, raise its patience or remove the callback."
                 logger.warning(text, self.state_key, trainer.current_epoch)
 
     @override
@@ -240,8 +246,7 @@ class EarlyStopping(Callback):
         else:
             self._waited += 1
         self._latest = value
-        if self._is_over:
-            trainer.should_stop = True
+        trainer.should_stop |= self._is_over
 
     @override
     def state_dict(self) -> dict[str, Any]:

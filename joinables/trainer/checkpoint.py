@@ -1,7 +1,8 @@
-r"""Checkpoints: everything that a fit resumes from (:func:`take`, :func:`resume`), and the files that hold it.
+r"""Snapshots of a fit (:func:`take`, :func:`resume`), and the checkpoint files that contain them.
 
-A snapshot has the same form in checkpoint files, for a second ``fit`` of the same trainer, and on its way home from
-processes that were started. It is a dict of plain data and tensors::
+A snapshot is everything that a fit resumes from. It has the same form in checkpoint files, for a second ``fit`` of the
+same trainer, and on its way from processes that were started to the process that started them. It is a dict of plain
+data and tensors::
 
     epochs, global_step          counters
     module                       the module's state dict
@@ -9,21 +10,22 @@ processes that were started. It is a dict of plain data and tensors::
     scaler                       of 16-mixed precision, or empty
     callbacks                    by state_key
     metrics                      the latest value of each
-    ranks                        a list, by rank: batches read in the epoch under way, its metrics so far, random
+    ranks                        a list, by rank: batches read in the current epoch, its metrics so far, random
                                  numbers
 
-An epoch counts as completed when its validation is over and schedulers have stepped. A fit that resumes from a snapshot
-taken before that skips all batches and validates again.
+An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
+snapshot of the epoch skips all batches and validates again.
 
-Taking one is collective, since each rank holds a part. Ranks without data take part through ``CollectiveCall``::
+Taking a snapshot is collective, since each rank holds a part. Ranks without data take part through
+``CollectiveCall``::
 
     all-gather of the ranks' parts; the lowest rank with data becomes the writer
     for each sharded optimizer: its shards go to the writer
 
-A file exists as a whole or not at all. It is one of ``torch.save``, which ``torch.load(path)`` reads, followed by the
-checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles do not
-mind. Files without the right one are not read: it shows damage, not who wrote the file. Reading runs no code
-(``weights_only``).
+A file exists as a whole or not at all. It is a file of ``torch.save``, which ``torch.load(path)`` reads, followed by
+the checksum of all bytes before it: ``\nsha256 `` and 64 hexadecimal digits. Readers of zip archives and pickles ignore
+this ending. Files without the right checksum are not read: the checksum shows damage, not the author of the file.
+Reading runs no code (``weights_only``).
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def take(run: Run, active: bool) -> dict[str, Any] | None:
     """Return the snapshot on the rank that writes it, ``None`` elsewhere; called on all ranks.
 
     Args:
-        run: the fit.
-        active: whether this rank still has data; outside a block, all ranks are active.
+        run: The fit.
+        active: Whether this rank still has data; outside a block, all ranks are active.
     """
     parts = run.collective.all_gather_object({**run.position.state_dict(), "active": active})
     writer = next(rank for rank, part in enumerate(parts) if part["active"])
@@ -78,12 +80,15 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
     """Load a snapshot, the same on all ranks, into a fit that has its optimizers but has not begun.
 
     Raises:
-        ValueError: if it was taken from other optimizers, groups of parameters or schedulers; or in the middle of an
-            epoch by another number of ranks, and the rest of it cannot be dealt out.
+        ValueError: If it was taken from other optimizers, groups of parameters or schedulers, or in the middle of an
+            epoch by a different number of ranks, if the remainder of the epoch cannot be distributed.
     """
     for name, own in (("optimizers", run.optimizers), ("schedulers", run.schedulers)):
         if len(state[name]) != len(own):
-            raise ValueError(f"the checkpoint has {len(state[name])} {name}; return as many as that [J202]")
+            raise ValueError(
+                f"The checkpoint has {len(state[name])} {name}, but configure_optimizers returned {len(own)}. Return"
+                f" the {name} that the checkpoint was written with. [J202]"
+            )
     part = _part_of(run, state["ranks"])
     run.module.on_load_checkpoint(dict(state))
     if "module" in state:
@@ -93,10 +98,10 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
             optimizer.load_state_dict(saved)
         except (ValueError, LookupError) as error:
             raise ValueError(
-                f"the checkpoint has another optimizer than configure_optimizers ({error!r}); return one of the same"
-                " groups, and add those that a hook adds in a fit again in on_load_checkpoint [J251]"
+                f"The checkpoint has another optimizer than configure_optimizers ({error!r}). Return one with the same"
+                " groups. If a hook adds groups during a fit, add them again in on_load_checkpoint. [J251]"
             ) from error
-        if state["global_step"]:  # or a scheduler that steps before it does warns, where no batch is left of the epoch
+        if state["global_step"]:  # without the mark, a scheduler that steps in an epoch without a batch left warns
             mark_stepped(optimizer)
     for stepped, saved in zip(run.schedulers, state["schedulers"], strict=True):
         stepped.scheduler.load_state_dict(saved)
@@ -114,11 +119,11 @@ def resume(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What this rank goes on from; ``None`` if another number of ranks begins an epoch.
+    """Return the part that this rank resumes from; ``None`` if a different number of ranks begins an epoch.
 
-    If another number of ranks goes on in the middle of one, the samples that were used are the first of the epoch, and
-    the others are dealt out anew. A rank takes over the random numbers of one rank of before, and the metrics of all
-    whose number is its own, modulo the number of ranks.
+    If a different number of ranks resumes in the middle of an epoch, the samples that were used are the first of the
+    epoch, and the others are distributed over the present ranks. A rank loads the random numbers of one previous rank,
+    and the metrics of all previous ranks whose number equals its own modulo the number of ranks.
     """
     rank, ranks, before = run.collective.rank, run.collective.world_size, len(parts)
     if before == ranks:
@@ -126,11 +131,12 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
     if not any(part["batches"] or part["start"] for part in parts):
         return None  # no batch of the epoch was used
     batches, used = [part["batches"] for part in parts], parts[0]["used"]
-    dealt_out = [len(range(first, sum(batches), before)) for first in range(before)]
-    if run.position.sampler is None or used is None or batches != dealt_out:
+    distributed = [len(range(first, sum(batches), before)) for first in range(before)]
+    if run.position.sampler is None or used is None or batches != distributed:
         raise ValueError(
-            f"the checkpoint was written in the middle of an epoch by {before} ranks, and there are {ranks}: for them,"
-            " give a DataLoader without a sampler; or resume with as many, or from the end of an epoch [J203]"
+            f"{before} ranks wrote the checkpoint in the middle of an epoch, and {ranks} ranks cannot share the rest of"
+            f" it. Resume with {before} ranks, or from a checkpoint of the end of an epoch. To resume with a"
+            " different number of ranks, train with a DataLoader without a sampler. [J203]"
         )
     metrics = MetricStore()
     for part in parts[rank::ranks]:
@@ -142,13 +148,13 @@ def _part_of(run: Run, parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None
 
 _SEAL = b"\nsha256 "
 _SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
-_CHUNK = 1 << 20  # bytes that are read at once
+_CHUNK = 1 << 20  # bytes in one read
 
 
 class _Sealed(io.RawIOBase):
-    """A file for ``torch.save`` that computes the checksum of what is written to ``file``.
+    """A file for ``torch.save`` that computes the checksum of the bytes that it writes to ``file``.
 
-    An error is kept for later: torch would replace it by one of its own, about a wrong position.
+    An error is kept for later: torch would replace it by its own error, about a wrong position.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -173,16 +179,16 @@ class _Sealed(io.RawIOBase):
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
 
-    It may leave ``.NAME.part`` beside it, too, which the next write to the same place replaces.
+    A killed process may leave ``.NAME.part`` beside it. The next write to the same place replaces that file.
 
     Args:
-        state: plain data and tensors.
-        path: the file; its folder is made.
+        state: Plain data and tensors.
+        path: The file. Its folder is made.
 
     Raises:
-        OSError: if it cannot be written; with ``errno.ENOSPC`` where the disk is full. Its ``filename`` is ``path``, or
-            the folder that could not be made. The old file stays, and there is no temporary one left.
-        TypeError: if the state holds more: it could be written, but not read again.
+        OSError: If the file cannot be written, with ``errno.ENOSPC`` if the disk is full. Its ``filename`` is ``path``,
+            or the folder that could not be made. The old file stays, and no temporary file is left.
+        TypeError: If the state has other objects, which could be written, but not read again.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,22 +207,26 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
     except pickle.UnpicklingError as error:
         part.unlink()
         raise TypeError(
-            f"the checkpoint could not be read again; give nothing but plain data and tensors: {error} [J200]"
+            f"The checkpoint has objects that cannot be read again: {error}. Put only plain data and"
+            " tensors into it, from on_save_checkpoint and the callbacks' state_dict. [J200]"
         ) from error
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # it has none, or that of the part
+            error.filename = str(path)  # it has no name, or the name of the part
         raise
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a file of :func:`write_checkpoint`; its tensors are on the CPU, mapped from the file and not copied.
 
+    Args:
+        path: The file.
+
     Raises:
-        OSError: if it is not there, or cannot be read.
-        ValueError: if its bytes have changed since it was written, it is another kind of file, or it holds objects
-            that are not plain data and tensors.
+        OSError: If it does not exist, or cannot be read.
+        ValueError: If its bytes have changed since it was written, if it is another kind of file, or if it contains
+            objects other than plain data and tensors.
     """
     checksum = hashlib.sha256()
     with Path(path).open("rb", buffering=0) as file:
@@ -226,12 +236,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         is_whole = file.read() == _SEAL + checksum.hexdigest().encode()
     if not is_whole:
         raise ValueError(
-            f"ckpt_path={str(path)!r} is no checkpoint of a Trainer, or has changed since it was written: it does not"
-            " end with the checksum of its bytes; go on from another one, and load mere weights yourself [J198]"
+            f"ckpt_path={str(path)!r} does not end with the checksum of its bytes, so it is not a checkpoint of a"
+            " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of other"
+            " files into the module yourself. [J198]"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(
-            f"ckpt_path={str(path)!r} cannot be read as plain data and tensors: {error}; go on from another one [J199]"
+            f"ckpt_path={str(path)!r} has objects other than plain data and tensors: {error}. Resume from another"
+            " checkpoint. [J199]"
         ) from error

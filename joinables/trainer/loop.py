@@ -1,16 +1,16 @@
-"""The loops of one rank: :class:`Fit`, :func:`evaluate`.
+"""Loops of one rank: :class:`Fit`, :func:`evaluate`.
 
 The order of collectives, on every rank::
 
     start      DDP's own, as the module is wrapped; a broadcast of the state to resume from, from rank 0
     an epoch   one object all-gather: the numbers and sizes of all ranks' batches
                the block: see joinables.ddp; a rank that is out of data shadows the others
-                   with uneven="stop" and unknown lengths, a vote before each batch: has every rank another one?
+                   with uneven="stop" and unknown lengths, a vote before each batch: does every rank have another one?
                one object all-gather each: the metrics of the epoch, of its validation, of each hook at its end
                checkpoints at its end: see joinables.trainer.checkpoint
 
-Within a block, a rank that accumulates k batches runs one synchronised backward for every k of them, and one for the
-rest at its end. So the n-th synchronised backward of one rank meets the n-th of every other.
+Within a block, a rank that accumulates k batches runs one synchronised backward for every k batches, and one for the
+remainder at its end. So the n-th synchronised backward of one rank meets the n-th of every other rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from joinables.trainer.run import CollectiveCall, Run, Task, TrainerState
 
 
 class Fit(Run):
-    """A fit on one rank: trains a module, and validates it after every epoch, if there are batches for that."""
+    """Fit on one rank, which trains a module and validates it after every epoch if it has batches for that."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         super().__init__(trainer, module, task, device)
@@ -47,7 +47,7 @@ class Fit(Run):
         )
 
     def start(self, train_loader: Any, val_loader: Any) -> None:
-        """Wrap the module, build its optimizers, and resume from the snapshot that rank 0 has been given, if any."""
+        """Wrap the module, build its optimizers, and resume from the snapshot of rank 0, if it has one."""
         trainer, module, ranks = self.trainer, self.module, self.collective.world_size
         self._loader = distribute(train_loader, self.collective.rank, ranks, trainer.seed or 0)
         self.position.sampler = sampler_of(self._loader)
@@ -56,18 +56,20 @@ class Fit(Run):
         optimizers, self.schedulers = parse_optimizers(module.configure_optimizers())
         if module.automatic_optimization and len(optimizers) > 1:
             raise ValueError(
-                f"there are {len(optimizers)} optimizers; step them yourself: set automatic_optimization = False [J236]"
+                f"configure_optimizers returned {len(optimizers)} optimizers, and the trainer steps only one. Set"
+                " automatic_optimization = False in the module, and step them in training_step. [J236]"
             )
         if ranks > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError(
-                "LBFGS evaluates its closure another number of times on each rank; use devices=1, or another one [J249]"
+                "LBFGS calls its closure a different number of times on each rank. Pass devices=1 to the Trainer, or"
+                " return a different optimizer from configure_optimizers. [J249]"
             )
         self.optimizers = self.trainer.strategy.shard(optimizers)
         for stepped in self.schedulers:
             for used, given in zip(self.optimizers, optimizers, strict=True):
                 if used is not given and stepped.scheduler.optimizer is given:
-                    # A scheduler marks the step of its optimizer, and warns if the mark is gone; one that changes
-                    # nothing sets it.
+                    # A scheduler marks the step method of its optimizer, and warns if the mark is missing. This
+                    # LambdaLR changes nothing but sets the mark.
                     torch.optim.lr_scheduler.LambdaLR(used, lambda _: 1.0)
                     stepped.scheduler.optimizer = used
         if not module.automatic_optimization:
@@ -81,7 +83,7 @@ class Fit(Run):
             checkpoint.resume(self, state)
 
     def run(self) -> None:
-        """Train until there are enough epochs or steps, or a callback wants to stop."""
+        """Train up to the number of epochs or steps, or until a callback stops the fit."""
         trainer, counters = self.trainer, self.trainer.counters
         self.position.redo_from_here()
         self._set_modes()
@@ -93,29 +95,30 @@ class Fit(Run):
             self._epoch()
             if counters.global_step == steps and not is_resumed:
                 if self.collective.rank == 0:
-                    why = "there was no batch, on any rank or one that stops all, or no optimizer was stepped"
-                    warnings.warn(f"an epoch made no optimizer step: {why}", stacklevel=2)
+                    reason = "No rank had a batch, a rank without batches stopped all, or no optimizer was stepped"
+                    warnings.warn(f"An epoch made no optimizer step. {reason}.", stacklevel=2)
                 if trainer.max_epochs is None:
-                    break  # the steps would never be enough
-        with self.fresh_metrics():  # those of an epoch that max_steps has cut short are kept for the fit that ends it
-            self._tell("on_train_end")
+                    break  # the fit would never reach max_steps
+        # If max_steps has cut an epoch short, its metrics are kept for the fit that completes it.
+        with self.fresh_metrics():
+            self._call_and_reduce("on_train_end")
 
     def end(self) -> None:
-        """Remove the hooks on the user's optimizers, free the gradients, and let persistent data workers end."""
+        """Remove the hooks on the user's optimizers, free the gradients, and release persistent data workers."""
         for hook in self._hooks:
             hook.remove()
         self._loader = self._val_loader = None
         self.module.zero_grad(set_to_none=True)
 
     def _wrap(self) -> None:
-        """Wrap the module, unless it is: a hook may have frozen or unfrozen parameters, and then the wrapper is new."""
+        """Wrap the module for training; a new wrapper is made if a hook has frozen or unfrozen parameters."""
         several = not self.module.automatic_optimization
         self.trainer.strategy.wrap(self.module, self.device, several_backwards=several)
 
     def _set_modes(self) -> None:
-        """Put the module into training mode; parts that alone are in eval mode stay in it."""
+        """Put the module into training mode, except for parts that are in eval mode while the module is not."""
         frozen = [part for part in self.module.modules() if self.module.training and not part.training]
-        self.module.train()  # which the user may have overridden, to freeze parts there
+        self.module.train()  # the user may have overridden it to freeze parts
         for part in frozen:
             part.training = False
 
@@ -136,17 +139,17 @@ class Fit(Run):
         self.position.redo_from_here()
         if self._val_loader is not None:
             evaluate(self, self._val_loader, "validate")
-        # Before the first optimizer step of all there is nothing to schedule, and torch warns.
+        # Before the first optimizer step a scheduler has nothing to do, and torch would warn.
         if self.module.automatic_optimization and trainer.counters.global_step:
             self._schedule("epoch")
         trainer.counters.epochs += 1
         self.position.end_epoch()
-        self._tell("on_train_epoch_end")
+        self._call_and_reduce("on_train_epoch_end")
         trainer.should_stop = self.collective.reduce_boolean_decision(trainer.should_stop, all=False)
 
-    def _tell(self, hook: str) -> None:
-        """Call a hook of the module and of all callbacks; each finds the metrics that those before it have logged."""
-        self.samples = 1  # what hooks log weighs the same on all ranks
+    def _call_and_reduce(self, hook: str) -> None:
+        """Call a hook of the module and of all callbacks; each sees the metrics that the previous ones have logged."""
+        self.samples = 1  # values logged in hooks weigh the same on all ranks
         callbacks = (partial(getattr(called, hook), self.trainer, self.module) for called in self.trainer.callbacks)
         for call in (getattr(self.module, hook), *callbacks):
             call()
@@ -154,7 +157,7 @@ class Fit(Run):
             self.store.clear()
 
     def _train(self, plan: Plan) -> bool:
-        """Train on one epoch's batches; return whether this rank came to their end."""
+        """Train on one epoch's batches and return whether this rank reached their end."""
         uneven = self.trainer.uneven
         vote = uneven == "stop" and plan.shortest is None and len(plan.lengths) > 1
         is_weighted = self.trainer.accumulate_grad_batches > 1 or not plan.equal_batches
@@ -176,7 +179,7 @@ class Fit(Run):
             transform_gradients=self._prepare_gradients,
         ):
             finished = self._train_batches(plan.shortest if uneven == "stop" else None, vote=vote)
-            self.samples = 0  # what this rank logs while it shadows others weighs nothing
+            self.samples = 0  # values that this rank logs while it shadows others weigh nothing
         return finished
 
     def _train_batches(self, limit: int | None, *, vote: bool) -> bool:
@@ -198,11 +201,11 @@ class Fit(Run):
         return True
 
     def _vote(self, active: bool, has_another: bool = False) -> bool:
-        """Whether all ranks have another batch."""
+        """Return whether all ranks have another batch."""
         return self.collective.reduce_boolean_decision(has_another)
 
     def _while_all_have_one(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches up to those of the first rank that has no more: before each, the ranks vote."""
+        """Yield batches until a rank has no more: before each, the ranks vote."""
         batch = next(batches, None)
         while self._all_have_another(batch is not None):
             yield batch
@@ -220,8 +223,8 @@ class Fit(Run):
         loss = cast("dict[str, Any]", outputs).get("loss") if isinstance(outputs, dict) else outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(
-                f"training_step of {type(self.module).__name__} returned {outputs!r}; return the loss, a tensor with"
-                " the mean over the samples, computed from the module's outputs, or a dict with it under 'loss' [J240]"
+                f"training_step of {type(self.module).__name__} returned {outputs!r}. Return the mean loss over the"
+                " samples as a tensor that depends on the parameters, or a dict with it under 'loss'. [J240]"
             )
         sync = is_last or (index + 1) % k == 0
         self.backward(self.scaler.scale(loss), sync=sync)
@@ -235,14 +238,14 @@ class Fit(Run):
         return cast("Any", outputs)
 
     def _schedule(self, interval: str) -> None:
-        """Step the schedulers of this interval."""
+        """Step the schedulers with this interval."""
         for stepped in self.schedulers:
             if stepped.interval == interval:
-                plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                stepped.scheduler.step(*([monitored(self.trainer.metrics, stepped.monitor)] if plateau else []))
+                is_plateau = isinstance(stepped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                stepped.scheduler.step(*([monitored(self.trainer.metrics, stepped.monitor)] if is_plateau else []))
 
     def _prepare_gradients(self) -> None:
-        """Change gradients before the optimizer's step; under manual optimization, the user's step does that."""
+        """Call the user's hook and clip the gradients; under manual optimization, the training step does both."""
         if not self.module.automatic_optimization:
             return
         self.module.on_before_optimizer_step(self.optimizers[0])
@@ -260,18 +263,18 @@ class Fit(Run):
 
 # -- validation, test and prediction ----------------------------------------------------------------------------------
 
-# Each rank goes through its own batches without communicating, so nothing is shadowed; metrics are gathered at the end.
+# Each rank evaluates its own batches without communicating, so no rank shadows. Metrics are gathered at the end.
 
 
 def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[Any]]:
-    """Go through ``loader`` and return what was logged, over all ranks; and, of a prediction, the outputs by batch.
+    """Evaluate on ``loader`` and return the metrics over all ranks, and the outputs of a prediction by batch.
 
-    These are in the order of the data set. Where the trainer did not deal out the data, all outputs of rank 0 come
+    Outputs are in the order of the data set. If the trainer did not distribute the data, all outputs of rank 0 come
     first, then those of rank 1, and so on.
 
     Args:
-        run: the run.
-        loader: a loader; one that was dealt out already stays as it is.
+        run: The current run.
+        loader: The batches. A loader that is distributed already is used as it is.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
     """
     module, name, local = run.module, "validation" if stage == "validate" else stage, local_loader(run, loader)
@@ -279,7 +282,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
     with keeping_modes(module), torch.no_grad(), run.fresh_metrics():
         module.eval()
         run.call("on_evaluation_start", stage)
-        run.samples = 1  # a hook's values weigh the same on all ranks
+        run.samples = 1  # values logged in a hook weigh the same on all ranks
         getattr(module, f"on_{name}_start")()
         getattr(module, f"on_{name}_epoch_start")()
         for index, batch in enumerate(rng.iterate(local)):
@@ -290,7 +293,7 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
             getattr(module, f"on_{name}_batch_end")(output, batch, index)
             run.call("on_evaluation_batch_end", output, batch, index, stage)
             if stage == "predict":
-                outputs.append(map_tensors(_kept, output))
+                outputs.append(map_tensors(_on_cpu, output))
         run.samples = 1
         getattr(module, f"on_{name}_epoch_end")()
         metrics = run.reduce_metrics()
@@ -305,27 +308,27 @@ def evaluate(run: Run, loader: Any, stage: str) -> tuple[dict[str, float], list[
 
 
 def local_loader(run: Run, loader: Any) -> Any:
-    """This rank's part of a loader, in order; a loader that was dealt out already stays as it is."""
+    """Return this rank's part of a loader, in order; a loader that is distributed already is returned as it is."""
     return distribute(loader, run.collective.rank, run.collective.world_size, 0, shuffle=False)
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU, in a storage of its own size: of a view, the whole storage would be kept and sent."""
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the CPU, in a storage of its own size: a view would keep and send the whole storage."""
     tensor = tensor.cpu()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()
     return tensor
 
 
-# -- what configure_optimizers returns --------------------------------------------------------------------------------
+# -- results of configure_optimizers ----------------------------------------------------------------------------------
 
 
 class Scheduler(NamedTuple):
-    """A scheduler and when it steps.
+    """A scheduler and the times when it steps.
 
     Attributes:
         interval: ``"epoch"`` or ``"step"``.
-        monitor: the metric it steps on, for ``ReduceLROnPlateau``.
+        monitor: The metric that a ``ReduceLROnPlateau`` steps on.
     """
 
     scheduler: Any
@@ -334,7 +337,7 @@ class Scheduler(NamedTuple):
 
 
 def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list[Scheduler]]:
-    """Return the optimizers and schedulers in what ``configure_optimizers`` has returned."""
+    """Return the optimizers and schedulers in the result of ``configure_optimizers``."""
     optimizers: list[torch.optim.Optimizer] = []
     schedulers: list[Scheduler] = []
     parts = list(cast("Sequence[Any]", configured)) if isinstance(configured, (list, tuple)) else [configured]
@@ -344,16 +347,21 @@ def parse_optimizers(configured: Any) -> tuple[list[torch.optim.Optimizer], list
         options: Any = {"optimizer": part} if isinstance(part, torch.optim.Optimizer) else part
         if not isinstance(options, dict) or not options.keys() <= {"optimizer", "lr_scheduler", "monitor"}:
             raise TypeError(
-                f"configure_optimizers returned {configured!r}; return an optimizer, a list of them, ([optimizers],"
-                ' [schedulers]), or {"optimizer": ..., "lr_scheduler": ..., "monitor": ...} [J247]'
+                f"configure_optimizers returned {configured!r}, which has no known form. Return an optimizer, a list"
+                ' of them, ([optimizers], [schedulers]), or {"optimizer": ..., "lr_scheduler": ..., "monitor": ...}.'
+                " [J247]"
             )
         options = cast("dict[str, Any]", options)
         optimizers += [options["optimizer"]] if "optimizer" in options else []
-        given: Any = options.get("lr_scheduler")
-        if given is not None:
-            own = cast("dict[str, Any]", given if isinstance(given, dict) else {"scheduler": given})
-            made = Scheduler(own["scheduler"], own.get("interval", "epoch"), own.get("monitor", options.get("monitor")))
-            if made.interval not in ("epoch", "step") or own.get("frequency", 1) != 1:
-                raise ValueError(f"{own!r} must have the interval 'epoch' or 'step', and the frequency 1 [J253]")
-            schedulers.append(made)
+        configured_scheduler: Any = options.get("lr_scheduler")
+        if configured_scheduler is not None:
+            is_dict = isinstance(configured_scheduler, dict)
+            own = cast("dict[str, Any]", configured_scheduler if is_dict else {"scheduler": configured_scheduler})
+            interval = own.get("interval", "epoch")
+            if interval not in ("epoch", "step") or own.get("frequency", 1) != 1:
+                raise ValueError(
+                    f"The scheduler {own!r} has an interval or a frequency that the trainer does not support. Use the"
+                    " interval 'epoch' or 'step', and the frequency 1. [J253]"
+                )
+            schedulers.append(Scheduler(own["scheduler"], interval, own.get("monitor", options.get("monitor"))))
     return optimizers, schedulers

@@ -1,9 +1,9 @@
 """Metrics that do not depend on the number of processes: :class:`MetricStore`.
 
 A logged value is the mean over a batch; the metric of an epoch is the mean over all samples of all ranks. Sums of
-floating-point numbers depend on their order, and so on which rank had which batch. The sums here do not: they are kept
-without rounding, as a few floats whose exact sum they are, and rounded once, at the end. One NaN makes any metric NaN,
-also a minimum or maximum.
+floating-point numbers usually depend on their order, and thus on the distribution of batches over ranks. The sums in
+this module do not: each is a few floats that represent it exactly, and it is rounded once, at the end. One NaN makes
+any metric NaN, even a minimum or maximum.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ from typing_extensions import override
 
 from join.collectives import Collective
 
-_MOST_ON_DEVICE = 256
+_MOST_ON_DEVICE = 256  # numbers that wait on an accelerator before they are fetched
 Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 
 def monitored(metrics: Mapping[str, float], monitor: str | None) -> float:
-    """Return the metric that a callback or a scheduler monitors; one that was not logged is a ``ValueError``."""
+    """Return the metric that a callback or a scheduler monitors.
+
+    Raises:
+        ValueError: If the metric was not logged.
+    """
     if monitor is None or monitor not in metrics:
-        raise ValueError(f"monitor={monitor!r} was not logged; the metrics are {', '.join(sorted(metrics))} [J242]")
+        raise ValueError(f"{monitor=} was not logged. Use one of {', '.join(sorted(metrics))}. [J242]")
     return metrics[monitor]
 
 
 def exact_sum(values: Sequence[float]) -> list[float]:
-    """A few floats whose sum is exactly that of ``values``: its rounded value first, then what rounding left."""
+    """Return a few floats whose exact sum equals the sum of ``values``: the rounded sum, then the rounding errors."""
     if not all(map(math.isfinite, values)):
-        return [sum(values)]  # infinite or NaN, in any order
+        return [sum(values)]  # the result is infinite or NaN in any order
     parts: list[float] = []
     try:
         while rest := math.fsum([*values, *(-part for part in parts)]):
             parts.append(rest)
-    except OverflowError:  # a partial sum beyond the range
+    except OverflowError:  # a partial sum is out of range
         return [math.nan]
     return parts
 
@@ -47,9 +51,9 @@ class Metric:
     """One metric of an epoch, so far.
 
     Attributes:
-        reduce_fx: how values become one.
-        parts: the exact sum of values (times weights for a mean); for a minimum or maximum, the value so far.
-        weight: the sum of weights.
+        reduce_fx: The reduction of the values to one.
+        parts: The exact sum of the values (times weights for a mean); for a minimum or maximum, the value so far.
+        weight: The sum of the weights.
     """
 
     reduce_fx: Reduction
@@ -58,7 +62,7 @@ class Metric:
 
     @property
     def value(self) -> float:
-        """All recorded values reduced to one; NaN without any."""
+        """Reduction of all recorded values; NaN without any."""
         total = math.fsum(self.parts)
         if self.reduce_fx == "mean":
             return total / self.weight if self.weight else math.nan
@@ -68,13 +72,13 @@ class Metric:
 class MetricStore(dict[str, Metric]):
     """The metrics of one epoch on this rank, by name.
 
-    Numbers on an accelerator stay there until many of them are fetched at once: to read one, a rank waits for all that
-    its device still has to do.
+    Numbers on an accelerator stay there until many of them are fetched at once, since a rank that reads one waits until
+    its device has finished all its work.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._on_device: list[tuple[str, torch.Tensor, float]] = []  # each with its name and weight
+        self._on_device: list[tuple[str, torch.Tensor, float]] = []  # with names and weights
 
     @override
     def clear(self) -> None:
@@ -82,7 +86,7 @@ class MetricStore(dict[str, Metric]):
         self._on_device.clear()
 
     def _fetch(self) -> None:
-        """Add the numbers that are still on a device: one host synchronisation for each kind of them."""
+        """Add the numbers that are still on a device: one host synchronisation for each device and dtype."""
         waiting, self._on_device = self._on_device, []
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor, float]]] = {}
         for entry in waiting:
@@ -99,7 +103,8 @@ class MetricStore(dict[str, Metric]):
         metric = self.setdefault(name, Metric(reduce_fx))
         if metric.reduce_fx != reduce_fx or reduce_fx not in get_args(Reduction):
             raise ValueError(
-                f"{reduce_fx=} of metric {name!r} must be {metric.reduce_fx!r}, as before: mean, sum, min or max [J244]"
+                f"Metric {name!r} was logged with {reduce_fx=}, which is unknown or differs from its previous"
+                f" {metric.reduce_fx!r}. Use the same reduce_fx each time: 'mean', 'sum', 'min' or 'max'. [J244]"
             )
         values = [*metric.parts, *parts]
         metric.weight += weight
@@ -110,10 +115,11 @@ class MetricStore(dict[str, Metric]):
             metric.parts = [math.nan if any(map(math.isnan, values)) else pick(values)]
 
     def record(self, name: str, value: float | torch.Tensor, weight: float, reduce_fx: Reduction = "mean") -> None:
-        """Add a value; arguments as of ``TrainModule.log``, with the value's weight."""
+        """Add a value with its weight; the other arguments are those of ``TrainModule.log``."""
         if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
-            self._add(name, reduce_fx, [], 0.0)  # where it does not go with those before, this says so
-            self._on_device.append((name, value.detach().reshape(()).clone(), weight))  # may change in place later
+            self._add(name, reduce_fx, [], 0.0)  # raises now if reduce_fx is wrong
+            # The caller may change the tensor in place later.
+            self._on_device.append((name, value.detach().reshape(()).clone(), weight))
             if len(self._on_device) == _MOST_ON_DEVICE:
                 self._fetch()
             return
@@ -121,18 +127,18 @@ class MetricStore(dict[str, Metric]):
         self._add_number(name, reduce_fx, number, weight)
 
     def reduce(self, collective: Collective) -> dict[str, float]:
-        """Return the metrics over all ranks, by name: one object all-gather. A rank without data may have none."""
+        """Return the metrics over all ranks, by name; one object all-gather. A rank may have no metrics."""
         merged = MetricStore()
         for state in collective.all_gather_object(self.state_dict()):
             merged.merge(state)
         return {name: metric.value for name, metric in sorted(merged.items())}
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the values of another store, as of its ``state_dict``."""
+        """Add the values in another store's ``state_dict``."""
         for name, fields in state.items():
             self._add(name, **fields)
 
     def state_dict(self) -> dict[str, Any]:
-        """The metrics as plain data."""
+        """Return the metrics as plain data."""
         self._fetch()
         return {name: asdict(metric) for name, metric in self.items()}

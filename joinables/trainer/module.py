@@ -1,9 +1,10 @@
-"""The base classes of users' modules and callbacks: :class:`TrainModule`, :class:`Callback`.
+"""Base classes of users' modules and callbacks: :class:`TrainModule`, :class:`Callback`.
 
-The first is a ``torch.nn.Module`` with methods that say what a step is and which optimizers it needs; the trainer does
-the rest. The names are those of a LightningModule: one that uses only these runs unchanged with this base class.
+A ``TrainModule`` is a ``torch.nn.Module`` whose methods define a step and the optimizers; the trainer does the rest.
+Its methods have the names of a LightningModule's, so a LightningModule that uses only these runs unchanged with this
+base.
 
-The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
+The order of calls (``*`` is ``validation``, ``test`` or ``predict``)::
 
     on_train_start
     an epoch      on_train_epoch_start
@@ -16,7 +17,7 @@ The order of calls, where ``*`` is ``validation``, ``test`` or ``predict``::
       a batch       on_*_batch_start, *_step, on_*_batch_end
     on_*_epoch_end, on_*_end
 
-The trainer that both are given is of type ``Any``: the file that defines it imports this one.
+The annotation of ``trainer`` is ``Any``, since the file that defines ``Trainer`` imports this one.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class TrainModule(torch.nn.Module):
     ``predict_step`` for the other runs. The hooks between the steps, the ``on_...`` methods, do nothing unless
     overridden.
 
-    All ranks call them at the same time, so they may communicate. Those of a batch, of an optimizer step and of a
-    checkpoint must not: ranks without data, or that do not write, do not call them. Those of an evaluation run in eval
-    mode and without grad, as its steps do.
+    All ranks call the hooks of a run and of an epoch at the same time, so these may communicate. Hooks of a batch, of
+    an optimizer step and of a checkpoint must not: ranks without data do not call them, and only one rank writes a
+    checkpoint. Hooks of an evaluation run in eval mode and without grad, as its steps do.
 
-    Parts that are in eval mode when a fit begins, such as frozen BatchNorm layers, stay in it; a module that is in eval
-    mode as a whole is put into training mode.
+    Parts that are in eval mode when a fit begins, such as frozen BatchNorm layers, stay in eval mode. A module that is
+    in eval mode as a whole is put into training mode.
 
-    With ``automatic_optimization = False`` the step itself calls ``manual_backward`` and steps what ``optimizers()``
-    returns.
+    With ``automatic_optimization = False``, the training step itself calls ``manual_backward`` and steps the optimizers
+    that ``optimizers()`` returns.
     """
 
     automatic_optimization: bool = True
@@ -53,27 +54,27 @@ class TrainModule(torch.nn.Module):
     # -- what a user overrides ----------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the loss of one batch, its mean over the samples: a tensor, or a dict with it under ``"loss"``."""
+        """Return the mean loss over the samples of a batch: a tensor, or a dict with it under ``"loss"``."""
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch, without grad; ``self.log`` the metrics."""
+        """Evaluate one batch without grad, and record metrics with ``self.log``."""
         raise NotImplementedError
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch, without grad; ``self.log`` the metrics."""
+        """Evaluate one batch without grad, and record metrics with ``self.log``."""
         raise NotImplementedError
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the outputs for one batch; by default, the module's output for it, or for a tuple's first element."""
+        """Return the outputs for one batch; by default the module's output for it, or for a tuple's first element."""
         return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer, several in a list, ``(optimizers, schedulers)``, or a dict.
 
-        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``, and ``"monitor"`` if that is a
-        ``ReduceLROnPlateau``; a scheduler is stepped after every epoch, or, given
-        as ``{"scheduler": s, "interval": "step"}``, after every optimizer step.
+        A dict has the keys ``"optimizer"`` and ``"lr_scheduler"``, and ``"monitor"`` for a ``ReduceLROnPlateau``. A
+        scheduler is stepped after every epoch, or, in the form ``{"scheduler": s, "interval": "step"}``, after every
+        optimizer step.
         """
         raise NotImplementedError
 
@@ -89,13 +90,13 @@ class TrainModule(torch.nn.Module):
         """Called before a training step, with its batch on the device."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the gradients are clipped and ``optimizer`` makes a step; may change them.
+        """Called before the gradients are clipped and ``optimizer`` steps; may change the gradients.
 
-        With a sharded optimizer, also on a rank without data, which has the same gradients and steps its shard.
+        With a sharded optimizer, a rank without data calls this too. It has the same gradients and steps its shard.
         """
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a training step, which returned ``outputs``, and after the optimizer's if one followed."""
+        """Called after a training step, which returned ``outputs``, and after the optimizer step if one followed."""
 
     def on_train_epoch_end(self) -> None:
         """Called after an epoch and its validation."""
@@ -158,22 +159,22 @@ class TrainModule(torch.nn.Module):
         """Called after a prediction."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint."""
+        """Add entries to a checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take from a checkpoint."""
+        """Read entries from a checkpoint."""
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Any:
-        """The :class:`Trainer` of the run that is under way.
+        """:class:`Trainer` of the current run.
 
         Raises:
-            RuntimeError: outside a run.
+            RuntimeError: Outside a run.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is in no run of a Trainer; call this in a hook or a step [J261]")
+            raise RuntimeError(f"No Trainer runs this {type(self).__name__}. Call this in a hook or a step. [J261]")
         return self._trainer
 
     def log(
@@ -191,79 +192,80 @@ class TrainModule(torch.nn.Module):
     ) -> None:
         """Record a metric.
 
-        At the end of the epoch, ``trainer.callback_metrics[name]`` is its mean over all samples of all ranks, the same
-        number whatever the number of processes.
+        At the end of the epoch, ``trainer.callback_metrics[name]`` is its mean over all samples of all ranks. The
+        number of processes does not change it.
 
         Args:
-            name: its name.
-            value: a number, or a tensor with one element; for ``"mean"``, the mean over the samples of the batch.
-            prog_bar: accepted for familiarity.
-            reduce_fx: how values become one; ``"mean"`` is weighted by the number of samples.
-            batch_size: the number of samples in the batch; by default, the length of the batch's first tensor.
-            logger: accepted for familiarity, as are those that follow; values are always reduced over the epoch, and
-                over the ranks.
-            on_step: see above.
-            on_epoch: see above.
-            sync_dist: see above.
+            name: The metric's name.
+            value: A number, or a tensor with one element. For ``"mean"``, it is the mean over the samples of the batch.
+            prog_bar: Ignored, for compatibility with Lightning.
+            reduce_fx: The reduction of the values to one. ``"mean"`` weights them by their numbers of samples.
+            batch_size: The number of samples in the batch; by default, the length of the batch's first tensor.
+            logger: Ignored, as are the arguments that follow: values are always reduced over the epoch and the ranks.
+            on_step: Ignored.
+            on_epoch: Ignored.
+            sync_dist: Ignored.
 
         Raises:
-            ValueError: for an unknown ``reduce_fx``.
-            RuntimeError: for a tensor with several elements; in a prediction.
+            ValueError: If ``reduce_fx`` is unknown, or differs from the metric's previous one.
+            RuntimeError: If a tensor has several elements, or in a prediction.
         """
         self.trainer.run.log(name, value, batch_size, reduce_fx)
 
     def log_dict(self, metrics: Mapping[str, float | torch.Tensor], prog_bar: bool = False, **options: Any) -> None:
-        """Record several metrics; ``options`` are those of :meth:`log`."""
+        """Record several metrics; ``options`` are passed to :meth:`log`."""
         for name, value in metrics.items():
             self.log(name, value, prog_bar, **options)
 
     def optimizers(self) -> Any:
-        """The optimizer of the run, or the list of them if there are several."""
+        """Return the optimizer of the run, or a list if it has several."""
         return _one_or_all(self.trainer.run.optimizers)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler of the run, or the list of them if there are several; ``None`` without any."""
+        """Return the scheduler of the run, a list if it has several, or ``None`` without any."""
         return _one_or_all([stepped.scheduler for stepped in self.trainer.run.schedulers]) or None
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Compute gradients, averaged over the ranks; for ``automatic_optimization = False``.
+        """Compute gradients, averaged over the ranks, if ``automatic_optimization`` is ``False``.
 
         Args:
-            loss: the mean over the samples of the batch.
+            loss: The mean over the samples of the batch.
             **options: ``retain_graph`` and ``create_graph``, as of ``torch.Tensor.backward``.
 
         Raises:
-            TypeError: for another option.
+            TypeError: If another option is passed.
         """
         if not options.keys() <= {"retain_graph", "create_graph"}:
-            # DDP waits for the gradients of all parameters, and would wait for those that inputs= leaves out.
-            raise TypeError(f"manual_backward takes retain_graph and create_graph; {options!r} has more [J262]")
+            # DDP waits for the gradients of all parameters, so it would wait for those that inputs= does not list.
+            raise TypeError(
+                f"manual_backward does not accept all of {options!r}. Pass retain_graph and create_graph only. [J262]"
+            )
         self.trainer.run.backward(loss, **options)
 
     @property
     def device(self) -> torch.device:
-        """Where the module's first parameter is."""
+        """Device of the module's first parameter."""
         first = next(self.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0."""
+        """Current epoch, from 0."""
         return self.trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return self.trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """This process, from 0."""
+        """Rank of this process, from 0."""
         return self.trainer.global_rank
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
-        state.pop("_trainer", None)  # a copy of the module is in no run
+        state.pop("_trainer", None)  # a copy of the module belongs to no run
         return state
 
 
@@ -274,10 +276,10 @@ def _one_or_all(objects: Sequence[Any]) -> Any:
 class Callback:
     """Base of callbacks: objects that a trainer calls at certain points of a run.
 
-    All hooks, the ``on_...`` methods, do nothing unless overridden. They get the :class:`Trainer` and its
-    :class:`TrainModule`, and run on every rank. Hooks of an epoch or a run are called by all ranks together, so they
-    may communicate, on ``trainer.run.collective``. Hooks of a batch must not: they are not called on a rank that has
-    run out of data.
+    The hooks, the ``on_...`` methods, do nothing unless overridden. They receive the :class:`Trainer` and its
+    :class:`TrainModule`, and run on every rank. All ranks call the hooks of an epoch or a run together, so these may
+    communicate on ``trainer.run.collective``. Hooks of a batch must not, since a rank that is out of data does not call
+    them.
     """
 
     is_last: ClassVar[bool] = False
@@ -285,21 +287,21 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which checkpoints keep this callback's state; each callback of a trainer needs its own."""
+        """Name of this callback's state in checkpoints; each callback of a trainer needs its own."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for checkpoints and for the process that started the run: plain data and tensors."""
+        """Return the state for checkpoints and for the process that started the run: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
+        """Load a state."""
 
     def on_start(self, trainer: Any, module: TrainModule, stage: str) -> None:
         """Called before a run: ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def on_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called after a run, also after one that raised."""
+        """Called after a run, even if it raised."""
 
     def on_exception(self, trainer: Any, module: TrainModule, error: BaseException) -> None:
         """Called when a run raises; must not communicate."""
@@ -328,16 +330,16 @@ class Callback:
     def on_evaluation_batch_end(
         self, trainer: Any, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, stage: str
     ) -> None:
-        """Called after one of these batches."""
+        """Called after one batch of a validation, test or prediction."""
 
     def on_evaluation_end(self, trainer: Any, module: TrainModule, stage: str) -> None:
-        """Called after these batches; ``trainer.callback_metrics`` is up to date."""
+        """Called after the batches of a validation, test or prediction; ``trainer.callback_metrics`` is up to date."""
 
     def on_save_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint; called on the rank that writes it."""
+        """Add entries to a checkpoint; called on the rank that writes it."""
 
     def on_load_checkpoint(self, trainer: Any, module: TrainModule, checkpoint: Mapping[str, Any]) -> None:
-        """Take from a checkpoint."""
+        """Read entries from a checkpoint."""
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ optimizer_step optimizer_zero_grad prepare_data setup teardown test_epoch_end te
 training_step_end transfer_batch_to_device validation_epoch_end validation_step_end
 """
 _UNCALLED = frozenset(_NAMES.split())
-"""Methods of Lightning's modules and callbacks that are not called."""
+"""Methods that Lightning calls on modules and callbacks, and this trainer does not."""
 
 _NEEDED = {
     "fit": ("training_step", "configure_optimizers"),
@@ -362,28 +364,28 @@ _NEEDED = {
 
 
 def check_module(module: Any, stage: str, *, calls_val_dataloader: bool = True) -> None:
-    """Refuse a module that lacks what a run of this kind calls, or has hooks that nobody calls."""
+    """Raise a ``TypeError`` for a module without a method that the stage needs, or with hooks that are never called."""
     if not isinstance(module, TrainModule):
-        raise TypeError(f"module is a {type(module).__name__}; derive it from joinables.trainer.TrainModule [J181]")
+        raise TypeError(f"module is a {type(module).__name__}. Derive it from joinables.trainer.TrainModule. [J181]")
     for name in _NEEDED[stage]:
         if getattr(type(module), name) is getattr(TrainModule, name) and name not in vars(module):
-            raise TypeError(f"{type(module).__name__} has no {name}, which {stage} needs; write one [J182]")
+            raise TypeError(f"{type(module).__name__} has no {name}, which {stage} calls. Define that method. [J182]")
     refuse_hooks(module, _UNCALLED if calls_val_dataloader else _UNCALLED | {"val_dataloader"})
 
 
 def check_callback(callback: Any) -> None:
-    """Refuse what is no callback, or has hooks that nobody calls."""
+    """Raise a ``TypeError`` for an object that is not a callback, or has hooks that are never called."""
     if not isinstance(callback, Callback):
-        raise TypeError(f"callbacks has a {type(callback).__name__}; derive it from joinables.trainer.Callback [J177]")
+        raise TypeError(f"callbacks has a {type(callback).__name__}. Derive it from joinables.trainer.Callback. [J177]")
     hooks = {name for name in (*_UNCALLED, *vars(TrainModule)) if name.startswith("on_")}
     refuse_hooks(callback, (hooks | {"setup", "teardown"}) - vars(Callback).keys())
 
 
 def refuse_hooks(hooked: object, uncalled: Set[str]) -> None:
-    """Refuse a module or a callback with methods that Lightning calls and the trainer does not."""
+    """Raise a ``TypeError`` for a module or a callback with methods that Lightning calls and the trainer does not."""
     kind = type(hooked)
     if names := sorted(name for name in uncalled if callable(getattr(kind, name, None))):
         raise TypeError(
-            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(names)}; move what they do, and"
-            " rename those that are your own [J210]"
+            f"{kind.__name__} has hooks that the trainer does not call: {', '.join(names)}. Move their statements into"
+            " hooks that it calls, and rename methods that are not meant as hooks. [J210]"
         )

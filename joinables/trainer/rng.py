@@ -1,7 +1,7 @@
-"""The random state of a process: :func:`capture`, :func:`restore`.
+"""Random state of a process: :func:`capture`, :func:`restore`.
 
-It is that of the generators of Python, torch, this process's accelerator, and numpy if the program uses numpy. Captured
-states are plain data and tensors, so that a checkpoint can hold them.
+It consists of the states of the generators of Python, torch, this process's accelerator, and numpy if the program uses
+numpy. Captured states are plain data and tensors, so that a checkpoint can contain them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def seed_all(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """The state of all generators, as plain data and tensors: cheap enough for every step."""
+    """Return the state of all generators as plain data and tensors; cheap enough for every step."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (module := used_accelerator()) is not None:
         state["accelerator"] = module.get_rng_state()
@@ -37,40 +37,37 @@ def capture() -> dict[str, Any]:
 
 def restore(state: Mapping[str, Any]) -> None:
     """Put all generators into a captured state."""
-    version, words, gauss = state["python"]  # lists in older checkpoints
+    version, words, gauss = state["python"]  # these are lists in older checkpoints
     random.setstate((version, tuple(words), gauss))
     torch.set_rng_state(state["torch"])
     if "accelerator" in state and torch.accelerator.device_count():
-        torch.get_device_module().set_rng_state(state["accelerator"])  # when it is used first
+        torch.get_device_module().set_rng_state(state["accelerator"])  # takes effect when the device is first used
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
 
 
 def start_from(state: Mapping[str, Any]) -> None:
-    """Put the generators of a new process into the state that was captured in the process that started it.
+    """Put the generators of a new process into the state captured in the process that started it.
 
-    This process has chosen its device by then: the state is that of one.
+    This process has chosen its device by then, and the state is the state of one device.
     """
     restore(state)
     if "accelerator" not in state and torch.accelerator.device_count():
-        # That process has not used its GPU, which torch.manual_seed there would have seeded, too.
+        # The starting process has not used its GPU. If it had, torch.manual_seed would have seeded the GPU as well.
         torch.get_device_module().manual_seed_all(torch.initial_seed())
 
 
 def iterate(loader: Any) -> Iterator[Any]:
-    """Iterate over ``loader``; draws as many random numbers whether or not its workers are running already.
+    """Iterate over ``loader``; draws the same number of random numbers whether or not its workers are running already.
 
-    A ``DataLoader`` draws a seed when it starts workers: with every iterator, or with ``persistent_workers`` with the
-    first, which a fit that resumes has once more. What such workers draw themselves starts from a new seed then.
+    A ``DataLoader`` draws a seed when it starts workers. It does so with every iterator, or, with
+    ``persistent_workers``, with the first iterator only, and a fit that resumes has a first iterator again. The random
+    numbers that such workers draw start from a new seed then.
     """
     if not getattr(loader, "persistent_workers", False):
         return iter(loader)
-    torch.empty(
-        (), dtype=torch.int64, device="cpu"
-    ).random_()  # workers that are started in the next epoch get another seed
-    state = torch.get_rng_state()
-    try:
+    # Workers that are started in the next epoch get another seed.
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
+    with torch.random.fork_rng(devices=()):
         return iter(loader)
-    finally:
-        torch.set_rng_state(state)

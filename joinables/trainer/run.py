@@ -1,6 +1,6 @@
-"""One run on one rank: :class:`Run`, with its :class:`Task`, and its :class:`Position` in an epoch.
+"""State of one run on one rank: :class:`Run`, with its :class:`Task`, and its :class:`Position` in an epoch.
 
-A run lives from the start of a rank's work to its end, in the process of that rank; the trainer lives on.
+A run lives in the process of its rank, from the start of the rank's work to its end. The trainer lives longer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Uneven: TypeAlias = Literal["join", "stop", "error"]
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all ranks of a run, and the process that has set it.
+    """Task of all ranks of a run, from the process that started the run.
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        saved: the checkpoint to begin from, if any: its module, and for a fit, all of it.
-        folder: where callbacks leave their states for the process that asked for the run.
-        home: the id of that process; the ranks may be processes started for it.
-        random: the random state of that process, as of ``rng.capture``.
+        saved: The checkpoint to start from, if any. A fit loads all of it, other stages load the module only.
+        folder: The folder in which callbacks write their states for the process that started the run.
+        home: The id of that process; the ranks may be processes started for it.
+        random: The random state of that process, as of ``rng.capture``.
     """
 
     stage: str
@@ -48,22 +48,22 @@ class Task:
 
 
 class Counters:
-    """How far a fit is; a rank that ran out of data early takes over the others' counts when the block ends.
+    """Progress of a fit. A rank that was out of data early loads the other ranks' counts when the block ends.
 
     Attributes:
-        global_step: optimizer steps, over all fits.
-        epochs: completed epochs, over all fits.
+        global_step: The number of optimizer steps, over all fits.
+        epochs: The number of completed epochs, over all fits.
     """
 
     def __init__(self) -> None:
         self.global_step = self.epochs = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Both counts."""
+        """Return both counts."""
         return {"global_step": self.global_step, "epochs": self.epochs}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take over both counts."""
+        """Load both counts."""
         self.global_step, self.epochs = state["global_step"], state["epochs"]
 
 
@@ -85,20 +85,21 @@ class TrainerState:
 
 
 class CollectiveCall(OnGroup, Burst, Generic[T]):
-    """A call with collectives that all ranks make together, also those that have run out of data.
+    """A call with collectives that all ranks make together, including ranks that are out of data.
 
     Args:
-        collective: the ranks.
-        function: its first argument says whether this rank still has data; the others come from the call, if any.
+        collective: The collective of the ranks.
+        function: The function to call. Its first argument is whether this rank still has data. The arguments of the
+            call follow; a rank that is out of data passes none.
     """
 
     def __init__(self, collective: Collective, function: Callable[..., T]) -> None:
         super().__init__(collective)
         self._function = function
-        self._join: Any = None  # while a block is open
+        self._join: Any = None  # only while a block is open
 
     def __call__(self, *args: Any) -> T:
-        """Call the function, and have joined ranks call it, too."""
+        """Call the function, and have ranks that are out of data call it too."""
         if self._join is not None:
             self._join.channel.announce(self)
         return self._function(True, *args)
@@ -117,17 +118,17 @@ class CollectiveCall(OnGroup, Burst, Generic[T]):
 
 
 class Position:
-    """Where in an epoch a rank is, and its part of a snapshot: what a fit that resumes from here needs of this rank.
+    """Position of a rank in an epoch, and the rank's part of a snapshot.
 
     Args:
-        metrics: the store of the epoch's metrics, also while those of its validation are recorded elsewhere.
-        epoch: see below.
+        metrics: The store of the epoch's metrics, which stays the same while a validation records into another store.
+        epoch: The current epoch, from 0.
 
     Attributes:
-        epoch: the epoch under way, from 0.
-        batches_read: how many of its batches this rank has trained on; 0 between epochs.
-        sampler: what deals out the samples to train on, if the trainer does.
-        resume_from: this rank's part of the snapshot that the fit resumes from, until the first batches are read.
+        epoch: The current epoch, from 0.
+        batches_read: The number of the epoch's batches that this rank has trained on; 0 between epochs.
+        sampler: The sampler that distributes the training samples, if the trainer made one.
+        resume_from: This rank's part of the snapshot that the fit resumes from, until the first batches are read.
     """
 
     def __init__(self, metrics: MetricStore, epoch: int) -> None:
@@ -137,16 +138,16 @@ class Position:
         self._random_at_start: dict[str, Any] | None = None
         """The random state before the epoch's first batch was read; ``None`` between epochs."""
         self._random_before_read: dict[str, Any] | None = None
-        """The random state before the batch that comes next was read."""
+        """The random state before the next batch was read."""
         self._random_to_resume: dict[str, Any] | None = None
-        """The random state for a snapshot taken now; ``None`` if it is the present one.
+        """The random state for a snapshot taken now; ``None`` for the present state.
 
-        It is an older one where a fit that resumes from there does something again: see ``redo_from_here``, and in a
-        step, before which the next batch was read.
+        It is an older state if a fit that resumes from there repeats some work. This is so after ``redo_from_here``,
+        and in a step, since the next batch was read before the step.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of a snapshot taken now."""
+        """Return this rank's part of a snapshot taken now."""
         return self.resume_from or {
             "batches": self.batches_read,
             "start": None if self.sampler is None else self.sampler.start,
@@ -160,11 +161,11 @@ class Position:
     def load_state_dict(self, part: dict[str, Any]) -> None:
         """Have the fit resume from this rank's part of a snapshot."""
         self.resume_from = part
-        if part["random_at_start"] is None:  # else the generators are set as the batches are read again
+        if part["random_at_start"] is None:  # within an epoch, the generators are restored as batches are read again
             rng.restore(part["random"])
 
     def begin_epoch(self, epoch: int, loader: Any) -> None:
-        """Have ``loader`` deal out an epoch, or what is left of the one in which the fit resumes."""
+        """Have ``loader`` yield an epoch, or the remainder of the epoch in which the fit resumes."""
         self.epoch = epoch
         self.redo_from_here()
         set_epoch(loader, epoch)
@@ -172,24 +173,25 @@ class Position:
             self.sampler.set_epoch(epoch, self.resume_from["start"] or 0)
 
     def redo_from_here(self) -> None:
-        """Have a fit that resumes do again what follows: the hooks before an epoch's batches, or a validation.
+        """Have a fit that resumes repeat the work that follows: hooks before an epoch's batches, or a validation.
 
-        Snapshots have the random state of this moment until batches are read or the epoch ends.
+        Snapshots contain the random state of this moment until batches are read or the epoch ends.
         """
         self._random_to_resume = rng.capture()
 
     def batches(
         self, loader: Any, limit: int | None, voting: Callable[[Iterator[Any]], Iterator[Any]] | None
     ) -> Iterator[tuple[int, Any, bool]]:
-        """The batches of an epoch, each with its index and whether it is the last; begins where the fit resumes.
+        """Yield the batches of an epoch, from the position in which the fit resumes.
 
-        The next batch is read before the one at hand is used, since nothing else says which is the last.
+        Each batch comes with its index and whether it is the last. The next batch is read before the current one is
+        used, since nothing else shows which batch is the last.
 
         Args:
-            loader: this rank's batches.
-            limit: how many there may be.
-            voting: given the batches, returns those before which all ranks still have one; for ranks that do not know
-                each other's number.
+            loader: This rank's batches.
+            limit: The largest number of batches.
+            voting: If ranks do not know each other's number of batches, a function of the batches. It yields them
+                until a rank has no more.
         """
         part, self.resume_from = self.resume_from, None
         resumed = part if part is not None and part["random_at_start"] is not None else None
@@ -199,44 +201,44 @@ class Position:
             self._metrics.clear()
             self._metrics.merge(resumed["metrics"])
         self._random_at_start, self._random_to_resume = rng.capture(), None
-        coming: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader)), limit)
+        numbered: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader)), limit)
         for _ in range(self.batches_read):
-            next(coming, None)
+            next(numbered, None)
         if resumed is not None:
             # The next batch was read before the last step drew random numbers.
             rng.restore(resumed["random_before_read"])
         if voting is not None:
-            coming = voting(coming)
+            numbered = voting(numbered)
         self._random_before_read = rng.capture()
-        following = next(coming, None)
+        following = next(numbered, None)
         if resumed is not None:
             rng.restore(resumed["random"])
         while following is not None:
             index, batch = following
             self._random_to_resume = rng.capture()
-            following = next(coming, None)
+            following = next(numbered, None)
             yield index, batch, following is None
 
     def advance(self) -> None:
-        """Count a batch as trained on: a fit that resumes from here begins with the next."""
+        """Count a batch as trained on: a fit that resumes from here starts with the next."""
         self.batches_read += 1
         self._random_before_read, self._random_to_resume = self._random_to_resume, None
 
     def end_epoch(self) -> None:
-        """Forget the epoch, whose validation is over: a fit that resumes from here begins with the next."""
+        """Forget the epoch after its validation: a fit that resumes from here starts with the next epoch."""
         self.batches_read = 0
         self._random_at_start = self._random_before_read = self._random_to_resume = None
         self._metrics.clear()
 
 
 class Run:
-    """A run on one rank: the module on its device, the collective of the ranks, the metrics; for a fit, how far it is.
+    """A run on one rank: the module on its device, the collective of the ranks, the metrics, and the progress of a fit.
 
-    The trainer and the module are those of this process, which may be copies of the user's.
+    The trainer and the module are the objects of this process, which may be copies of the user's.
     """
 
     take_snapshot: CollectiveCall[dict[str, Any] | None]
-    """Takes a snapshot of the fit, see ``joinables.trainer.checkpoint``; all ranks call it."""
+    """Call that takes a snapshot of the fit, see ``joinables.trainer.checkpoint``; all ranks make it."""
 
     def __init__(self, trainer: TrainerState, module: TrainModule, task: Task, device: torch.device) -> None:
         self.trainer, self.module, self.task, self.device = trainer, module, task, device
@@ -246,16 +248,16 @@ class Run:
         self.takes_metrics = task.stage == "fit"
         """Whether metrics may be logged now."""
         self.samples = 1
-        """The number of samples in the batch at hand."""
+        """The number of samples in the current batch."""
         self.position = Position(self.store, trainer.counters.epochs)
         self.weight_unit: int | None = None
-        """How many samples weigh 1 in gradients, where batches may differ; ``None`` if all weigh the same."""
+        """The number of samples that weigh 1 in gradients; ``None`` if all batches weigh the same."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=trainer.dtype is torch.float16)
 
     def take(self, batch: Any) -> Any:
-        """The batch, on the device and in the run's precision; counts its samples."""
+        """Return the batch on the device and in the run's precision, and count its samples."""
         self.samples = samples_in(batch)
         doubles = self.trainer.dtype is torch.float64
         if self.device.type == "cpu" and not doubles:
@@ -268,7 +270,7 @@ class Run:
         return map_tensors(taken, batch)
 
     def autocast(self) -> torch.autocast:
-        """The context for a forward, in mixed precision or as the module is."""
+        """Return the context for a forward, in mixed precision or as the module is."""
         dtype = self.trainer.dtype
         is_mixed = dtype in (torch.bfloat16, torch.float16)
         return torch.autocast(self.device.type, dtype if is_mixed else None, enabled=is_mixed)
@@ -281,19 +283,21 @@ class Run:
     def log(self, name: str, value: Any, batch_size: int | None, reduce_fx: Reduction) -> None:
         """Record a metric; arguments as of ``TrainModule.log``."""
         if not self.takes_metrics:
-            where = "a prediction, or in a callback's on_start or on_end"
-            raise RuntimeError(f"metric {name!r} was logged in {where}, which have no metrics; log it elsewhere [J272]")
+            raise RuntimeError(
+                f"Metric {name!r} was logged in a prediction, or in a callback's on_start or on_end, which have no"
+                " metrics. Log it in a step or another hook. [J272]"
+            )
         self.store.record(name, value, self.samples if batch_size is None else batch_size, reduce_fx)
 
     def reduce_metrics(self) -> dict[str, float]:
-        """Reduce what was logged over all ranks, for the trainer too; the sums go on. One object all-gather."""
+        """Reduce the logged values over all ranks into the trainer's metrics; the sums stay. One object all-gather."""
         values = self.store.reduce(self.collective)
         self.trainer.metrics.update(values)
         return values
 
     @contextmanager
     def fresh_metrics(self) -> Generator[None]:
-        """A context in which metrics are recorded in a store of their own."""
+        """Return a context in which metrics are recorded in a separate store."""
         outer, self.store = self.store, MetricStore()
         try:
             yield

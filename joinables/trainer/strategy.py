@@ -1,11 +1,11 @@
-"""How a module is trained on the ranks of a run: :class:`Strategy` for one process, :class:`DDPStrategy` for several.
+"""Training of a module on the ranks of a run: :class:`Strategy` for one process, :class:`DDPStrategy` for several.
 
 A strategy starts the processes, owns the wrapper around the module, if there is one, and runs backward.
 
-The wrapper of :class:`DDPStrategy` is DDP around a :class:`joinables.LossGate`, whose forward returns the loss that it
-is given. The training step runs the user's module as it is, whatever methods it calls; then the loss goes through DDP,
-which finds the parameters behind it, and backward. So nothing of the user's module is replaced, and several backwards
-in one step are as many passes through the gate::
+The wrapper of :class:`DDPStrategy` is DDP around a :class:`joinables.LossGate`, whose forward returns its argument, the
+loss. The training step runs the user's module as it is, and may call any of its methods. Then the loss passes through
+DDP, which finds the parameters that it depends on, and backward follows. So no part of the user's module is replaced,
+and a step with several backwards passes the gate once for each of them::
 
     with strategy.block(...):              one epoch: Join, over what is trained
         loss = module.training_step(...)   no collective
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """How a module is trained on the ranks of a run: here, in one process and without a wrapper.
+    """Training on the ranks of a run; this base class trains in a single process, without a wrapper.
 
     One object serves one trainer.
     """
@@ -42,12 +42,12 @@ class Strategy:
     is_distributed: ClassVar[bool] = False
     shards_optimizers: bool = False
     report: JoinReport | None = None
-    """Who did what in the last block, which is an epoch."""
+    """Report on the ranks in the last block, which is an epoch."""
 
     def __init__(self) -> None:
         self._single = SingleCollective()
         self._parameters: list[torch.nn.Parameter] = []
-        self._unit = self._window = 0.0  # the first weight since the last step, and the sum of all, divided by it
+        self._unit = self._window = 0.0  # the window's first weight, and the sum of its weights divided by the first
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         """Run ``fn(*args)`` on all ranks and return rank 0's result."""
@@ -57,25 +57,25 @@ class Strategy:
 
     @property
     def collective(self) -> Collective:
-        """The ranks of the run."""
+        """Ranks of the run."""
         return collective_of(None) if self.is_distributed else self._single
 
     def wrap(self, module: torch.nn.Module, device: torch.device, *, several_backwards: bool) -> None:
-        """Wrap ``module`` for training; if it is wrapped here already, nothing happens.
+        """Wrap ``module`` for training; if this strategy has wrapped it already, do nothing.
 
         Args:
-            module: the module, on ``device``.
-            device: where it trains.
-            several_backwards: whether a step may run several backwards, each through a part of the parameters.
+            module: The module, on ``device``.
+            device: The device on which the module trains.
+            several_backwards: Whether a step may run several backwards, each through a part of the parameters.
 
         Raises:
-            TypeError: if it is wrapped already, by somebody else.
+            TypeError: If the module contains a data-parallel wrapper.
         """
         check_not_wrapped(module)
         self._parameters, self._window = list(module.parameters()), 0.0
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Return the optimizers to use in the run: ``optimizers`` themselves, or sharded ones in their place."""
+        """Return the optimizers for the run: ``optimizers`` themselves, or sharded ones that replace them."""
         return [sharded(optimizer) for optimizer in optimizers] if self.shards_optimizers else list(optimizers)
 
     def block(
@@ -84,10 +84,10 @@ class Strategy:
         """Return the context of one epoch, which ranks may leave at different times.
 
         Args:
-            listed: what is kept in step besides the module: optimizers, schedulers, anything that ``Join`` takes.
-            enable: whether ranks may have different numbers of batches, or batches that weigh differently.
-            throw: whether all ranks raise when the first has no more.
-            transform_gradients: what the loop does to gradients between backward and step.
+            listed: The objects to synchronise besides the module: optimizers, schedulers, all that ``Join`` accepts.
+            enable: Whether ranks may have different numbers of batches, or batches with different weights.
+            throw: Whether all ranks raise when the first is out of data.
+            transform_gradients: The changes that the loop makes to gradients between backward and step.
         """
         self.report = JoinReport()
         return contextlib.nullcontext()
@@ -96,16 +96,17 @@ class Strategy:
         """Add the gradients of ``loss``.
 
         Args:
-            loss: the mean over the samples of a batch.
-            weight: how many samples that are, where batches weigh differently; ``None`` if all weigh the same.
-            sync: whether an optimizer step follows: gradients are then the mean over all batches since the last such
+            loss: The mean over the samples of a batch.
+            weight: The weight of the batch, in proportion to its number of samples, if batches weigh differently;
+                ``None`` if all weigh the same.
+            sync: Whether an optimizer step follows. Gradients are then the mean over all batches since the last such
                 call, on all ranks.
-            **options: of ``torch.Tensor.backward``.
+            **options: Options of ``torch.Tensor.backward``.
         """
         if weight is None or (sync and not self._window):
             loss.backward(**options)
             return
-        # Divided by a weight of the window, so that gradients have the usual size, and half precision can hold them.
+        # The division by a weight of the window keeps gradients at their usual size, which half precision can hold.
         self._unit = self._unit if self._window else weight or 1.0
         self._window += weight / self._unit
         (loss * (weight / self._unit)).backward(**options)
@@ -116,24 +117,24 @@ class Strategy:
             self._window = 0.0
 
     def teardown(self) -> None:
-        """Drop the wrapper, if there is one, and its buckets."""
+        """Drop the wrapper and its buckets, if there are any."""
         self._parameters = []
 
 
 class DDPStrategy(Strategy):
-    """Training with ``DistributedDataParallel``, one process a rank.
+    """Training with ``DistributedDataParallel``, one process for each rank.
 
     Args:
-        start_method: how processes are started, where nobody else starts them.
-        find_unused_parameters: as in DDP; ``None`` is ``False``, but ``True`` under manual optimization, where a
-            backward may reach a part of the parameters only. If all backwards reach all of them, torch says so on
-            stderr: then give ``False``.
-        shard_optimizers: whether optimizers become ``ZeroRedundancyOptimizer``.
-        ddp_comm_state: first argument of ``ddp_comm_hook``.
-        ddp_comm_hook: communication hook of the gradients.
-        ddp_comm_wrapper: wraps the hook, as ``fp16_compress_wrapper`` does.
-        timeout: seconds that a joined or waiting rank gives the others, as in ``Join``.
-        **ddp_kwargs: other arguments of ``DistributedDataParallel``.
+        start_method: How processes are started, if no launcher has started them.
+        find_unused_parameters: As in DDP. ``None`` is ``False``, but ``True`` under manual optimization, where a
+            backward may reach only a part of the parameters. If all backwards reach all of them, torch reports that on
+            stderr; then pass ``False``.
+        shard_optimizers: Whether optimizers become ``ZeroRedundancyOptimizer``.
+        ddp_comm_state: The first argument of ``ddp_comm_hook``.
+        ddp_comm_hook: The communication hook of the gradients.
+        ddp_comm_wrapper: A wrapper of the hook, such as ``fp16_compress_wrapper``.
+        timeout: Seconds that a joined or waiting rank waits for the others, as in ``Join``.
+        **ddp_kwargs: Other arguments of ``DistributedDataParallel``.
     """
 
     is_distributed = True
@@ -157,8 +158,8 @@ class DDPStrategy(Strategy):
         self._hook = (ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self._timeout, self._ddp_kwargs = timeout, ddp_kwargs
         self.ddp: DistributedDataParallel | None = None
-        """The wrapper, while there is one."""
-        self._wrapped: tuple[Any, ...] = ()  # what the wrapper was made for
+        """The wrapper; ``None`` while the module is not wrapped."""
+        self._wrapped: tuple[Any, ...] = ()  # the module, process group and parameters that the wrapper was made for
         self._join: Join | None = None
 
     @override
@@ -230,12 +231,12 @@ class DDPStrategy(Strategy):
 def check_not_wrapped(module: torch.nn.Module) -> None:
     """Raise a ``TypeError`` for a module that contains a data-parallel wrapper."""
     if any(isinstance(part, (DistributedDataParallel, DataParallel)) for part in module.modules()):
-        raise TypeError(f"{type(module).__name__} contains a data-parallel wrapper; pass the bare module [J263]")
+        raise TypeError(f"{type(module).__name__} contains a data-parallel wrapper. Pass the bare module. [J263]")
 
 
 def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
-    """Return a ``ZeroRedundancyOptimizer`` of the same kind and groups as ``optimizer``, which has no state yet."""
-    from joinables.zero import ZeroRedundancyOptimizer  # it takes a second to import; most programs never need it
+    """Return a ``ZeroRedundancyOptimizer`` with the class and the groups of ``optimizer``, which has no state yet."""
+    from joinables.zero import ZeroRedundancyOptimizer  # its import takes a second, and most programs never need it
 
     options = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
@@ -266,25 +267,34 @@ _registry: dict[str, tuple[Callable[[], Strategy], str]] = {
 
 
 def register_strategy(name: str, make: Callable[[], Strategy], description: str) -> None:
-    """Make ``Trainer(strategy=name)`` use ``make()``.
+    """Register ``make`` as the strategy that ``Trainer(strategy=name)`` creates.
+
+    Args:
+        name: The new name.
+        make: A function that creates the strategy.
+        description: The description that :func:`strategies` returns.
 
     Raises:
-        ValueError: if the name is taken.
+        ValueError: If the name is taken.
     """
     if name in _registry:
-        raise ValueError(f"strategy {name!r} is registered already; use another name [J264]")
+        raise ValueError(f"The strategy {name!r} is registered already. Use another name. [J264]")
     _registry[name] = make, description
 
 
 def strategies() -> dict[str, str]:
-    """The names that ``Trainer(strategy=)`` takes, and what each stands for."""
+    """Return the names that ``Trainer(strategy=)`` accepts, each with its description."""
     return {name: description for name, (_, description) in sorted(_registry.items())}
 
 
 def strategy_of(strategy: str | Strategy) -> Strategy:
-    """Return ``strategy``, or the one registered under that name."""
+    """Return ``strategy``, or a new one if it is a registered name.
+
+    Raises:
+        ValueError: If the name is not registered.
+    """
     if isinstance(strategy, Strategy):
         return strategy
     if strategy not in _registry:
-        raise ValueError(f"strategy={strategy!r} is unknown; the known ones are {', '.join(strategies())} [J266]")
+        raise ValueError(f"strategy={strategy!r} is unknown. Use one of {', '.join(strategies())}. [J266]")
     return _registry[strategy][0]()

@@ -1,8 +1,8 @@
 """Training, validation, test and prediction in one call each: :class:`Trainer`.
 
-A call runs one function, :func:`work`, on every rank and returns its result. The processes are started for it, or
-torchrun, SLURM or MPI have started them; everything else is the same. The process that called gets everything back:
-weights, optimizer state, counters, metrics. So a second ``fit`` goes on where the first ended.
+A call runs one function, :func:`work`, on every rank and returns its result. The trainer starts the processes, or
+torchrun, SLURM or MPI have started them; all the rest is the same in both cases. The process that called receives the
+weights, the optimizer state, the counters and the metrics. So a second ``fit`` continues after the first.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16-mixed": torch.bfloat1
 
 @dataclass(frozen=True)
 class Result:
-    """One run's result; immutable, and the same whether the processes were started here or by a launcher.
+    """Result of one run; immutable, and the same whether the trainer or a launcher started the processes.
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        epochs: how many epochs were completed, over all fits.
-        global_step: how many optimizer steps were made, over all fits.
-        callback_metrics: the latest value of every metric.
-        callbacks: the callbacks' states, by ``state_key``.
-        join_report: steps, shadowed steps and idle time by rank in the last epoch; ``None`` before any.
-        stopped: whether a callback ended the fit.
-        metrics: those of this validation or test.
-        predictions: of a prediction, the batches' outputs in the order of the data set.
+        epochs: The number of completed epochs, over all fits.
+        global_step: The number of optimizer steps, over all fits.
+        callback_metrics: The latest value of every metric.
+        callbacks: The callbacks' states, by ``state_key``.
+        join_report: Steps, shadowed steps and idle time by rank in the last epoch; ``None`` before the first.
+        stopped: Whether a callback ended the fit.
+        metrics: The metrics of this validation or test.
+        predictions: The batches' outputs of a prediction, in the order of the data set.
     """
 
     stage: str
@@ -68,31 +68,32 @@ class Result:
 
 
 class Trainer(TrainerState):
-    """Trains modules, on one process or many, whatever their numbers of batches.
+    """Trainer of modules on one process or many, whose numbers of batches may differ.
 
     Args:
-        devices: processes on this node: a number, or ``"auto"`` for as many as torchrun, SLURM or MPI have started, or
-            one a GPU, or 1.
-        num_nodes: nodes; more than one needs a launcher, such as torchrun.
-        accelerator: ``"cpu"``; ``"cuda"``, or what else torch calls the devices of this machine; ``"gpu"`` for these,
-            whatever they are called; or ``"auto"`` for them if there are any.
-        strategy: a name, of which ``strategies()`` has the list, or a ``Strategy``; ``"auto"`` is ``"single"`` for one
-            process and ``"ddp"`` for several. ``"single"`` under torchrun, SLURM or MPI lets each process train alone.
+        devices: The number of processes on this node. ``"auto"`` is the number of processes that torchrun, SLURM or MPI
+            have started; without a launcher one for each GPU, or 1.
+        num_nodes: The number of nodes. More than one needs a launcher, such as torchrun.
+        accelerator: ``"cpu"``, or torch's name of the devices of this machine, such as ``"cuda"``. ``"gpu"`` is this
+            machine's accelerator under any name. ``"auto"`` is the accelerator if there is one, and the CPU otherwise.
+        strategy: A name from ``strategies()``, or a ``Strategy``. ``"auto"`` is ``"single"`` for one process and
+            ``"ddp"`` for several. With ``"single"`` under torchrun, SLURM or MPI, each process trains by itself.
         precision: 32, 64, ``"bf16-mixed"`` or ``"16-mixed"``.
-        max_epochs: when to stop, counted over all fits; by default after one epoch, or, with ``max_steps``, only then.
-        max_steps: when to stop at the latest, in optimizer steps; ``None`` for no such limit.
-        accumulate_grad_batches: batches for one optimizer step.
-        gradient_clip_val: largest norm of the gradient; ``None`` for no limit.
-        uneven: what happens if ranks have different numbers of batches: ``"join"`` trains on all of them, ``"stop"``
-            ends the epoch with the first rank that has no more, ``"error"`` raises.
-        callbacks: objects that are called at certain points of a run.
-        default_root_dir: where files go; by default, the current directory.
-        seed: where random numbers and the order of data start; with ``None``, ranks that are started here go on with
-            this process's random numbers, and this process goes on with rank 0's.
+        max_epochs: The number of epochs to stop after, over all fits. The default is one epoch, or no limit if
+            ``max_steps`` is set.
+        max_steps: The number of optimizer steps to stop after, over all fits; ``None`` for no limit.
+        accumulate_grad_batches: The number of batches in one optimizer step.
+        gradient_clip_val: The largest norm of the gradient; ``None`` for no limit.
+        uneven: The treatment of ranks with different numbers of batches: ``"join"`` trains on all batches, ``"stop"``
+            ends the epoch with the first rank that is out of data, and ``"error"`` raises.
+        callbacks: Objects that are called at certain points of a run.
+        default_root_dir: The folder for files; by default, the current directory.
+        seed: The seed of random numbers and of the order of data. With ``None``, ranks that are started here continue
+            with the random state of this process, and this process continues with that state of rank 0.
 
     Raises:
-        TypeError: if an argument is of a wrong type.
-        ValueError: if one is out of range, or does not go with another.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument is out of range, or cannot be combined with another.
     """
 
     def __init__(
@@ -118,12 +119,18 @@ class Trainer(TrainerState):
         self.world_size = _world_size(devices, num_nodes, self._accelerator, alone=strategy == "single")
         self.strategy = strategy_of(("single" if self.world_size == 1 else "ddp") if strategy == "auto" else strategy)
         if self.world_size > 1 and not self.strategy.is_distributed:
-            raise ValueError(f"strategy={strategy!r} is for one process; leave it out, or set devices=1 [J174]")
+            raise ValueError(
+                f"{strategy=} trains in a single process, but the trainer has {self.world_size}. Remove strategy= from"
+                " the Trainer's arguments, or pass devices=1. [J174]"
+            )
         self.dtype = _DTYPES[str(precision)]
         if self.dtype is torch.float16 and self.strategy.shards_optimizers:
-            raise ValueError("'16-mixed' does not go with sharded optimizers; use 'bf16-mixed' [J267]")
+            raise ValueError("'16-mixed' cannot train with sharded optimizers. Pass precision='bf16-mixed'. [J267]")
         if accumulate_grad_batches <= 0 or (gradient_clip_val is not None and gradient_clip_val <= 0):
-            raise ValueError(f"{accumulate_grad_batches=} and {gradient_clip_val=} must be positive [J168]")
+            raise ValueError(
+                f"{accumulate_grad_batches=} and {gradient_clip_val=} are not both positive. Pass positive numbers, or"
+                " gradient_clip_val=None for no clipping. [J168]"
+            )
         self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
         self.max_steps, self.seed = max_steps, seed
         self.accumulate_grad_batches, self.gradient_clip_val = accumulate_grad_batches, gradient_clip_val
@@ -134,15 +141,16 @@ class Trainer(TrainerState):
         self.metrics = {}
         """The latest value of every metric."""
         self.should_stop = False
-        """Set it, on any rank, to end the fit after the epoch under way."""
-        self._run: Run | None = None  # the one under way in this process
+        """Whether the fit ends after the current epoch; set it to ``True`` on any rank."""
+        self._run: Run | None = None  # the current run of this process
         self._last_module: weakref.ref[TrainModule] | None = None
         self._last_state: dict[str, Any] | None = None
-        """What the next fit of the last module resumes from, without its weights: see ``joinables.trainer.checkpoint``.
+        """The snapshot that the next fit of the last module resumes from, without the weights.
 
-        On rank 0 only, and ``None`` before a fit has ended.
+        It exists on rank 0 only, and is ``None`` before a fit has ended. :mod:`joinables.trainer.checkpoint` has its
+        form.
         """
-        self._first_states: dict[str, Any] = {}  # of callbacks, before their first fit, by state_key
+        self._first_states: dict[str, Any] = {}  # the callbacks' states before their first fit, by state_key
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -153,55 +161,63 @@ class Trainer(TrainerState):
         val_loader: Any = None,
         ckpt_path: Checkpoint = None,
     ) -> Result:
-        """Train ``module`` until there are ``max_epochs`` or ``max_steps``.
+        """Train ``module`` up to ``max_epochs`` or ``max_steps``.
 
-        A second call with the same module goes on where the first ended, once one of these was raised; one with another
-        module begins anew, callbacks too. A fit that raises leaves everything as it was before, if processes were
-        started for it; a module that is trained in this process keeps the weights that it had by then. Either way, each
-        ``ModelCheckpoint`` knows the files that it has written, so that a fit can go on from one of them.
+        A second call with the same module continues after the first, once you have raised one of these limits. A call
+        with another module starts from the beginning, and resets callbacks too.
+
+        If processes were started for a fit that raises, everything is as it was before the fit. A module that is
+        trained in this process keeps the weights of that moment. In both cases each ``ModelCheckpoint`` has the paths
+        of the files that it has written, so a fit can resume from one of them.
 
         Args:
-            module: what to train; it has the trained weights afterwards.
-            train_loader: batches; a ``DataLoader`` without a sampler of its own is dealt out to the ranks.
-            val_loader: batches to validate on after every epoch.
-            ckpt_path: a checkpoint to go on from instead, with its weights.
+            module: The module to train; it has the trained weights afterwards.
+            train_loader: Batches. The batches of a ``DataLoader`` without a sampler of its own are distributed over the
+                ranks.
+            val_loader: Batches to validate on after every epoch.
+            ckpt_path: A checkpoint to resume from, with its weights, instead of the last fit.
         """
         check_module(module, "fit", calls_val_dataloader=val_loader is not None)
         if val_loader is not None:
             check_module(module, "validate")
         if self.max_epochs is None and self.max_steps is None:
-            raise ValueError("max_epochs=None and max_steps=None: this fit would have no end; set one of them [J268]")
+            raise ValueError(
+                "max_epochs=None and max_steps=None set no end to this fit. Set one of them on the Trainer. [J268]"
+            )
         automatic = self.gradient_clip_val, self.accumulate_grad_batches, self.dtype is torch.float16
         if not module.automatic_optimization and automatic != (None, 1, False):
-            raise ValueError("clipping, accumulation and '16-mixed' need automatic_optimization; leave them out [J183]")
+            raise ValueError(
+                "Clipping, accumulation and '16-mixed' need automatic_optimization=True. Remove gradient_clip_val,"
+                " accumulate_grad_batches and precision='16-mixed' from the Trainer's arguments. [J183]"
+            )
         loaders = {"train_loader": train_loader, "val_loader": val_loader}
         return self._launch("fit", module, loaders, ckpt_path)
 
     def validate(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
-        """Run ``validation_step`` over ``loader``; return a list with the metrics, by name.
+        """Run ``validation_step`` over ``loader`` and return a list with the metrics, by name.
 
-        With ``ckpt_path``, ``module`` gets the weights of that checkpoint first, and keeps them; so in ``test`` and
-        ``predict``.
+        With ``ckpt_path``, ``module`` loads the weights of that checkpoint first, and keeps them. ``test`` and
+        ``predict`` do the same.
         """
         return [dict(self._launch("validate", module, {"loader": loader}, ckpt_path).metrics)]
 
     def test(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[dict[str, float]]:
-        """Run ``test_step`` over ``loader``; return a list with the metrics, by name."""
+        """Run ``test_step`` over ``loader`` and return a list with the metrics, by name."""
         return [dict(self._launch("test", module, {"loader": loader}, ckpt_path).metrics)]
 
     def predict(self, module: TrainModule, loader: Any, ckpt_path: Checkpoint = None) -> list[Any]:
-        """Run ``predict_step`` over ``loader``; return the outputs by batch, on the CPU, in the data set's order."""
+        """Run ``predict_step`` over ``loader`` and return each batch's outputs on the CPU, in the data set's order."""
         return list(self._launch("predict", module, {"loader": loader}, ckpt_path).predictions)
 
     def _launch(self, stage: str, module: TrainModule, loaders: dict[str, Any], ckpt_path: Any) -> Result:
-        """Have all ranks do their part of a run, and bring its results into this process."""
+        """Run a stage on all ranks, and bring its results into this process."""
         check_module(module, stage)
         for name, loader in loaders.items():
             if isinstance(loader, Dataset):
-                raise TypeError(f"{name} is a data set; wrap it: DataLoader(dataset, batch_size=...) [J186]")
+                raise TypeError(f"{name} is a data set. Wrap it: DataLoader(dataset, batch_size=...). [J186]")
         if self._run is not None:
-            raise RuntimeError(f"this trainer is in a run, in which {stage} cannot be called; call it after [J270]")
-        # A missing or broken file is told here, before anything changes, and not by a worker.
+            raise RuntimeError(f"This trainer is running, so {stage} cannot be called. Call it after the run. [J270]")
+        # This process reads the file, before anything changes: a missing or broken one does not fail in a worker.
         saved = None if ckpt_path is None else read_checkpoint(ckpt_path)
         if stage == "fit":
             self._begin(module)
@@ -220,15 +236,15 @@ class Trainer(TrainerState):
                 self.counters.load_state_dict(before)
                 raise
         if home is not None:
-            self._take_over(module, result, home)
+            self._load_home(module, result, home)
         if state is not None:
             kept = {name: value for name, value in state.items() if name != "module"}
-            # Copies: the optimizer of the next fit would go on in the same tensors.
+            # The tensors are copied, since the optimizer of the next fit would change them.
             self._last_state = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, kept)
         return result
 
     def _begin(self, module: TrainModule) -> None:
-        """Begin a fit; for another module, forget the last one, and have callbacks be as before their own first."""
+        """Begin a fit; for another module, forget the last one, and reset callbacks to before their first fit."""
         self.should_stop = False
         if self._last_module is None or self._last_module() is not module:
             self._last_module, self._last_state = weakref.ref(module), None
@@ -240,11 +256,11 @@ class Trainer(TrainerState):
             self._first_states.setdefault(callback.state_key, copy.deepcopy(callback.state_dict()))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process gets the state with its task, and does not need the rest.
+        # Another process receives these states with its task.
         return {**vars(self), "_last_module": None, "_last_state": None, "_first_states": {}}
 
-    def _take_over(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
-        """Bring this process to the state of rank 0's, another one."""
+    def _load_home(self, module: TrainModule, result: Result, home: dict[str, Any]) -> None:
+        """Load the state of rank 0, which is another process, into this one."""
         self.metrics = dict(result.callback_metrics)
         self.counters.load_state_dict({"epochs": result.epochs, "global_step": result.global_step})
         self.should_stop, self.strategy.report = result.stopped, result.join_report
@@ -261,28 +277,28 @@ class Trainer(TrainerState):
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest value of every metric, as tensors."""
+        """Latest value of every metric, as tensors."""
         return {name: torch.tensor(value, dtype=torch.float64, device="cpu") for name, value in self.metrics.items()}
 
     @property
     def join_report(self) -> JoinReport | None:
-        """Who did what in the last epoch; ``None`` before any."""
+        """Report on the ranks in the last epoch; ``None`` before the first."""
         return self.strategy.report
 
     @property
     def run(self) -> Run:
-        """The run under way.
+        """Current run.
 
         Raises:
-            RuntimeError: outside a run.
+            RuntimeError: Outside a run.
         """
         if self._run is None:
-            raise RuntimeError("there is no run of the trainer under way; call this in a hook or a step [J271]")
+            raise RuntimeError("The trainer has no current run. Call this in a hook or a step. [J271]")
         return self._run
 
     @property
     def global_rank(self) -> int:
-        """The rank of this process; outside a run 0, or what torchrun, SLURM or MPI say."""
+        """Rank of this process; outside a run 0, or the rank that torchrun, SLURM or MPI have set."""
         if self._run is not None:
             return self._run.collective.rank
         environment = detect_environment() if self.strategy.is_distributed else None
@@ -295,48 +311,55 @@ class Trainer(TrainerState):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch under way, from 0; outside a fit, the number of completed ones."""
+        """Current epoch, from 0; outside a fit, the number of completed epochs."""
         return self.counters.epochs if self._run is None else self._run.position.epoch
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps, over all fits."""
+        """Number of optimizer steps, over all fits."""
         return self.counters.global_step
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> bool:
-        """Write a checkpoint; called on all ranks at the same step, those without data excepted, or after the fit.
+        """Write a checkpoint.
 
-        All ranks hold parts of it, so a call on one rank alone is an error. A fit resumes from the file bit for bit,
-        whichever hook it was written in; between the batches of one accumulated step, without the gradients so far.
+        All ranks hold parts of it, so all ranks with data call this at the same step, or all ranks call it after the
+        fit. A fit resumes from the file bit for bit, in whichever hook it was written. Between the batches of one
+        accumulated step, the file does not contain the gradients so far.
+
+        Args:
+            path: The file to write.
 
         Returns:
-            Whether this rank is the one that wrote it.
+            Whether this rank wrote the file.
 
         Raises:
-            RuntimeError: before any fit, in another run, or when the module that was trained is gone.
-            TypeError: if a state holds more than plain data and tensors.
+            RuntimeError: Before any fit, in another run, or after the trained module was deleted.
+            TypeError: If a state holds objects other than plain data and tensors.
         """
         if self._run is not None and self._run.optimizers:
             state = self._run.take_snapshot()
         else:
             module, state = self._last_module and self._last_module(), self._last_state
             if self._run is not None or module is None or (state is None and self.is_global_zero):
-                raise RuntimeError("there is no fit, nor state and module of one; save in a fit, or after it [J275]")
+                raise RuntimeError(
+                    "The trainer has no fit to save, or the module of its last fit is gone. Call save_checkpoint in a"
+                    " fit, or after one while you hold its module. [J275]"
+                )
             state = None if state is None else {**state, "module": module.state_dict()}
         if state is not None:
             write_checkpoint(state, path)
         return state is not None
 
     def note(self, callback: Callback) -> None:
-        """Let the process that started the run have the state of one of its callbacks, even if the run then fails."""
+        """Send a callback's state to the process that started the run, which receives it even if the run fails."""
         task = self.run.task
         if os.getpid() != task.home:
             path = task.folder / f"callback-{self.callbacks.index(callback)}"
             torch.save(callback.state_dict(), path.with_suffix(".part"))
-            path.with_suffix(".part").replace(path)  # it is whole, even if this process is killed
+            path.with_suffix(".part").replace(path)  # the file is complete, even if this process is killed
 
     def device_of(self, rank: int) -> torch.device:
-        """The device on which this process computes, as ``rank``."""
+        """Return the device on which this process computes as ``rank``."""
         if self._accelerator == "cpu":
             return torch.device("cpu")
         environment = detect_environment()
@@ -349,38 +372,41 @@ class Trainer(TrainerState):
 
 
 def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Refuse what is none of the ``known`` values."""
+    """Raise a ``ValueError`` unless ``value`` is one of ``known``."""
     if value not in known:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(known)} [J166]")
+        raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known)}. [J166]")
 
 
 def _world_size(devices: Any, num_nodes: int, accelerator: str, *, alone: bool) -> int:
-    """The number of processes on all nodes.
+    """Return the number of processes on all nodes.
 
-    With ``devices="auto"``, that is as many as a launcher has started; without a launcher, one for each GPU, or 1.
+    With ``devices="auto"``, it is the number that a launcher has started; without a launcher, one for each GPU, or 1.
     """
     environment = detect_environment()
     started = None if environment is None else environment.place.world_size
-    there = None if accelerator == "cpu" else torch.accelerator.device_count()
-    wanted = (1 if alone else started or there or 1) if devices == "auto" else devices * num_nodes
-    too_many = (num_nodes > 1 and started is None) or (there is not None and devices != "auto" and devices > there)
+    gpus = None if accelerator == "cpu" else torch.accelerator.device_count()
+    wanted = (1 if alone else started or gpus or 1) if devices == "auto" else devices * num_nodes
+    too_many = (num_nodes > 1 and started is None) or (gpus is not None and devices != "auto" and devices > gpus)
     if wanted < 1 or too_many or (started not in (None, wanted) and not (alone and wanted == 1)):
         raise ValueError(
-            f"devices={devices} and num_nodes={num_nodes}, but there are {there} GPUs here, and torchrun, SLURM or MPI"
-            f" started {started} processes; leave both out, or pass strategy='single' for each to train alone [J172]"
+            f"{devices=} and {num_nodes=} do not fit this machine's GPUs ({gpus}) or the processes that torchrun, SLURM"
+            f" or MPI started ({started}). Remove devices and num_nodes from the Trainer's arguments, or pass"
+            " strategy='single' to have each process train by itself. [J172]"
         )
     return wanted
 
 
 def _in_order(callbacks: Any) -> list[Callback]:
-    """The callbacks in the order in which they are called."""
+    """Return the callbacks in the order in which they are called."""
     listed: list[Any] = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
     for callback in listed:
         check_callback(callback)
     listed.sort(key=lambda callback: callback.is_last)
     keys = [callback.state_key for callback in listed]
     if len(set(keys)) < len(keys):
-        raise ValueError(f"callbacks has several of one state_key: {', '.join(keys)}; give each its own [J178]")
+        raise ValueError(
+            f"Several callbacks have the same state_key: {', '.join(keys)}. Define a different one for each. [J178]"
+        )
     return listed
 
 
@@ -393,7 +419,7 @@ def work(
     """Do one rank's part of a run; called on all ranks.
 
     Returns:
-        The result; the state of a fit, on rank 0; and what else is to get home, if that is another process.
+        The result, the snapshot of a fit on rank 0, and the weights and random state if another process asked for them.
     """
     is_at_home, device = os.getpid() == task.home, trainer.device_of(trainer.strategy.collective.rank)
     if device.type != "cpu":
@@ -401,11 +427,11 @@ def work(
     if not is_at_home:
         rng.start_from(task.random)
     run = (Fit if task.stage == "fit" else Run)(trainer, module, task, device)
-    made: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     state: dict[str, Any] | None = None
     trainer._run, module._trainer = run, trainer  # pyright: ignore[reportPrivateUsage]
     try:
-        with keeping_modes(module), _telling_callbacks(run):
+        with keeping_modes(module), _calling_callbacks(run):
             if isinstance(run, Fit):
                 run.start(**loaders)
                 run.run()
@@ -413,7 +439,7 @@ def work(
             else:
                 if task.saved is not None:
                     module.load_state_dict(task.saved["module"])
-                made["metrics"], made["predictions"] = evaluate(run, loaders["loader"], task.stage)
+                outputs["metrics"], outputs["predictions"] = evaluate(run, loaders["loader"], task.stage)
     finally:
         if isinstance(run, Fit):
             run.end()
@@ -426,7 +452,7 @@ def work(
         callbacks={callback.state_key: callback.state_dict() for callback in trainer.callbacks},
         join_report=trainer.join_report,
         stopped=trainer.should_stop,
-        **made,
+        **outputs,
     )
     if is_at_home or run.collective.rank != 0:
         return result, state, None
@@ -435,8 +461,8 @@ def work(
 
 
 @contextmanager
-def _telling_callbacks(run: Run) -> Generator[None]:
-    """A context that calls the callbacks' ``on_start``, ``on_end``, and ``on_exception`` with what is raised in it."""
+def _calling_callbacks(run: Run) -> Generator[None]:
+    """Return a context that calls the callbacks' ``on_start``, ``on_end``, and ``on_exception`` if it raises."""
     try:
         run.call("on_start", run.task.stage)
         run.takes_metrics = run.task.stage != "predict"
@@ -444,7 +470,7 @@ def _telling_callbacks(run: Run) -> Generator[None]:
     except BaseException as error:
         try:
             run.call("on_exception", error)
-        except Exception:  # the exception that is under way says more
+        except Exception:  # the exception of the run says more
             logger.exception("a callback raised in on_exception")
         raise
     finally:

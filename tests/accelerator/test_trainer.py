@@ -98,7 +98,7 @@ def launch(rank: int) -> None:
     result = Trainer(devices=2, max_epochs=1, strategy=Registers()).fit(module, loader())
     assert result.global_step == 5 and module.net[0].weight.device.type == "cpu"
     dist.destroy_process_group()
-    with pytest.raises(LaunchError, match="this process has used its GPU"):
+    with pytest.raises(LaunchError, match="This process has used its GPU"):
         Trainer(accelerator="gpu", devices=2, strategy="ddp_fork").fit(module, loader())
 
 

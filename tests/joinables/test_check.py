@@ -61,7 +61,7 @@ def test_an_interface_that_is_not_there(ending: Ending) -> None:
     assert end.result == 1
     assert "note   headers travel in messages" in end.text
     assert "JOIN_SHARED_MEMORY=0 forbids it\n" in end.text
-    wrong = r"^WRONG  GLOO_SOCKET_IFNAME=lo,no0: there is no interface 'no0'; set it to"
+    wrong = r"^WRONG  GLOO_SOCKET_IFNAME=lo,no0 names the interface 'no0', which is missing. Set it to"
     assert re.search(wrong, end.text, re.MULTILINE)
 
 

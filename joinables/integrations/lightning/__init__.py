@@ -1,4 +1,4 @@
-"""Uneven and empty loaders in Lightning's ``Trainer``: :class:`JoinStrategy`, also as ``strategy="join"``.
+"""Uneven and empty loaders in Lightning's ``Trainer``: :class:`JoinStrategy`, or ``strategy="join"``.
 
 ::
 
@@ -6,22 +6,22 @@
 
     Trainer(strategy=JoinStrategy(), devices=2).fit(module, loader)
 
-A step of the trainer on all ranks, with what communicates::
+A step of the trainer on all ranks, with its collectives::
 
-    rank with data                                   rank without
-    --------------                                   ------------
+    rank with data                                   rank without data
+    --------------                                   -----------------
     roll call of the loop is read, the next starts   the same
     its batch                                        a dummy, with no samples
-    training_step, on the module itself              the same; what it logs counts nothing
-    the loss goes through DDP around a LossGate:     the same; what its forward did to buffers is
-      buffers of the lowest rank with data             replaced by these
+    training_step, on the module itself              the same; its logged values count nothing
+    the loss goes through DDP around a LossGate:     the same; these buffers replace the changes of
+      buffers of the lowest rank with data             its own forward
     backward: gradients times weight, summed         zeros, with weight 0
     optimizer and schedulers step                    the same
 
 The block around such steps is closed for a validation, for a checkpoint and at the end of an epoch, so that these find
 the same state on all ranks. Validation and test run in blocks of their own, one for each loader.
 
-In Fabric, list what it has set up: ``Join([fabric_model, fabric_optimizer])``.
+In Fabric, list the objects that it has set up: ``Join([fabric_model, fabric_optimizer])``.
 """
 
 from __future__ import annotations

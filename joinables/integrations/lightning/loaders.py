@@ -1,14 +1,15 @@
-"""The data of a trainer's loops on this rank: its samplers, its loaders, and the :class:`Fetcher` of their batches.
+"""Data of a trainer's loops on this rank: its samplers, its loaders, and the :class:`Fetcher` of their batches.
 
-Torch's ``DistributedSampler`` repeats samples until all ranks have as many. Here that is not needed, and a sample that
-counts twice is not what one process would train on: :func:`trim`.
+Torch's ``DistributedSampler`` repeats samples until all ranks have the same number. Uneven ranks do not need that, and
+a single process would not train on a sample twice: see :func:`trim`.
 
-Lightning counts the steps of an epoch by the length of its loader, refuses a loader without batches where others have
-some, and keeps the state of loaders of rank 0 in its checkpoints. So each loader is wrapped where the strategy may do
-so, and all ranks tell each other how long theirs are, and, for each checkpoint, where in it they are: :class:`Loader`.
+Lightning counts the steps of an epoch by the length of its loader. It refuses a loader without batches if other ranks
+have some, and keeps only rank 0's loader states in its checkpoints. So each loader is wrapped at the point where the
+strategy may do so (:class:`Loader`), and all ranks exchange the lengths of their loaders, and, for each checkpoint,
+their states.
 
-A batch is fetched when the loop's body begins, and not a batch ahead as Lightning's own fetchers do where a loader has
-no length: a step of ``Join.iterate`` is then a step of the body. ``done`` is the same on all ranks.
+A batch is fetched when the loop body begins, not one batch ahead as Lightning's own fetchers do for a loader without a
+length. So a step of ``Join.iterate`` is a step of the loop body. ``done`` is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from joinables.integrations.lightning.names import DataFetcher, rank_zero_warn
 
 
 class InjectedRank(int):
-    """The rank of samplers that Lightning injects: a user's own have a plain number."""
+    """Rank in a sampler that Lightning injects; a user's own samplers have a plain number."""
 
 
 def trim(loader: Any) -> None:
-    """Keep the sampler of ``loader`` from repeating samples, if Lightning has injected it; else warn if it repeats any.
+    """Keep a sampler that Lightning has injected from repeating samples, or warn if a user's sampler repeats any.
 
     Args:
-        loader: as Lightning has prepared it.
+        loader: The loader, as Lightning has prepared it.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
@@ -48,18 +49,18 @@ def trim(loader: Any) -> None:
         sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
     elif sampler.total_size > samples:
         rank_zero_warn(
-            f"this DistributedSampler repeats {sampler.total_size - samples} of {samples} samples to give all ranks as"
-            " many, and they count twice: leave the sampler out, then Trainer(strategy=JoinStrategy()) deals the"
-            " samples and repeats none"
+            f"This DistributedSampler repeats {sampler.total_size - samples} of {samples} samples to give all ranks the"
+            " same number, and they count twice. Remove the sampler from the loader, so that"
+            " Trainer(strategy=JoinStrategy()) distributes the samples and repeats none."
         )
 
 
 class Loader:
-    """A loader with the length of the longest of all ranks; without one if some rank's has none.
+    """Loader with the length of the longest loader of all ranks, or without a length if a rank's loader has none.
 
     Args:
-        loader: this rank's.
-        length: that of the longest.
+        loader: This rank's loader.
+        length: The length of the longest loader; ``None`` if it is unknown.
     """
 
     def __init__(self, loader: Any, length: int | None) -> None:
@@ -70,11 +71,12 @@ class Loader:
 
     def __len__(self) -> int:
         if self.length is None:
-            raise TypeError(f"some rank's {type(self.loader).__name__} has no length; give it one on all ranks [J124]")
+            kind = type(self.loader).__name__
+            raise TypeError(f"The {kind} of at least one rank has no length. Define __len__ on all ranks. [J124]")
         return self.length
 
     def __getattr__(self, name: str) -> Any:  # sampler, dataset, ...
-        if name == "loader" or name.startswith("__"):  # while it is being unpickled
+        if name == "loader" or name.startswith("__"):  # this is called before __init__ when a loader is unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -84,33 +86,33 @@ class Loader:
 
 
 class StatefulLoader(Loader):
-    """A loader with ``state_dict``: its state is that of all ranks' loaders, as of the batches that were used."""
+    """Loader with ``state_dict``: the states of all ranks' loaders, after the batches that were used."""
 
     used: Any = None
-    """The state of this rank's loader after the batch that was used last; ``None`` before it is known."""
+    """The state of this rank's loader after the last batch that was used; ``None`` before it is known."""
 
     @property
     def state(self) -> Any:
-        """A copy of the present state of this rank's loader; ``None`` if it has none."""
+        """Copy of the present state of this rank's loader; ``None`` if it has none."""
         return copy.deepcopy(self.loader.state_dict()) if hasattr(self.loader, "state_dict") else None
 
     def state_dict(self) -> dict[str, Any]:
-        """All ranks' states; all ranks call this."""
+        """Return all ranks' states; all ranks call this."""
         return {"ranks": collective_of(None).all_gather_object(self.state if self.used is None else self.used)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over this rank's state.
+        """Load this rank's state.
 
         Raises:
-            ValueError: if the checkpoint is of another number of ranks, or of a loader that was not wrapped.
+            ValueError: If a different number of ranks wrote the checkpoint, or if its loader was not wrapped.
         """
         ranks: Sequence[Any] | None = state_dict.get("ranks")
         collective = collective_of(None)
         if ranks is None or len(ranks) != collective.world_size:
-            states = "no states of" if ranks is None else f"the states of {len(ranks)} and not of"
+            count = "no" if ranks is None else len(ranks)
             raise ValueError(
-                f"the checkpoint has {states} {collective.world_size} ranks' loaders; resume on as many ranks, with"
-                " the same strategy, or from the end of an epoch [J125]"
+                f"The checkpoint has the loader states of {count} ranks, but the trainer has {collective.world_size}."
+                " Resume with the number of ranks and the strategy that wrote it, or from the end of an epoch. [J125]"
             )
         self.used = ranks[collective.rank]
         if self.used is not None:
@@ -118,10 +120,10 @@ class StatefulLoader(Loader):
 
 
 def wrapped(loader: Any) -> Loader:
-    """Wrap this rank's loader; all ranks do, each its own.
+    """Wrap this rank's loader; all ranks call this together, each with its own loader.
 
     Args:
-        loader: what can be iterated.
+        loader: Any iterable.
     """
     if isinstance(loader, Loader):
         return loader
@@ -133,19 +135,19 @@ def wrapped(loader: Any) -> Loader:
 
 
 class Source:
-    """This rank's training batches of one epoch, iterated by one block after the other.
+    """This rank's training batches of one epoch; one block after the other iterates over them.
 
-    Batches that a block has read and not handed out are read again by the next.
+    Batches that a block has read and not yielded are yielded again in the next block.
 
     Args:
-        combined_loader: Lightning's, over wrapped loaders.
+        combined_loader: Lightning's combined loader, over wrapped loaders.
     """
 
     def __init__(self, combined_loader: Any) -> None:
-        # One generator for all blocks: a combined loader begins anew whenever it is asked for its iterator.
+        # All blocks share one generator, since a combined loader starts again whenever it is iterated over.
         self._batches: Iterator[Any] = (batch for batch, *_ in combined_loader)
         self._loaders = [part for part in combined_loader.flattened if isinstance(part, StatefulLoader)]
-        self._ahead: deque[tuple[Any, list[Any]]] = deque()  # read and not used: batches, and states after them
+        self._ahead: deque[tuple[Any, list[Any]]] = deque()  # batches that were read and not used, with later states
         self._at_end: list[Any] | None = None
         self._use(self._states())
 
@@ -158,16 +160,16 @@ class Source:
             self._at_end = self._states()
 
     def limit(self, batches: float) -> None:
-        """Read so many batches at most."""
+        """Limit the number of batches that are still read."""
         self._batches = iter(limited(self._batches, batches))
 
     def used(self) -> None:
-        """Note that the next batch was handed out."""
+        """Record that the next batch was yielded."""
         _, states = self._ahead.popleft()
         self._use(states)
 
     def end(self) -> None:
-        """Note that all batches of all ranks were handed out: loaders are in the state in which many begin anew."""
+        """Record that all ranks' batches were yielded: many loaders start again from the state they have then."""
         if self._at_end is not None and not self._ahead:
             self._use(self._at_end)
 
@@ -180,13 +182,13 @@ class Source:
 
 
 class Fetcher(DataFetcher):
-    """Fetches the batches of a loop in blocks.
+    """Fetcher of the batches of a loop, in blocks.
 
     Args:
-        blocks: the trainer's.
-        make_join: makes the ``Join`` of the next block.
-        trainer: the Lightning trainer.
-        trains: whether the loop trains, and does not evaluate.
+        blocks: The trainer's blocks.
+        make_join: A function that makes the ``Join`` of the next block.
+        trainer: The Lightning trainer.
+        trains: Whether the loop trains rather than evaluates.
     """
 
     def __init__(self, blocks: Blocks, make_join: Callable[[], Join], trainer: Any, *, trains: bool) -> None:
@@ -196,11 +198,13 @@ class Fetcher(DataFetcher):
     @override
     def setup(self, combined_loader: Any) -> None:
         super().setup(combined_loader)
-        if self._trains and combined_loader._mode == "min_size":  # the longest of the ranks' shortest loaders
+        if (
+            self._trains and combined_loader._mode == "min_size"
+        ):  # its length is the longest of the ranks' shortest loaders
             own = min(length_of(part.loader) or 0 for part in combined_loader.flattened)
             longest = max(collective_of(None).all_gather_object(own))
             for part in combined_loader.flattened:
-                part.length = part.length and longest  # None where a rank has a stream
+                part.length = part.length and longest  # None if a rank has a stream
 
     @override
     def reset(self) -> None:
@@ -219,16 +223,16 @@ class Fetcher(DataFetcher):
         self._blocks.close()
         super().teardown()
 
-    # Each of these yields a batch, its number, and that of its loader; ``done`` is set before the last one.
+    # Each of these yields a batch, its number, and its loader's number. They set done before they yield the last one.
 
     def _training(self, source: Source) -> Iterator[tuple[Any, int, int]]:
-        """An epoch, in which a block that was closed in its middle is followed by another.
+        """Yield an epoch; if a block is closed in the middle of it, another block follows.
 
-        One that begins inside a window of accumulation, as a resumed run may, has only the rest of it.
+        A block that begins inside an accumulation window, as a resumed run's may, has only the rest of the window.
         """
         blocks, window = self._blocks, self._trainer.accumulate_grad_batches
         source.limit(max(limits(self.combined_loader)) - self.fetched)
-        whole = True  # whether the windows of the block are
+        whole = True  # whether the windows of the current block are whole
         while not self.done:
             before = self.fetched % window
             if not (blocks.trains and (whole or before)):
@@ -236,7 +240,7 @@ class Fetcher(DataFetcher):
                 whole = not before
             try:
                 batch = next(blocks)
-            except StopIteration:  # no rank has any
+            except StopIteration:  # all ranks are out of data
                 source.end()
                 return
             if not blocks.is_dummy:
@@ -247,9 +251,9 @@ class Fetcher(DataFetcher):
             yield batch, self.fetched, 0
 
     def _evaluation(self) -> Iterator[tuple[Any, int, int]]:
-        """An evaluation, in a block for each loader, if one comes after the other."""
+        """Yield an evaluation, in a block for each loader if the loaders follow each other."""
         combined = self.combined_loader
-        if combined._mode == "sequential":  # one loader's batches after the other's
+        if combined._mode == "sequential":  # the loaders' batches follow each other
             loaders = list(map(limited, combined.flattened, limits(combined)))
         else:
             loaders = [limited((batch for batch, *_ in combined), max(limits(combined), default=0))]
@@ -261,10 +265,10 @@ class Fetcher(DataFetcher):
 
 
 def limits(combined_loader: Any) -> Iterable[float]:
-    """How many batches of each loader there may be, at most."""
+    """Return the largest number of batches for each loader."""
     return combined_loader.limits or [float("inf")] * len(combined_loader.flattened)
 
 
 def limited(loader: Iterable[Any], limit: float) -> Iterable[Any]:
-    """So many batches of a loader at most."""
+    """Return at most ``limit`` batches of a loader."""
     return loader if limit == float("inf") else islice(loader, int(limit))

@@ -1,6 +1,6 @@
 """Logged values and torchmetrics of a ``LightningModule``: :class:`LoggedValues`, :func:`metrics_of`.
 
-All ranks log the same keys, so their reductions match; the values of dummies, often NaN, are left out of them::
+All ranks log the same keys, so their reductions match. The values of dummies, often NaN, do not enter these::
 
     reduction     rank with data          dummy
     ---------     --------------          -----
@@ -8,9 +8,9 @@ All ranks log the same keys, so their reductions match; the values of dummies, o
     mean, epoch   sum, samples            0, 0
     sum           value                   0
     max, min      value                   -inf, inf
-    none          value                   the one of before; nothing, if there was none
+    none          value                   the previous value; nothing, if there was none
 
-The mean over ranks of a step weighs their batches as their gradients, and so is the value of one process.
+The mean over ranks in a step has the weights of their gradients, so it equals the value of a single process.
 
 Metrics are merged over all ranks when a block ends. So no metric communicates by itself, a rank without updates takes
 part, and states may be lists of any length.
@@ -33,11 +33,11 @@ from joinables.modules import replaced
 
 
 class LoggedValues(ResultCollection):
-    """Takes the place of Lightning's collection of what one loop has logged.
+    """Collection of the values that one loop has logged; it replaces Lightning's own.
 
     Args:
-        training: whether the loop trains.
-        blocks: the trainer's.
+        training: Whether the loop trains.
+        blocks: The trainer's blocks.
     """
 
     def __init__(self, training: bool, blocks: Blocks) -> None:
@@ -53,11 +53,11 @@ class LoggedValues(ResultCollection):
             elif logged.meta.sync.should:
                 super().update_metrics(key, _nothing(value, logged.meta), 0)
             elif not logged.update_called:
-                logged.has_reset = True  # there is no value
+                logged.has_reset = True  # the metric has no value
 
 
 def _nothing(value: torch.Tensor, meta: Any) -> torch.Tensor:
-    """A value that changes no mean, sum, minimum or maximum."""
+    """Return a value that changes no mean, sum, minimum or maximum."""
     if meta.is_max_reduction or meta.is_min_reduction:
         value = value if value.is_floating_point() else value.float()
         return torch.full_like(value, float("-inf" if meta.is_max_reduction else "inf"))
@@ -65,17 +65,17 @@ def _nothing(value: torch.Tensor, meta: Any) -> torch.Tensor:
 
 
 class LoggedMetric(MetricAtEnd):
-    """A metric that is merged when the block ends; for a dummy, ``forward`` returns a value that may be logged."""
+    """Metric that is merged when the block ends; for a dummy, ``forward`` returns a value that can be logged."""
 
     @override
-    def _see(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_on_batch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._join.shadowing or method.__name__ == "update":
-            return super()._see(method, *args, **kwargs)
-        return _twin_of(self._target)(*args, **kwargs)  # of the same keys as the other ranks', if it has any
+            return super()._call_on_batch(method, *args, **kwargs)
+        return _twin_of(self._target)(*args, **kwargs)  # it has the same keys as on the other ranks
 
 
 def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:
-    """The joinables of the metrics in ``module``; metrics inside of others come with these."""
+    """Yield a joinable for each metric in ``module``; it covers the metrics inside that metric."""
     for child in module.children():
         if is_mergeable(child):
             yield LoggedMetric(child)
@@ -84,7 +84,7 @@ def metrics_of(module: torch.nn.Module) -> Iterator[LoggedMetric]:
 
 
 def _twin_of(metric: Any) -> Any:
-    """A copy of the metric after ``reset``; tensors that this does not replace, such as a network's, are shared."""
+    """Return a copy of the metric after ``reset``; tensors that ``reset`` keeps, such as a network's, are shared."""
     states = [part.metric_state for part in metrics_in(metric).values()]
     tensors = [*metric.parameters(), *metric.buffers(), *pytree.tree_leaves(states)]
     twin = copy.deepcopy(metric, {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})

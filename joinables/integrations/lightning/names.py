@@ -1,4 +1,4 @@
-"""Lightning's classes and functions that this package uses, also private ones: tried with 2.5 and 2.6."""
+"""Lightning's public and private names that this package uses; tried with 2.5 and 2.6."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 OLDEST = (2, 5)
 
-_INSTALL = "install one of the versions that this was tried with: pip install 'lightning>=2.5,<2.7'"
+_INSTALL = "Install a version that it was tried with: pip install 'lightning>=2.5,<2.7'."
 
 
 def check_version(version: str) -> None:
     """Raise an ``ImportError`` for a version of Lightning that is too old."""
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
-        raise ImportError(f"joinables.integrations.lightning does not support lightning {version}; {_INSTALL} [J128]")
+        raise ImportError(f"joinables.integrations.lightning does not support lightning {version}. {_INSTALL} [J128]")
 
 
 try:
     version: str = importlib.import_module("lightning").__version__
 except ImportError as error:
     raise ImportError(
-        "joinables.integrations.lightning needs the package lightning, which cannot be imported: pip install"
-        " 'joinables[lightning]' [J126]"
+        "joinables.integrations.lightning needs the package lightning, which cannot be imported. Run pip install"
+        " 'joinables[lightning]'. [J126]"
     ) from error
 check_version(version)
 
 if TYPE_CHECKING:
 
     class OfLightning(Any):
-        """What has all attributes: Lightning is not there where types are checked."""
+        """Base with all attributes, since Lightning is not installed where types are checked."""
 
 
 try:
@@ -47,5 +47,5 @@ try:
     select_data_fetcher, _ = (loop._select_data_fetcher for loop in LOOPS)
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"joinables.integrations.lightning does not support lightning {version} ({error}); {_INSTALL} [J127]"
+        f"joinables.integrations.lightning does not support lightning {version} ({error}). {_INSTALL} [J127]"
     ) from error

@@ -3,11 +3,11 @@
 Lightning has no hook for the fetchers of its loops: ``_select_data_fetcher`` of the loops' modules is replaced by
 :func:`select_fetcher` while a trainer with this strategy runs.
 
-Its loops broadcast something before each fetch, where nobody looks who is missing. So all ranks meet at the end of each
-training step: one that has left out a backward finds that there.
+Lightning's loops broadcast before each fetch without checking for missing ranks. So all ranks meet at the end of each
+training step, where a rank that has skipped a backward raises.
 """
 
-# What Lightning's methods return is unknown where types are checked.
+# The types of Lightning's results are unknown to the type checker.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from joinables.integrations.lightning.names import LOOPS, Callback, DDPStrategy,
 from joinables.loss_gate import LossGate
 from joinables.modules import replaced
 
-WAYS_OUT = {
-    "J093|J113|by returning None": "return loss * 0 if nothing is to be learnt, and call manual_backward on all ranks;"
-    " or leave such batches out by JoinStrategy(weigh=function), which returns 0 for them",
-    "J104": "Trainer(sync_batchnorm=False)",
-    "J473": "Trainer(strategy='join_find_unused_parameters_true')",
+FIXES = {
+    "J093|J113|by returning None": "Return loss * 0 to ignore a batch, and call manual_backward on all ranks. Or pass"
+    " JoinStrategy(weigh=function) with a function that returns 0 for such batches.",
+    "J104": "Pass Trainer(sync_batchnorm=False).",
+    "J473": "Pass Trainer(strategy='join_find_unused_parameters_true').",
 }
-"""What errors of ``Join``, and one of Lightning's own, mean to a user of Lightning, by words in their texts."""
+"""Fixes in terms of Lightning, by patterns of messages, of ``Join`` and of Lightning."""
 
 
 class JoinStrategy(DDPStrategy):
-    """DDP for loaders of any lengths, also none: ``Trainer(strategy=JoinStrategy(), devices=2)``.
+    """DDP for loaders of any lengths, and empty ones: ``Trainer(strategy=JoinStrategy(), devices=2)``.
 
-    All ranks run the trainer's loops equally often. A rank that has run out of batches gets dummies, its last batch
-    again, that count nothing: not in gradients, not in buffers, not in what is logged. A step that keeps sums of its
-    own asks :attr:`shadowing`. In ``predict``, each rank runs as often as it has batches.
+    All ranks run the same number of steps in the trainer's loops. A rank that is out of batches receives dummies,
+    copies of its last batch. Dummies count in no gradient, buffer or logged value. A step that keeps sums of its own
+    checks :attr:`shadowing`. In ``predict``, each rank runs one step for each of its batches.
 
     Args:
-        weigh: what a batch counts in gradients and in logged means over ranks: ``"samples"``, its number of samples;
-            ``"equal"``, the same for each; or a function that gets the batch as the loader hands it out and returns
-            a number that is not negative, such as that of its tokens. The loss is to be a mean over what is counted.
-        **options: those of Lightning's ``DDPStrategy``, and through it of ``DistributedDataParallel``.
+        weigh: The weight of a batch in gradients and in logged means over ranks. ``"samples"`` is its number of
+            samples, and ``"equal"`` the same weight for each batch. A function receives the batch as the loader yields
+            it, and returns a number that is not negative, such as its number of tokens. Return a loss that is the mean
+            over the counted samples or tokens.
+        **options: Options of Lightning's ``DDPStrategy``, which passes others on to ``DistributedDataParallel``.
 
     Raises:
-        ValueError: for a ``weigh`` that is none of these; on fitting, for a validation in the middle of a window of
-            accumulation.
-        TypeError: on fitting, for a module that has ``DistributedDataParallel`` in it, or a step that takes
+        ValueError: If ``weigh`` is none of these; when fitting, if a validation begins in an accumulation window.
+        TypeError: When fitting, if the module contains ``DistributedDataParallel``, or a step takes
             ``dataloader_iter``.
     """
 
@@ -72,7 +72,7 @@ class JoinStrategy(DDPStrategy):
         super().__init__(*args, **options)
         self._forward_redirection = _called_directly
         self._blocks = Blocks(weigh)
-        self._failure: BaseException | None = None  # raised on closing the block of a run that has failed
+        self._failure: BaseException | None = None  # the error of closing a failed run's block
         self._trainer: Any = None
         self._first = FirstCallback()
         self._replaced = ExitStack()
@@ -85,8 +85,8 @@ class JoinStrategy(DDPStrategy):
         for name, part in trainer.lightning_module.named_modules():
             if isinstance(part, DistributedDataParallel):
                 raise TypeError(
-                    f"{name!r} of {type(trainer.lightning_module).__name__} is in DistributedDataParallel already, and"
-                    " JoinStrategy wraps the whole LightningModule; hand it over bare [J129]"
+                    f"{name!r} of {type(trainer.lightning_module).__name__} is in DistributedDataParallel already, but"
+                    " JoinStrategy wraps the whole LightningModule. Do not wrap its parts. [J129]"
                 )
         super().setup(trainer)
         for module in LOOPS:
@@ -122,13 +122,13 @@ class JoinStrategy(DDPStrategy):
 
     @property
     def shadowing(self) -> bool:
-        """Whether the batch in hand is a dummy, which must not count: ``self.trainer.strategy.shadowing`` in a step."""
+        """Whether the current batch is a dummy, which must not count: ``self.trainer.strategy.shadowing`` in a step."""
         return self._blocks.is_dummy
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
     def fetcher(self, stage: Any) -> Fetcher:
-        """The fetcher of the batches of a loop that begins.
+        """Return the fetcher of the batches of a loop that begins.
 
         Args:
             stage: Lightning's ``RunningStage``.
@@ -136,20 +136,20 @@ class JoinStrategy(DDPStrategy):
         step = {"train": "training_step", "test": "test_step"}.get(stage, "validation_step")
         if "dataloader_iter" in inspect.signature(getattr(self.lightning_module, step)).parameters:
             raise TypeError(
-                f"{step} takes dataloader_iter, and JoinStrategy has to fetch the batches, to know who has any: write"
-                f" {step}(self, batch, batch_idx) [J130]"
+                f"{step} takes dataloader_iter, but JoinStrategy has to fetch the batches itself. Define it as"
+                f" {step}(self, batch, batch_idx). [J130]"
             )
         if stage != "train":
             if self._blocks.is_in_window:
                 raise ValueError(
-                    "a validation begins in the middle of a window of accumulation, whose weights end with the block:"
-                    " make val_check_interval a multiple of accumulate_grad_batches [J131]"
+                    "A validation begins in the middle of an accumulation window, whose weights end with the block."
+                    " Set val_check_interval to a multiple of accumulate_grad_batches. [J131]"
                 )
             return Fetcher(self._blocks, self._join_of_evaluation, self._trainer, trains=False)
         return Fetcher(self._blocks, self._join_of_training, self._trainer, trains=True)
 
     def _join_of_training(self) -> Join:
-        # Other optimizers, and schedulers, take the same steps on all ranks.
+        # Schedulers and other optimizers take the same steps on all ranks.
         sharded = [optimizer for optimizer in self.optimizers if isinstance(optimizer, TorchJoinable)]
         return Join(
             [self.model, *sharded, *metrics_of(self.lightning_module)],
@@ -163,7 +163,7 @@ class JoinStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._blocks.trains and not (self._blocks.is_in_window or self._trainer.interrupted):
-            self._blocks.close()  # a rank without data has not the others' buffers before
+            self._blocks.close()  # until then, a rank without data has other buffers
         return super().lightning_module_state_dict()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -174,13 +174,13 @@ class JoinStrategy(DDPStrategy):
         before = reducer.copied_buffers(self.model) if restores else {}
         try:
             return super().training_step(*args, **kwargs)
-        finally:  # in a window of accumulation, those of a rank with data come with its last backward only
+        finally:  # a rank with data broadcasts its buffers only with the last backward of an accumulation window
             if restores:
                 reducer.restore_buffers(self.model, before)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        pass  # DDP sees a forward, which is the gate's, before each backward
+        pass  # DDP sees a forward of the gate before each backward
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -206,14 +206,18 @@ class JoinStrategy(DDPStrategy):
     @override
     def all_gather(self, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         if self._blocks.in_step:
-            raise TypeError("self.all_gather in a step has rows of dummies; call self.log(..., sync_dist=True) [J522]")
+            raise TypeError(
+                "self.all_gather in a step would return rows of dummies too. Call self.log(..., sync_dist=True). [J522]"
+            )
         return super().all_gather(tensor, *args, **named)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._trainer is None or not self._trainer.interrupted:  # else others do not come
+        if (
+            self._trainer is None or not self._trainer.interrupted
+        ):  # after an interruption the other ranks do not call it
             super().barrier(*args, **kwargs)
 
     @override
@@ -224,7 +228,7 @@ class JoinStrategy(DDPStrategy):
 
 
 class FirstCallback(Callback):
-    """The first callback of a trainer: the others find state in step on all ranks, or know the error of all ranks."""
+    """First callback of a trainer, so that the others see synchronised state, or the error of all ranks."""
 
     @override
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -243,21 +247,22 @@ class FirstCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        for words in filter(lambda words: re.search(words, str(exception)), WAYS_OUT):
-            add_note(exception, f"In Lightning: {WAYS_OUT[words]}")
+        for pattern, fix in FIXES.items():
+            if re.search(pattern, str(exception)):
+                add_note(exception, f"In Lightning: {fix}")
         try:
-            trainer.strategy._blocks.close(exception)  # which tells the other ranks
-        except Exception as failure:  # of another rank, and the cause of this one's
+            trainer.strategy._blocks.close(exception)  # sends it to the other ranks
+        except Exception as failure:  # another rank failed first, and caused the failure of this one
             trainer.strategy._failure = failure
 
 
 def _called_directly(wrapper: Any, module: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a step of a ``LightningModule`` on itself and not through its wrapper, which the loss alone goes through."""
+    """Call a step on the ``LightningModule`` itself, without its wrapper: only the loss passes through that."""
     return getattr(module, method)(*args, **kwargs)
 
 
 def select_fetcher(trainer: Any, stage: Any) -> Any:
-    """The fetcher of a trainer's loop: from a strategy with a method ``fetcher``, or else Lightning's own."""
+    """Return the fetcher of a trainer's loop: from a strategy with a method ``fetcher``, or Lightning's own."""
     fetcher = getattr(trainer.strategy, "fetcher", None)
     return select_data_fetcher(trainer, stage) if fetcher is None else fetcher(stage)
 

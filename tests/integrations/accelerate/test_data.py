@@ -35,7 +35,7 @@ def gather(rank: int, counts: tuple[int, ...]) -> tuple[Any, ...]:
                 gathered = accelerate.gather_for_metrics({"x": x, "y": (model(x), x.sum())})
                 found.append([gathered["x"], gathered["y"][0], gathered["y"][1]])
                 names += accelerate.gather_for_metrics([f"{rank}: {len(x)}"], use_gather_object=True)
-            with pytest.raises(JoinError, match=r"never come to accelerator\.gather_for_metrics outside"):
+            with pytest.raises(JoinError, match=r"never call accelerator\.gather_for_metrics outside"):
                 accelerate.gather_for_metrics(torch.ones(1))
         return found, names, accelerate.gather_for_metrics(torch.ones(1)).shape
 
@@ -78,7 +78,7 @@ def test_samples_that_are_repeated(pool: Pool, given: bool, inside: bool | None)
     assert (found == [0.0, 1.0, 2.0, 3.0, 4.0]) is not repeats
     for _, told, after in results:
         assert after is given
-        texts = [text for text in told if "a prepared loader repeats samples" in text]
+        texts = [text for text in told if "A prepared loader repeats samples" in text]
         assert len(texts) == (given and inside is None)
 
 
@@ -106,7 +106,7 @@ def test_batches_that_are_dispatched(pool: Pool, iterate: bool) -> None:
     results = pool.run(read_dispatched, iterate, ranks=RANKS)
     assert [found for found, _ in results] == [[0.0, 1.0, 4.0], [2.0, 3.0, 0.0]]
     for _, told in results:
-        assert any("gives all ranks as many batches, and may repeat samples" in text for text in told)
+        assert any("yields the same number of batches on all ranks, and may repeat samples" in text for text in told)
 
 
 def scale(rank: int, iterate: bool) -> tuple[dict[str, torch.Tensor], float]:
@@ -168,8 +168,8 @@ def refused(rank: int) -> list[str]:
 
 def test_what_is_refused(pool: Pool) -> None:
     expected = [
-        "TypeError: accelerator is a MLP; give an accelerate.Accelerator",
-        "ValueError: the model is wrapped in DistributedDataParallel twice",
+        "TypeError: accelerator is a MLP. Pass an accelerate.Accelerator",
+        "ValueError: The model is wrapped in DistributedDataParallel twice",
         r"ValueError: joinables=\[MLP\] has no object that communicates",
         "ValueError: sync_each_batch=True reduces each micro-batch",
         "ValueError: FSDP1 cannot join",
@@ -189,7 +189,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(imported("accelerate"), "__version__", version)
             check_accelerator(accelerate)
         monkeypatch.setattr(imported("accelerate"), "__version__", "1.14.2")
-        with pytest.raises(ImportError, match=r"needs Accelerate 1\.15 or newer, not 1\.14\.2; upgrade it"):
+        with pytest.raises(ImportError, match=r"does not support Accelerate 1\.14\.2\. Install 1\.15 or newer"):
             check_accelerator(accelerate)
 
 

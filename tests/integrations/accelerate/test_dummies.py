@@ -78,12 +78,12 @@ def reduce(rank: int, counts: tuple[int, ...]) -> list[Any]:
                     accelerate.set_trigger()  # at the first dummy
                 found.append([kinds[0]["x"].item(), kinds[1]["n"].item(), mean.item(), accelerate.check_trigger()])
                 found[-1].append(accelerate.gradient_state.end_of_dataloader)
-                with pytest.raises(JoinError, match=r"call accelerator\.gather_for_metrics, which has not"):
+                with pytest.raises(JoinError, match=r"Call accelerator\.gather_for_metrics, which does not"):
                     accelerate.gather(step)
             for collective in (accelerate.reduce, accelerate.gather):
-                with pytest.raises(JoinError, match="ranks without data never come to accelerator"):
+                with pytest.raises(JoinError, match="Ranks without data never call accelerator"):
                     collective(torch.ones(1))
-            with pytest.raises(JoinError, match=r"ranks without data never come to accelerator\.reduce"):
+            with pytest.raises(JoinError, match=r"Ranks without data never call accelerator\.reduce"):
                 accelerate.check_trigger()
         assert {"gather", "reduce", "gradient_state"} & set(vars(accelerate)) == {"gradient_state"}
         assert accelerate.gather(torch.ones(1)).shape == (RANKS,)
@@ -161,7 +161,7 @@ def read(rank: int, folder: str, save: str, count: int) -> list[list[float]]:
                         if save == "inside":
                             accelerate.save_state(folder)
                         if save == "refused":
-                            with pytest.raises(JoinError, match="save_state has one place for all ranks"):
+                            with pytest.raises(JoinError, match="save_state has one place for the loader states"):
                                 accelerate.save_state(folder)
                         break
             if stop == 2:

@@ -183,7 +183,7 @@ class Gathers(Module):
         loss = super().training_step(data, index)
         mean = self.trainer.strategy.reduce(loss.detach())
         if index:
-            with pytest.raises(TypeError, match=r"self\.all_gather in a step has rows of dummies"):
+            with pytest.raises(TypeError, match=r"self\.all_gather in a step would return rows of dummies"):
                 self.all_gather(mean)
         else:
             self.mean = mean
@@ -211,7 +211,7 @@ def train_synchronised(rank: int) -> None:
     case = Case(norm=True)
     with sync_batch_norm_on_cpu(), pytest.raises(ValueError, match="contains SyncBatchNorm") as caught:
         trainer_of(case, sync_batchnorm=True).fit(Module(case), loader_of("stream", rank, 1))
-    assert "In Lightning: Trainer(sync_batchnorm=False)" in getattr(caught.value, "__notes__", [])
+    assert "In Lightning: Pass Trainer(sync_batchnorm=False)." in getattr(caught.value, "__notes__", [])
 
 
 def test_synchronised_norms_are_refused(ending: Ending) -> None:

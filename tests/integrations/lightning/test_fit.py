@@ -55,7 +55,7 @@ def test_as_one_process(ending: Ending, case: Case) -> None:
 
 
 def validate_in_a_window(rank: int) -> None:
-    with pytest.raises(ValueError, match="make val_check_interval a multiple of accumulate_grad_batches"):
+    with pytest.raises(ValueError, match="Set val_check_interval to a multiple of accumulate_grad_batches"):
         fit(rank, Case(val_counts=(2, 1), validate_every=3, accumulate=2))
 
 

@@ -72,10 +72,10 @@ def refused(rank: int) -> list[str]:
 
 def test_what_is_refused(pool: Pool) -> None:
     starts = [
-        "average_tokens_across_devices=False weighs each rank's mean alike",
-        "auto_find_batch_size=True begins again",
-        "the model is wrapped in DistributedDataParallel twice",
-        "the train_dataset of ranks [0] has no length",
+        "average_tokens_across_devices=False weights the means of all ranks equally",
+        "auto_find_batch_size=True restarts the training",
+        "The model is wrapped in DistributedDataParallel twice",
+        "The train_dataset of ranks [0] has no length",
     ]
     for told in pool.run(refused, ranks=RANKS, timeout=40):
         assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
@@ -88,12 +88,12 @@ def test_classes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     for bases in ((transformers.Trainer, JoinTrainerMixin), (JoinTrainerMixin,), (Tuner, JoinTrainer)):
-        with pytest.raises(TypeError, match="Wrong must list JoinTrainerMixin before"):
+        with pytest.raises(TypeError, match="Wrong does not list JoinTrainerMixin before"):
             type("Wrong", bases, {})
     for bases in ((JoinTrainerMixin, Tuner), (JoinTrainer, transformers.Trainer), (JoinTrainer,)):
         type("Right", bases, {})
     monkeypatch.delattr(transformers.Trainer, "_run_epoch")
-    with pytest.raises(ImportError, match=r"has no _run_epoch; install transformers 5\.23"):
+    with pytest.raises(ImportError, match=r"has no _run_epoch, which JoinTrainer needs\. Install transformers 5\.23"):
         type("Old", (JoinTrainerMixin, transformers.Trainer), {})
 
 

@@ -40,7 +40,7 @@ def guarded() -> Any:
             self.dummies += self.shadowing
             if not torch.isfinite(loss) or not loss.item():
                 raise ValueError("there is nothing to learn")
-            with pytest.raises(JoinError, match=r"call accelerator\.gather_for_metrics"):
+            with pytest.raises(JoinError, match=r"Call accelerator\.gather_for_metrics"):
                 self.accelerator.gather(loss.detach())
             return loss
 
@@ -130,4 +130,4 @@ def warned(rank: int, same: bool) -> list[str]:
 @pytest.mark.parametrize("same", [False, True])
 def test_ranks_that_read_the_same_stream_are_warned(pool: Pool, same: bool) -> None:
     for told in pool.run(warned, same, ranks=RANKS, timeout=60):
-        assert [text.partition(" begins")[0] for text in told] == ["the train_dataset of ranks [0, 1]"] * same
+        assert [text.partition(" begins")[0] for text in told] == ["The train_dataset of ranks [0, 1]"] * same

@@ -604,6 +604,4 @@ def late_backward(rank: int, kind: str, leaves: bool) -> str:
 @pytest.mark.parametrize("kind", ["DDP", "sharded"])
 def test_a_backward_after_the_loop_in_which_its_forward_ran_on_a_dummy(ending: Ending, kind: str, leaves: bool) -> None:
     name = "FSDPMLP" if kind == "sharded" else "MLP"
-    assert_blamed(
-        ending.run(late_backward, kind, leaves), 1, f"ProtocolError: a backward of {name} came after the loop"
-    )
+    assert_blamed(ending.run(late_backward, kind, leaves), 1, f"ProtocolError: A backward of {name} ran after the loop")

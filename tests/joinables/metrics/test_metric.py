@@ -411,7 +411,7 @@ def test_what_cannot_be_merged_is_an_error() -> None:
     makers = {
         "dist_sync_on_step=True of SumMetric communicates": lambda: SumMetric(dist_sync_on_step=True),
         "compute_with_cache=False of SumMetric": lambda: MetricCollection([SumMetric(compute_with_cache=False)]),
-        "call its unsync": synced,
+        "Call its unsync": synced,
         "Running has states that cannot be merged": lambda: Running(SumMetric(), 2),
         "MetricTracker keeps the metrics of many epochs": lambda: MetricTracker(MeanSquaredError()),
     }

@@ -70,7 +70,7 @@ def test_shuffled_order_changes_with_the_epoch() -> None:
 
 
 def test_a_start_beyond_the_data() -> None:
-    with pytest.raises(ValueError, match=r"start=4 must be from 0 to the 3 samples"):
+    with pytest.raises(ValueError, match=r"start=4 is not a number of samples"):
         UnevenDistributedSampler(range(3), 1, 0).set_epoch(0, 4)
 
 

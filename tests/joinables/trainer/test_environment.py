@@ -94,19 +94,19 @@ def test_conformance(recorded: Mapping[str, str], name: str | None, place: Place
 
 
 MALFORMED: list[tuple[Mapping[str, str], str]] = [
-    (TORCHRUN | {"RANK": "abc"}, "RANK='abc' must be a whole number; torchrun has started this process"),
-    (TORCHRUN | {"RANK": "-1"}, "RANK='-1' must be a whole number"),
-    (TORCHRUN | {"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
-    (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE='' must be a whole number"),
-    (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT must be set"),
-    (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT='x' must be a whole number"),
-    (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 must be below SLURM_NTASKS=5"),
-    (SRUN | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' must be a whole number"),
-    (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 must be below"),
-    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE='' must be"),
-    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR and MASTER_PORT must be set"),
-    (HYDRA | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT must be set"),
-    (HYDRA | {"MASTER_PORT": "", "PMI_RANK": "1", "PMI_SIZE": "2"}, "MASTER_PORT must be set"),
+    (TORCHRUN | {"RANK": "abc"}, r"RANK='abc' is not a whole number\. Start the script with torchrun"),
+    (TORCHRUN | {"RANK": "-1"}, "RANK='-1' is not a whole number"),
+    (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+    (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE='' is not a whole number"),
+    (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT do not name"),
+    (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT='x' is not a whole number"),
+    (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 is not below SLURM_NTASKS=5"),
+    (SRUN | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' is not a whole number"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2 is not below"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE='' is not"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR and MASTER_PORT do not name"),
+    (HYDRA | {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT do not name"),
+    (HYDRA | {"MASTER_PORT": "", "PMI_RANK": "1", "PMI_SIZE": "2"}, "MASTER_PORT do not name"),
     *[(SRUN | {"SLURM_STEP_NODELIST": nodes}, "MASTER_ADDR and") for nodes in ("node[", "node[]", "[a-b]", "a b")],
 ]
 

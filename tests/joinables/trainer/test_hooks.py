@@ -110,7 +110,7 @@ def test_options_of_backward(pool: Pool) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(torch.zeros(()), inputs=[])
 
-    with pytest.raises(TypeError, match=r"takes retain_graph and create_graph; .*inputs"):
+    with pytest.raises(TypeError, match=r"manual_backward does not accept .*inputs"):
         Trainer().fit(Inputs(), loader())
 
 
@@ -133,7 +133,7 @@ class ByHand(Classifier):
 @pytest.mark.parametrize(
     ("module", "loaders", "text"),
     [
-        (Elsewhere(), (), "Elsewhere has hooks .* not call: on_fit_start, setup; move what they do"),
+        (Elsewhere(), (), r"Elsewhere has hooks .* not call: on_fit_start, setup\. Move their statements"),
         (Validates(), (), "Validates has hooks .* val_dataloader"),
     ],
 )
@@ -152,5 +152,5 @@ class Lightnings(Callback):
 
 
 def test_callbacks_with_other_hooks() -> None:
-    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_validation_epoch_end; move"):
+    with pytest.raises(TypeError, match=r"Lightnings has hooks .*: on_validation_epoch_end\. Move"):
         Trainer(callbacks=Lightnings())

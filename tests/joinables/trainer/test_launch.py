@@ -233,7 +233,7 @@ def test_same_exception_with_the_worker_s_traceback(rank: int) -> None:
     [("lock", "WithLock: holds a lock"), ("local", "Inside: cannot be named"), ("needy", r"Needy: no luck \(7\)")],
 )
 def test_exception_that_cannot_be_pickled(what: str, text: str) -> None:
-    with pytest.raises(WorkerRaised, match=f"rank 1 raised an exception that cannot be pickled: .*{text}") as caught:
+    with pytest.raises(WorkerRaised, match=f"Rank 1 raised an exception that cannot be pickled: .*{text}") as caught:
         local().launch(raises, what, 1)
     assert text.replace("\\", "") in str(caught.value.__cause__)
 
@@ -308,13 +308,13 @@ def dies(how: str, rank: int) -> str:
 @pytest.mark.parametrize(
     ("how", "rank", "text"),
     [
-        ("3", 1, "^rank 1 exited with code 3 before it returned a result"),
-        ("0", 1, "^rank 1 exited with code 0 before it returned a result"),
-        ("0", 0, "^rank 0 exited with code 0 before it returned a result"),
-        ("exit", 0, "^rank 0 exited with code 5 before"),
-        ("late", 1, "^rank 1 exited with code 3 before"),
-        ("kill", 0, "^rank 0 was killed by SIGKILL"),
-        ("kill", 2, "^rank 2 was killed by SIGKILL"),
+        ("3", 1, "^Rank 1 exited with code 3 before it returned a result"),
+        ("0", 1, "^Rank 1 exited with code 0 before it returned a result"),
+        ("0", 0, "^Rank 0 exited with code 0 before it returned a result"),
+        ("exit", 0, "^Rank 0 exited with code 5 before"),
+        ("late", 1, "^Rank 1 exited with code 3 before"),
+        ("kill", 0, "^Rank 0 was killed by SIGKILL"),
+        ("kill", 2, "^Rank 2 was killed by SIGKILL"),
     ],
 )
 def test_worker_that_dies(how: str, rank: int, text: str) -> None:
@@ -345,7 +345,7 @@ def killed_while_it_writes() -> Any:
 
 
 def test_worker_killed_while_it_writes_its_result() -> None:
-    with pytest.raises(WorkerDied, match="rank 0 was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match="Rank 0 was killed by SIGKILL"):
         local().launch(killed_while_it_writes)
 
 
@@ -355,8 +355,8 @@ def test_worker_killed_while_it_writes_its_result() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: (lambda: None,), r"^the call cannot be pickled for another process: .*<lambda>"),
-        (lambda: (os.path.join, {"locks": [1, threading.Lock()]}), r"^the call cannot be pickled .*lock"),
+        (lambda: (lambda: None,), r"^The call cannot be pickled for another process: .*<lambda>"),
+        (lambda: (os.path.join, {"locks": [1, threading.Lock()]}), r"^The call cannot be pickled .*lock"),
     ],
 )
 def test_call_that_cannot_be_pickled(
@@ -377,7 +377,7 @@ def returns_lock() -> Any:
 
 
 def test_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(NotPicklable, match=r"^the result cannot be pickled for another process: TypeError"):
+    with pytest.raises(NotPicklable, match=r"^The result cannot be pickled for another process: TypeError"):
         local().launch(returns_lock)
 
 
@@ -387,7 +387,7 @@ def test_result_that_cannot_be_pickled() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"world_size": 0}, ValueError, "world_size=0 must be at least 1"),
+        ({"world_size": 0}, ValueError, "world_size=0 is not positive"),
         ({"start_method": "thread"}, ValueError, "cannot find context for 'thread'"),
     ],
 )
@@ -400,16 +400,16 @@ def test_world_size_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
             patch.setenv(name, value)
-        with pytest.raises(ValueError, match="world_size=2 must be at least 1, and as many as were started"):
+        with pytest.raises(ValueError, match="world_size=2 is not positive, or is not the number of processes"):
             Launcher(2)
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (WorkerDied(2, -9), "rank 2 was killed by SIGKILL [J214]"),
-        (WorkerDied(2, -40), "rank 2 was killed by signal 40 [J214]"),
-        (WorkerDied(1, 3), "rank 1 exited with code 3 before it returned a result."),
+        (WorkerDied(2, -9), "Rank 2 was killed by SIGKILL [J214]"),
+        (WorkerDied(2, -40), "Rank 2 was killed by signal 40 [J214]"),
+        (WorkerDied(1, 3), "Rank 1 exited with code 3 before it returned a result."),
     ],
 )
 def test_worker_died_can_be_pickled(error: WorkerDied, text: str) -> None:
@@ -421,7 +421,7 @@ def test_worker_died_can_be_pickled(error: WorkerDied, text: str) -> None:
 def test_no_fork_with_a_process_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(LaunchError, match="would copy this process's group"):
+        with pytest.raises(LaunchError, match="would copy the process group of this process"):
             local().launch(ranks_met, 1.0)
     finally:
         dist.destroy_process_group()

@@ -540,7 +540,7 @@ def test_buffers_are_those_of_the_lowest_rank_with_data(pool: Pool, counts: tupl
 def stops_normalised(rank: int, counts: tuple[int, ...], k: int, *limits: int) -> Any:
     run, module = trainer(max_epochs=2, uneven="stop", accumulate_grad_batches=k), Normalised()
     tells = rank == 0 and min(counts) == 0
-    with pytest.warns(UserWarning, match="an epoch made no optimizer step") if tells else nullcontext():
+    with pytest.warns(UserWarning, match="An epoch made no optimizer step") if tells else nullcontext():
         for run.max_steps in (*limits, None):
             run.fit(module, torch.utils.data.DataLoader(Stream(counts), batch_size=None))
     return flat_state(module.state_dict()), run.global_step, module.norm.num_batches_tracked.item(), run.metrics
@@ -713,7 +713,7 @@ class StepsLBFGS(WithLBFGS):
 
 
 def refuses_lbfgs(rank: int, kind: type[WithLBFGS], shard: bool) -> None:
-    with pytest.raises(ValueError, match=r"LBFGS .* on each rank; use devices=1"):
+    with pytest.raises(ValueError, match=r"LBFGS .* on each rank\. Pass devices=1"):
         trainer(strategy={"shard_optimizers": shard}).fit(kind(), loader(24))
 
 

@@ -35,7 +35,7 @@ def wraps_once(rank: int) -> None:
     module.body.append(nn.Linear(3, 3))
     strategy.wrap(module, CPU, several_backwards=False)
     assert strategy.ddp is not second
-    with pytest.raises(TypeError, match=r"DistributedDataParallel contains .* pass the bare module"):
+    with pytest.raises(TypeError, match=r"DistributedDataParallel contains .* Pass the bare module"):
         strategy.wrap(DistributedDataParallel(nn.Linear(1, 1)), CPU, several_backwards=False)
     module.body.append(DistributedDataParallel(nn.Linear(3, 3)))
     with pytest.raises(TypeError, match="Classifier contains"):

@@ -39,7 +39,8 @@ def picture() -> str:
         row("rank 1", 162, [*batches, after]),
     ]
     style = f"text{{font:12px sans-serif;fill:{INK}}}.b{{font-weight:bold}}.m{{text-anchor:middle}}"
-    size = f'viewBox="0 0 {LEFT + (MANY + 1) * WIDTH} 196"'
+    width, height = LEFT + (MANY + 1) * WIDTH, 196
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     ground = f'<rect width="100%" height="100%" fill="{WHITE}"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{ground}{"".join(parts)}</svg>\n'
 

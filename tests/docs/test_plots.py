@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from docs import two_ranks
 from docs.plots import PICTURES, picture, tables
 
 
@@ -21,3 +22,7 @@ def test_bars_are_those_of_the_table(name: str) -> None:
         "iterate",
     }
     assert re.findall(r'class="n">([\d.]+|no)<', drawn) == ["no" if each is None else f"{each:.2f}" for each in ratios]
+
+
+def test_the_two_timelines_are_those_of_the_script() -> None:
+    assert two_ranks.PICTURE.read_text() == two_ranks.picture(), "run python -m docs.two_ranks"

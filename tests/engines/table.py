@@ -1,8 +1,7 @@
-"""What is known of each engine: the tests in this folder run every cell, and ``docs/engines.py`` makes a page of them.
+"""Table of engines: the tests in this folder run every cell, and ``docs/engines.py`` writes a page from it.
 
-A cell says how a loop ends, on ranks of which one has no data: "yes" if it ends where one process ends; the code of an
-error, such as "J421", if all ranks raise that; "no" if it ends elsewhere, of which nothing in the
-library can know.
+A cell says how a loop ends if one rank has no data: "yes" if the parameters are those of a single process; the code of
+an error, such as "J421", if all ranks raise that error; "no" if the parameters differ, which the library cannot notice.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COLUMNS = {
-    "plain": "a plain block: the loop as it was",
+    "plain": "a plain block, around the unchanged loop",
     "iterate": "a loop over `join.iterate`",
-    "weights": "`weigh=`: batches of different sizes count by their samples",
-    "accumulation": "`window=2`, with a last window that is not full; with `weigh=`, if that is a yes",
-    "resume": "the same, left after two steps, and resumed from a checkpoint with new objects",
+    "weights": "with `weigh=`: each batch counts by its number of samples",
+    "accumulation": "with `window=2`, and a last window that is not full; with `weigh=`, too, if that column says yes",
+    "resume": "the same, stopped after two steps, and resumed from a checkpoint with new objects",
 }
-"""What is tried with an engine, and what that is."""
+"""Columns of the table, and what each of them tests."""
 
 LATE = "J060"
-"""The error of a plain block with ``timeout=``, where ranks wait in a collective that others do not come to."""
+"""Error of a plain block with ``timeout=`` whose ranks wait in a collective that other ranks do not reach."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +27,17 @@ class Row:
 
     title: str
     page: str
-    """Where it is shown: a recipe, a tutorial or a page of the guide."""
+    """Name of the recipe, tutorial or guide page that shows the engine."""
     plain: str
     iterate: str = "yes"
     weights: str = "yes"
     accumulation: str = "yes"
     resume: str = "yes"
     counts: tuple[int, ...] = (3, 5, 0)
-    """How many batches ranks have; or groups of ranks that share them."""
+    """Numbers of batches of the ranks, or of groups of ranks that share their batches."""
     ranks: int = 3
     package: str = ""
-    """What has to be installed besides torch."""
+    """Package that has to be installed besides torch."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Cell:
 
     @property
     def timeout(self) -> float | None:
-        """Of the block, whose ranks wait for each other in collectives of which it does not know."""
+        """Time limit of the block, if its ranks wait in collectives that it does not see."""
         return 2 if self.outcome == LATE else None
 
     @property
@@ -96,8 +95,12 @@ ROWS: dict[str, Row] = {
         "an engine that counts micro-batches itself (`fill_window=True`)", "counting_engine", plain="J013"
     ),
     "expert parallelism": Row("expert parallelism: all-to-all in the forward", "expert_parallel", plain="J013"),
-    "expert parallelism in DDP": Row("the same, with DDP around all but the experts", "expert_parallel", plain=LATE),
-    "sharded optimizer": Row("an optimizer that shards itself, as Muon's do", "sharded_optimizer", plain=LATE),
+    "expert parallelism in DDP": Row(
+        "expert parallelism, with DDP around all but the experts", "expert_parallel", plain=LATE
+    ),
+    "sharded optimizer": Row(
+        "an optimizer that shards itself, as implementations of Muon do", "sharded_optimizer", plain=LATE
+    ),
     "contrastive": Row(
         "contrastive loss over features of all ranks, gradients through a rank's own",
         "contrastive",
@@ -105,7 +108,10 @@ ROWS: dict[str, Row] = {
         weights="no",
     ),
     "contrastive, all gradients": Row(
-        "the same, gradients through the rows of all ranks", "contrastive", plain=LATE, weights="no"
+        "contrastive loss over features of all ranks, gradients through the rows of all ranks",
+        "contrastive",
+        plain=LATE,
+        weights="no",
     ),
     "pipelining": Row(
         "`torch.distributed.pipelining`, two stages, two replicas",
@@ -118,5 +124,5 @@ ROWS: dict[str, Row] = {
 
 
 def cells_of(*engines: str) -> list[Cell]:
-    """The cells of these engines."""
+    """Return the cells of these engines."""
     return [Cell(engine, column, getattr(ROWS[engine], column)) for engine in engines for column in COLUMNS]

@@ -42,7 +42,7 @@ def fit(rank: int) -> list[torch.Tensor]:
         return trainer_of(case, **options)
 
     exec(
-        code_after("Lightning"),
+        code_after("Uneven data in Lightning"),
         {"Trainer": trainer, "module": module, "loader": loader_of("stream", rank, COUNTS[rank])},
     )
     return module.state()
@@ -80,7 +80,7 @@ def train_in_accelerate(rank: int) -> dict[str, torch.Tensor]:
         net, optimizer, scheduler = objects()
         names = {"accelerator": accelerator(gradient_accumulation_steps=2), "net": net, "optimizer": optimizer}
         names |= {"scheduler": scheduler, "mse_loss": mse_loss, "loader": batches_of(Case(weighted=True), rank, 0)}
-        exec(code_after("Accelerate"), names)
+        exec(code_after("Uneven data in Accelerate"), names)
         return state_of(net, optimizer, scheduler)
 
 
@@ -101,7 +101,7 @@ def train_in_transformers(rank: int) -> dict[str, torch.Tensor]:
         made = trainer_of(rank, "tokens", folder)
         names: dict[str, Any] = {"model": llama(), "arguments": made.args}
         names["stream_of_rank"] = partial(Stream, sentences)
-        exec(code_after("Transformers"), names)
+        exec(code_after("Uneven data in Transformers"), names)
         return parameters(names["trainer"])
 
 

@@ -88,6 +88,7 @@ pictures: .venv/.demo-installed
 	$(BIN)/python -m docs.order
 	$(BIN)/python -m docs.timeline
 	$(BIN)/python -m docs.two_ranks
+	$(BIN)/python -m docs.choosing
 	$(BIN)/python -m docs.plots
 
 outputs: .venv/.test-installed

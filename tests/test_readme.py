@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join
 from join.collectives import collective_of
+from joinables.check import check
 from tests.ending import Ending
 from tests.models import TOLERANCE, batch, build
 from tests.pool import Pool

@@ -95,7 +95,9 @@ def test_two_groups() -> None:
     one: list[Any] = []
     run_threads(1, one.append)
     run_threads(1, one.append)
-    with pytest.raises(ValueError, match=r"Counter and Counter use multiple process groups in one Join block\. Open one block"):
+    with pytest.raises(
+        ValueError, match=r"Counter and Counter use multiple process groups in one Join block\. Open one block"
+    ):
         Join([Counter(one[0]), Counter(one[1])])
 
 

@@ -31,7 +31,7 @@ def test_single() -> None:
     collective = SingleCollective()
     check_lifecycle(collective, 0, 1)
     collective.barrier()  # there is nothing to connect
-    with pytest.raises(RuntimeError, match="'key' is not in the store"):
+    with pytest.raises(RuntimeError, match="The store has no key 'key'"):
         collective.get("key")
 
 
@@ -128,7 +128,7 @@ def leaves_a_group_that_it_was_given(rank: int) -> None:
     collective = collective_of(None)
     collective.teardown()
     collective.barrier()
-    with pytest.raises(ValueError, match="leave out group"):
+    with pytest.raises(ValueError, match="Remove group"):
         TorchCollective(dist.group.WORLD, backend="gloo")
 
 
@@ -206,7 +206,7 @@ def test_threads_tell_mismatched_collectives() -> None:
         tensor = torch.zeros(2)
         return (collective.broadcast(tensor, 0) if collective.rank else collective.all_reduce(tensor)).wait()
 
-    with pytest.raises(RuntimeError, match=r"ranks disagree on collective 0.*float32\[2\]"):
+    with pytest.raises(RuntimeError, match=r"float32\[2\] as collective 0, but rank"):
         run_threads(2, rank_main)
 
 

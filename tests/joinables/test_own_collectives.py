@@ -283,7 +283,7 @@ def steps_shards(rank: int) -> str:
 
 def test_steps_of_shards_that_ranks_made_unevenly_in_a_plain_block(pool: Pool) -> None:
     for text in pool.run(steps_shards, ranks=2):
-        assert "loop over join.iterate, which copies nothing" in text
+        assert "Loop over join.iterate, which copies no state" in text
 
 
 def with_statistics(rank: int, counts: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor]:

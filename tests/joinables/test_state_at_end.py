@@ -295,7 +295,7 @@ def not_copied(rank: int, kind: str) -> tuple[str, Any]:
 def test_what_cannot_be_copied_is_an_error_on_all_ranks(pool: Pool, kind: str, name: str, why: str) -> None:
     for text, state in pool.run(not_copied, kind, ranks=RANKS):
         assert re.match(
-            rf"the state of {name} cannot be copied .*{why}.*loop over join.iterate, which copies nothing", text
+            rf"The state of {name} cannot be copied .*{why}.*Loop over join.iterate, which copies no state", text
         )
         if kind == "group" and "0.state.1.step" not in state:
             assert state["0.state.0.step"].item() == 1  # nothing was copied on rank 0

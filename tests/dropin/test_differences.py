@@ -53,7 +53,7 @@ def test_one_without_collectives_in_the_loop_says_so(pool: Pool, library: str) -
     ("fn", "told"),
     [
         (counts_local_steps, "notified, but the joinable that it follows in the list had announced no burst"),
-        (has_a_post_hook_only, "one without collectives in the loop has communicates = False"),
+        (has_a_post_hook_only, "If it has no collectives in the loop, set communicates = False"),
     ],
 )
 def test_without_the_way_out(pool: Pool, fn: Any, told: str) -> None:

@@ -241,7 +241,7 @@ def with_own_collectives(rank: int, how: str) -> str:
 def test_all_ranks_end_and_say_why(ending: Ending, how: str, ranks: int, over_group: bool) -> None:
     """Those, too, that are no neighbours of rank 1 in a ring, and only see others end."""
     texts = ending.run(with_own_collectives, how, ranks=ranks, over_group=over_group)
-    mine = "ValueError: mine" if how == "raise" else "ProtocolError: rank 1 left "
+    mine = "ValueError: mine" if how == "raise" else "ProtocolError: Rank 1 "
     assert texts[1].startswith(mine)
     for rank, text in enumerate(texts):
         assert rank == 1 or text.startswith(f"PeerError: rank 1 failed: {texts[1]}")

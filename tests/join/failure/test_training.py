@@ -215,7 +215,7 @@ def test_a_captured_graph(ending: Ending, iterates: bool) -> None:
     texts = ending.run(capturing, iterates)
     assert texts[1].startswith("JoinError: A CUDA graph captures the backward of DistributedDataParallel(MLP)")
     for text in (texts[0], texts[2]):
-        assert text.startswith("PeerError: rank 1 failed: JoinError: the backward of")
+        assert text.startswith("PeerError: rank 1 failed: JoinError: A CUDA graph captures the backward of")
 
 
 def sleeping(rank: int, where: str) -> str:

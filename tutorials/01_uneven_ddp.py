@@ -1,8 +1,9 @@
-"""Tutorial 1: three ranks with different amounts of data train one model.
+"""Tutorial 1: three ranks with different numbers of batches train one model.
 
-In every backward, DistributedDataParallel averages gradients in an all-reduce, and an all-reduce waits for all ranks. A
-rank that has run out of batches never comes, so the others would wait for ever. In a `Join` block it does come: it
-leaves its loop, and until everybody is done it shadows the collectives of the others, with nothing to say.
+DistributedDataParallel averages gradients across all ranks in every backward. If one rank runs out of batches first,
+the other ranks wait for it in an all-reduce that it never joins. Inside a `Join` block, a rank that is out of data
+leaves its loop and *shadows* the other ranks until all are done: it issues the same collectives, and contributes
+nothing to them. So no rank waits, and the parameters are those of a single process.
 """
 
 import tempfile
@@ -27,13 +28,13 @@ def make_model() -> torch.nn.Module:
 
 
 def train(rank: int, store: str) -> None:
-    """One rank. The loop is the one that you have already; new is the line that begins with `with`."""
+    """Train on one rank, by the loop that you have already; only the line that begins with `with` is new."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(EPOCHS):
-        # The optimizer is listed too: who ran out early needs Adam's state in the next epoch. And gradients are to be
-        # divided by the number of ranks that still have data, not by three.
+        # The optimizer is listed, too: a rank that is out of data early needs Adam's state in the next epoch. And
+        # gradients have to be divided by the number of ranks that still have data, not by three.
         with Join([model, optimizer], divide_by_initial_world_size=False) as join:
             for x in DATA[rank, : BATCHES[rank]]:
                 optimizer.zero_grad()
@@ -41,7 +42,7 @@ def train(rank: int, store: str) -> None:
                 optimizer.step()
 
     if rank == 0:
-        print("The last epoch: `steps` are a rank's own, `shadowed` are those of others in which it took part.\n")
+        print("The last epoch: `steps` counts a rank's own steps, `shadowed` those of others that it shadowed.\n")
         print(join.report, "\n")
     difference = (parameters_to_vector(model.parameters()) - train_in_one_process()).abs().max().item()
     print(
@@ -53,7 +54,7 @@ def train(rank: int, store: str) -> None:
 
 
 def train_in_one_process() -> torch.Tensor:
-    """What should come out: without ranks, the i-th batches of all that have one are a single batch."""
+    """Train in a single process, which takes the i-th batches of all ranks as one batch."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(EPOCHS):
@@ -68,4 +69,4 @@ def train_in_one_process() -> torch.Tensor:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, args=(f"{folder}/store",), nprocs=3)
-    print("\nSo nothing hung, and nobody can tell from the model that the ranks were uneven.")
+    print("\nSo no rank hung, and the model is the same as if the ranks had been even.")

@@ -1,8 +1,8 @@
-"""Tutorial 2: ZeroRedundancyOptimizer on uneven ranks, under torch's own Join and under this one.
+"""Tutorial 2: ZeroRedundancyOptimizer on uneven ranks, under torch's own Join and under this library's.
 
-ZeRO gives each rank a shard of the parameters: it alone keeps their Adam state, steps them, and broadcasts the result.
-So a rank that has run out of batches must go on stepping its shard, on the gradients of the ranks that still have some.
-torch's Join steps it on the gradients that happen to lie around; this library's Join steps it on the true ones.
+ZeRO gives each rank a shard of the parameters. The rank keeps the Adam state of its shard, steps it, and broadcasts the
+result. So a rank that is out of batches must still step its shard, on the gradients of the ranks that have data.
+torch's Join steps it on old gradients; this library's Join steps it on the gradients of the present step.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from joinables import Join, ZeroStep
 
-BATCHES = (2, 6, 0)  # rank 2 has no data, but owns a shard like everybody else
+BATCHES = (2, 6, 0)  # rank 2 has no data, but it owns a shard, too
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 
@@ -27,15 +27,15 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def train(rank: int, join: type, max_norm: float = torch.inf, tell: bool = False) -> float:
-    """Train one epoch and return the largest difference of a parameter to one process."""
+def train(rank: int, join: type, max_norm: float = torch.inf, passes_clip: bool = False) -> float:
+    """Train one epoch and return the largest difference of a parameter to a single process."""
     model = DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
 
     def clip() -> None:
         clip_grad_norm_(model.parameters(), max_norm)
 
-    step = ZeroStep(optimizer, transform_gradients=clip) if tell else optimizer
+    step = ZeroStep(optimizer, transform_gradients=clip) if passes_clip else optimizer
     with join([model, step], divide_by_initial_world_size=False):
         for x in DATA[rank, : BATCHES[rank]]:
             optimizer.zero_grad()
@@ -60,17 +60,17 @@ def train_in_one_process(max_norm: float) -> torch.Tensor:
 def compare(rank: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     torchs, ours = train(rank, TorchJoin), train(rank, Join)
-    untold, told = train(rank, Join, max_norm=0.5), train(rank, Join, max_norm=0.5, tell=True)
+    unclipped, clipped = train(rank, Join, max_norm=0.5), train(rank, Join, max_norm=0.5, passes_clip=True)
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         print("After one epoch, the largest difference of a parameter to one process with plain Adam:\n")
         print(f"  {torchs:.0e}  torch's Join\n  {ours:.0e}  this library's Join\n")
-        print("Now the loop clips gradients before each step, which a rank that has left it must be told:\n")
-        print(f"  {untold:.0e}  Join([model, optimizer])")
-        print(f"  {told:.0e}  Join([model, ZeroStep(optimizer, transform_gradients=clip)])")
-    assert max(ours, told) < 1e-6, "ZeRO on uneven ranks must end where one process ends"
-    assert min(torchs, untold) > 1e-3, "if not, this tutorial has nothing to teach"
+        print("Now the loop clips gradients before each step. A rank that has left the loop has to clip them, too:\n")
+        print(f"  {unclipped:.0e}  Join([model, optimizer])")
+        print(f"  {clipped:.0e}  Join([model, ZeroStep(optimizer, transform_gradients=clip)])")
+    assert max(ours, clipped) < 1e-6, "ZeRO on uneven ranks must end where one process ends"
+    assert min(torchs, unclipped) > 1e-3, "without these differences, this tutorial has nothing to teach"
 
 
 if __name__ == "__main__":

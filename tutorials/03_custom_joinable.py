@@ -1,7 +1,7 @@
-"""Tutorial 3: a joinable of your own, tested without starting a single process.
+"""Tutorial 3: a custom joinable, tested without starting a process.
 
-Whatever communicates in the training loop must be shadowed by the ranks that have run out of inputs. Here it is a
-counter: each rank reports the size of its batch, an all-reduce adds them up, and every rank knows the total.
+If an object communicates in the training loop, ranks that are out of data have to shadow its collectives. Here the
+object is a counter: each rank passes the size of its batch, an all-reduce adds the sizes, and every rank has the total.
 """
 
 import torch
@@ -19,7 +19,7 @@ class SampleCounter(Joinable, JoinHook):
         self.total = 0
 
     def count(self, samples: int) -> None:
-        Join.notify_join_context(self)  # before the collectives: "I still have inputs, so shadow what comes now"
+        Join.notify_join_context(self)  # before the collectives, which ranks without data then shadow
         self.total += self.all_reduce(samples)
 
     def all_reduce(self, value: int, op: ReduceOp = "sum") -> int:
@@ -39,11 +39,11 @@ class SampleCounter(Joinable, JoinHook):
         return self.collective
 
     def main_hook(self) -> None:
-        """On a joined rank, once for every `count` of the others: the same collectives, with nothing to add."""
+        """Issue the same collectives and add 0: on a joined rank, once for every `count` of the other ranks."""
         self.all_reduce(0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """On every rank, when all have joined: who ran out early has missed something, the last joiners know it all."""
+        """Take the total of the last joiners, on every rank when all have joined: other ranks have missed samples."""
         self.total = self.all_reduce(self.total if is_last_joiner else 0, "max")
 
 
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     print("\nThe same with a main_hook that forgets its all-reduce. Processes would hang; threads say what is wrong:\n")
     try:
         run_threads(4, lambda collective: count_on_rank(ForgetfulCounter(collective)), timeout=5.0)
-        raise AssertionError("a joinable that does not shadow its collectives must not pass")
+        raise AssertionError("a joinable that does not shadow its collectives must fail")
     except RuntimeError as error:
         told = str(error)
         print(f"  {told[told.index('timed out') :].partition(';')[0]}")

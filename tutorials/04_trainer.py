@@ -1,8 +1,8 @@
-"""Tutorial 4: the trainer, from zero. You say what a step is; it starts processes, deals out the data, and joins ranks.
+"""Tutorial 4: the trainer. You write a step; it starts processes, distributes the data, and joins ranks.
 
-63 batches do not go into two ranks, and the last batch is only half full. Other samplers repeat or drop samples to make
-ranks even; here each sample is used once in each epoch. So the trained weights are those of one process, and so are all
-metrics and predictions: the number of processes is about speed and nothing else.
+63 batches do not divide evenly into two ranks, and the last batch is only half full. Other samplers repeat or drop
+samples to make ranks even. Here each sample is used once in each epoch. So two processes end with the weights, metrics
+and predictions of a single process. More processes only make the training faster.
 """
 
 import torch
@@ -15,7 +15,7 @@ from joinables.trainer import Trainer, TrainModule
 
 
 class Digits(TrainModule):
-    """Names the digit in an image of 8 x 8. Only what is in a step is said; loops, devices and ranks are not."""
+    """Names the digit in an image of 8 x 8. The module has the steps; loops, devices and ranks are the trainer's."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Digits(TrainModule):
     def training_step(self, batch, batch_idx):
         images, labels = batch
         loss = cross_entropy(self.net(images), labels)
-        self.log("loss", loss)  # in the end, the mean over all samples of all ranks
+        self.log("loss", loss)  # becomes the mean over all samples of all ranks
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -53,12 +53,12 @@ if __name__ == "__main__":
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=3)
     result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
     print(
-        "Two processes. The last epoch: `steps` are a rank's own, `shadowed` those of the other after it had run out:\n"
+        "Two processes. The last epoch: `steps` counts a rank's own steps, `shadowed` the other's that it shadowed:\n"
     )
     print(result.join_report)
     assert [row.steps for row in result.join_report.ranks] == [32, 31]
 
-    # One process, with batches of 32: what the two see together in a step.
+    # A single process, with batches of 32: the batches of both ranks together.
     alone = Digits()
     Trainer(devices=1, accelerator="cpu", max_epochs=3).fit(alone, DataLoader(training, 32, shuffle=True))
     weights = [parameters_to_vector(each.parameters()) for each in (module, alone)]
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     print(f"\nThe weights are back in this process. They differ from those of one process by {difference:.0e}.")
     assert difference < 1e-5, "two processes must end where one ends"
 
-    # The same trainer goes on with the trained module; each call starts its processes, and leaves none behind.
+    # The same trainer continues with the trained module. Each call starts its processes, and ends them.
     accuracy = trainer.validate(module, DataLoader(validation, 16))[0]["accuracy"]
     predicted = torch.cat(trainer.predict(module, DataLoader(validation, 16)))  # in the order of the data
     right = (predicted == validation.tensors[1]).double().mean().item()

@@ -1,7 +1,7 @@
 """Tutorial 5: a GAN on two ranks, with two optimizers that the step itself drives.
 
-`automatic_optimization = False` hands the step over to you: `manual_backward` instead of `backward`, and you step what
-`optimizers()` returns, as often and in whichever order you like. A rank that has run out of data shadows all backwards.
+With `automatic_optimization = False`, your step calls `manual_backward` instead of `backward`, and steps the optimizers
+that `optimizers()` returns, as often as you like and in any order. A rank that is out of data shadows all backwards.
 """
 
 import os
@@ -35,12 +35,12 @@ class Gan(TrainModule):
         of_generator, of_critic = self.optimizers()
         fake = self.generator(torch.randn(len(real), 4))
 
-        of_critic.zero_grad()  # which is real?
+        of_critic.zero_grad()  # the critic learns to tell real numbers from drawn ones
         critic_loss = softplus(-self.critic(real)).mean() + softplus(self.critic(fake.detach())).mean()
         self.manual_backward(critic_loss)
         of_critic.step()
 
-        of_generator.zero_grad()  # deceive the critic; its own gradients are dropped in the next step
+        of_generator.zero_grad()  # the generator learns to deceive it; the next step drops the critic's gradients
         generator_loss = softplus(-self.critic(fake)).mean()
         self.manual_backward(generator_loss)
         of_generator.step()
@@ -60,7 +60,7 @@ def draw(gan: Gan) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else DDP warns that a backward used all parameters; others do not
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hides DDP's warning about backwards that use all parameters
     generator = torch.Generator().manual_seed(0)
     real = CENTRES[torch.randint(2, (1300, 1), generator=generator)] + 0.3 * torch.randn(1300, 1, generator=generator)
     gan = Gan()

@@ -1,8 +1,9 @@
-"""Tutorial 6: a rank is killed in the middle of an epoch, and the fit goes on as if nothing had happened.
+"""Tutorial 6: a rank is killed in the middle of an epoch, and a resumed fit ends as if nothing had happened.
 
-A checkpoint holds more than weights: the optimizer's state, how many batches of the epoch each rank has trained on, and
-each rank's random numbers. So dropout drops, and data is shuffled, as it would have been; not a bit differs in the end.
-Files are replaced, never overwritten: whoever is killed at whatever moment leaves a whole one.
+A checkpoint holds more than weights: the optimizer's state, the number of batches of the epoch that each rank has
+trained on, and each rank's random numbers. So the resumed fit shuffles data and applies dropout as the first fit would
+have done, and the weights are the same to the last bit. Files are replaced, never overwritten. So a process that is
+killed at any moment leaves a whole file.
 """
 
 import os
@@ -37,7 +38,7 @@ class Digits(TrainModule):
 
 
 class Disaster(Callback):
-    """Takes rank 1 away, as a lost machine does: without an exception, or any other word."""
+    """Kills rank 1 without an exception or a message, as the loss of a machine does."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_rank == 1 and trainer.global_step == 45:
@@ -71,4 +72,4 @@ if __name__ == "__main__":
         resumed_weights, resumed_loss = fit(ckpt_path=last)
         difference = (resumed_weights - weights).abs().max().item()
         print(f"\nResumed, the loss is {resumed_loss:.6f}, and the weights differ by {difference:g}.")
-        assert difference == 0 and resumed_loss == loss, "to resume must be as good as not to be disturbed"
+        assert difference == 0 and resumed_loss == loss, "a resumed fit must end like one that was not disturbed"

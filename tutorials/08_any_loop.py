@@ -1,8 +1,7 @@
-"""Tutorial 8: any loop at all, on uneven data, with `join.iterate`.
+"""Tutorial 8: loops with collectives of their own, on uneven data, with `join.iterate`.
 
-In a plain `Join` block, a rank that has run out of data shadows what your joinables send. What the loop itself sends it
-cannot know: an all-reduce for a log, an all-gather of losses. With `join.iterate` all ranks run the loop's body equally
-often, so there is nothing to know. A rank that has run out gets empty batches, which weigh nothing in the gradients.
+A rank that is out of data shadows the listed objects, but not the loop's own collectives, such as an all-reduce for a
+log. With `join.iterate`, it runs the loop body on empty batches, which weigh nothing in the gradients.
 """
 
 import tempfile
@@ -31,10 +30,10 @@ class Training:
         self.ema = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def run(self, model: torch.nn.Module, loader: Iterable[torch.Tensor], log: Callable[[int, float], None]) -> None:
-        """The loop that you have already. It knows nothing of `join`."""
+        """Run the loop that you have already, unchanged."""
         for x in loader:
             self.optimizer.zero_grad()
-            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # of an empty batch it is NaN, which harms no gradient
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty batch, which changes no gradient
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.net.parameters(), 0.5)
@@ -53,27 +52,28 @@ def train(rank: int, store: str) -> None:
 
         def log(samples: int, loss: float) -> None:
             total, losses = torch.tensor(samples), [torch.zeros(()) for _ in BATCHES]
-            dist.all_reduce(total)  # these two are not to be in a loop over the loader itself
+            dist.all_reduce(total)  # a loop over the loader itself must not contain these two
             dist.all_gather(losses, torch.tensor(loss))
-            if rank == 0:  # `shadowing` is for code that wants to know whether its batch is a dummy
+            if rank == 0:  # `shadowing` is true if the batch of this rank is a dummy
                 print(f"  {total:2} samples, losses {[f'{each:.2f}' for each in losses]}; shadowing: {join.shadowing}")
 
         mine.run(model, join.iterate(DATA[rank, : BATCHES[rank]]), log)
-    with Join([model, *state]) as join:  # until="first": while all ranks have data, so nobody gets a dummy
+    with Join([model, *state]) as join:  # until="first": all ranks stop with the first, without dummies
         steps = sum(1 for _ in join.iterate(DATA[rank, : (4, 6, 2)[rank]], until="first"))
+    dist.all_gather_object(ahead := [0, 0, 0], len(join.pending))  # batches that were read and not used
     dist.barrier()
     dist.destroy_process_group()
-    alone = Training()  # in one process, the i-th batches of all ranks are one
+    alone = Training()  # in a single process, the i-th batches of all ranks are one
     joint = [torch.cat([DATA[r, i] for r in range(3) if i < BATCHES[r]]) for i in range(6)]
     alone.run(alone.net, joint, lambda samples, loss: None)
     of_mine, of_alone = (parameters_to_vector([*t.net.parameters(), *t.ema.parameters()]) for t in (mine, alone))
     off = (of_mine - of_alone).abs().max()
     assert off < 1e-5, "the loop must end where one process ends"
-    ahead = len(join.pending)  # batches that were read ahead, and not handed out
-    print(f"Rank {rank} differs from one process by {off:.0e}. With until='first': {steps} steps, {ahead} pending.")
+    if rank == 0:
+        print(f"\nA single process differs by {off:.0e}. With until='first': {steps} steps; batches not used: {ahead}.")
 
 
 if __name__ == "__main__":
-    print("What the loop logs on rank 0; NaN is the loss of a rank that has run out:\n")
+    print("The log of rank 0; NaN is the loss of a rank that is out of data:\n")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(train, args=(f"{folder}/store",), nprocs=3)

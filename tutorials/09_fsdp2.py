@@ -1,10 +1,10 @@
 """Tutorial 9: FSDP2 (`fully_shard`) on uneven ranks.
 
-`fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward: a rank that
-has run out of batches is missed in the middle of the others' forward. A loop over `join.iterate` runs equally often on
-all ranks: one that has run out gets empty batches, on which it takes part in all that communicates, such as clipping by
-the norm of all shards, and steps its own shards. FSDP divides gradients by the number of all ranks; `join.scale(loss)`
-makes that the mean over the ranks that have a batch.
+`fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward. If a rank
+is out of batches, the others wait for its shards in the middle of their forward. With `join.iterate`, all ranks run the
+loop body equally often. A rank that is out of data gets empty batches. It takes part in all collectives, such as
+clipping by the norm of all shards, and steps its own shards. FSDP divides gradients by the number of all ranks;
+`join.scale(loss)` makes the result the mean over the ranks that have a batch.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from joinables import Join
 
-BATCHES = (2, 6, 0)  # rank 2 has no data, but owns shards like everybody else
+BATCHES = (2, 6, 0)  # rank 2 has no data, but it owns shards, too
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 MAX_NORM = 0.5
 
@@ -32,14 +32,14 @@ def make_model() -> torch.nn.Sequential:
 def train(rank: int) -> list[torch.Tensor]:
     """Train one epoch and return the whole parameters."""
     model = make_model()
-    mesh = init_device_mesh("cpu", (3,))  # where the model is; by default it would be a GPU, if there is one
+    mesh = init_device_mesh("cpu", (3,))  # the device of the model; the default is a GPU, if the machine has one
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # it has this rank's shards
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x in join.iterate(DATA[rank, : BATCHES[rank]]):
             optimizer.zero_grad()
-            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty batch, which adds 0 all the same
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty batch, whose gradients are 0
             join.scale(loss).backward()
             clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()

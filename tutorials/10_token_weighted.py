@@ -1,8 +1,8 @@
-"""Tutorial 10: a character model on sentences of unequal length, where every character is to count the same.
+"""Tutorial 10: a character model on sentences of unequal length, in which every character counts the same.
 
-Batches are padded to their longest sentence, and their loss is the mean over the real characters. DDP averages these
-means, so a character of a rank with short sentences counts many times as much as one of a rank with long ones.
-With their number as `join.weight`, which `join.scale` applies to the loss, gradients are the mean over all characters.
+The loss of a batch is the mean over its real characters. DDP averages these means. So a character on a rank with short
+sentences counts many times as much as one on a rank with long sentences. If `join.weight` is the number of characters,
+and each loss goes through `join.scale`, gradients are the mean over all characters of all ranks.
 """
 
 import tempfile
@@ -43,7 +43,7 @@ def mean_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def count(batch: torch.Tensor) -> int:
-    return int((batch[:, 1:] != 0).sum())  # what is guessed: no padding, and not a sentence's first character
+    return int((batch[:, 1:] != 0).sum())  # all characters that are guessed: not padding, not a sentence's first
 
 
 def train(rank: int, weighted: bool) -> torch.Tensor:
@@ -63,7 +63,7 @@ def compare(rank: int, store: str) -> None:
     weighted, unweighted = train(rank, weighted=True), train(rank, weighted=False)
     dist.barrier()
     dist.destroy_process_group()
-    model = make_model()  # in one process: the i-th batches of all ranks are one, and its loss is the mean over it
+    model = make_model()  # in a single process, the i-th batches of all ranks are one batch with one mean
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for present in ([batch for batch in step if batch is not None] for step in zip_longest(*BATCHES)):
         optimizer.zero_grad()

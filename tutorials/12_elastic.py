@@ -1,10 +1,11 @@
-"""Tutorial 12: a rank is killed, torchrun starts all of them anew, and each sample of an epoch is still used once.
+"""Tutorial 12: a rank is killed, torchrun restarts all ranks, and each sample of an epoch is still used once.
 
     python tutorials/12_elastic.py
     torchrun --standalone --nproc-per-node 3 --max-restarts 1 tutorials/12_elastic.py FOLDER
 
-A checkpoint says which samples all ranks have used; the others are dealt out to the ranks that there are then. Alone,
-the script has torchrun start it on three ranks, one of which is killed at both attempts; then on two, which go on.
+A checkpoint says which samples all ranks have used. The other samples are distributed over the ranks of the next start.
+The first command has torchrun start the script on three ranks, and kills a rank in both attempts. Then it starts the
+script on two ranks, which continue.
 """
 
 import logging
@@ -33,7 +34,7 @@ def train(path: str, kills: list[str]) -> None:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    used = torch.zeros(SAMPLES, dtype=torch.long)  # how often each sample was
+    used = torch.zeros(SAMPLES, dtype=torch.long)  # how often each sample was used
     if os.path.exists(path):
         used, weights, state = torch.load(path)
         model.load_state_dict(weights)
@@ -46,13 +47,13 @@ def train(path: str, kills: list[str]) -> None:
                 optimizer.zero_grad()
                 join.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
                 optimizer.step()
-                dist.all_reduce(counts := numbers.bincount(minlength=SAMPLES))  # without data, nothing but zeros
+                dist.all_reduce(counts := numbers.bincount(minlength=SAMPLES))  # zeros, if the rank has no data
                 used += counts
                 if rank == 0 and (step % 5 == 0 or join.is_last_step):
                     torch.save((used, model.state_dict(), optimizer.state_dict()), f"{path}.new")
-                    os.replace(f"{path}.new", path)  # whoever is killed leaves a whole file
+                    os.replace(f"{path}.new", path)  # so a kill leaves a whole file
                 if rank == 1 and f"{os.environ['TORCHELASTIC_RESTART_COUNT']}:{step}" in kills:
-                    os.kill(os.getpid(), 9)  # by SIGKILL; as a lost machine goes, without an exception
+                    os.kill(os.getpid(), 9)  # SIGKILL: without an exception, like a lost machine
 
 
 def launch(ranks: int, folder: str, *kills: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], object]:
@@ -62,10 +63,10 @@ def launch(ranks: int, folder: str, *kills: str) -> tuple[torch.Tensor, dict[str
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    # It makes the process group; docs/elastic.md says what init_process_group needs after a restart.
+    # The launcher makes the process group; docs/elastic.md says why, after a restart.
     Launcher(int(os.environ["WORLD_SIZE"])).launch(train, f"{sys.argv[1]}/last.pt", sys.argv[2:])
 elif __name__ == "__main__":
-    logging.disable()  # torchrun tells of each kill
+    logging.disable()  # torchrun logs each kill
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         try:
             raise AssertionError(f"rank 1 was to be killed: {launch(3, folder, '0:8', '1:18')}")

@@ -3,8 +3,8 @@
     python tutorials/13_ray.py
     torchrun --standalone --nproc-per-node 2 tutorials/13_ray.py FOLDER
 
-Ray starts the workers and makes their process group, and the function does not know: what has to be changed for uneven
-inputs is the block, as everywhere. Needs Ray: pip install 'joinables[ray]'.
+Ray starts the workers and makes their process group; the function is the same as without Ray. Uneven inputs need the
+block, as everywhere. This tutorial needs Ray: pip install 'joinables[ray]'.
 """
 
 import os
@@ -21,7 +21,7 @@ from joinables import Join
 
 
 def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """60 for rank 0, and none for any other."""
+    """Return 60 batches for rank 0, and none for other ranks."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     all_of_them = list(zip((images.float() / 16)[:960].split(16), labels[:960].split(16), strict=True))
     return all_of_them if rank == 0 else []
@@ -41,7 +41,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
 
 
 def train(config: dict[str, str]) -> None:
-    """What each worker does, whoever has started it."""
+    """Train on one worker, under Ray or under torchrun."""
     if not dist.is_initialized():  # Ray has done this
         dist.init_process_group("gloo")
     net, optimizer = model_and_optimizer()

@@ -33,6 +33,8 @@ NAVIGATION: dict[str, Any] = {
     "Guides": {
         "The plain block": "block.md",
         "Loops with collectives: join.iterate": "iterate.md",
+        "Weights and accumulation": "weights.md",
+        "Metrics": "metrics.md",
         "Sharded models": "sharded.md",
         "Engines": "engines.md",
         "Saving and resuming": "elastic.md",
@@ -54,6 +56,7 @@ NAVIGATION: dict[str, Any] = {
         "Limits by subject": "limits.md",
     },
     "Performance": "performance.md",
+    "Support matrix": "support.md",
     "Reference": {
         "Join": "api/join.md",
         "Joinables": "api/joinables.md",
@@ -61,8 +64,9 @@ NAVIGATION: dict[str, Any] = {
         "Frameworks": "api/integrations.md",
         "Collectives": "api/collectives.md",
     },
-    "Extending": {"Custom joinables": "joinable.md"},
+    "Extending": {"Custom joinables": "joinable.md", "For framework authors": "authors.md"},
     "Project": {
+        "Glossary": "glossary.md",
         "A tour of the code": "architecture.md",
         "Migrating": "migrate.md",
         "Versions": "versions.md",

@@ -29,6 +29,9 @@ OWN_KEYWORDS = (
     "divide_by_initial_world_size",
 )
 """Keywords that ``Join`` uses itself instead of passing them to hooks."""
+_PASS_SECONDS = "Pass a positive number, or None to wait without limit."
+_PASS_SAMPLES = "Pass the number of samples or tokens in the batch."
+_PASS_MICRO_BATCHES = "Pass the number of micro-batches in an accumulation window."
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -42,15 +45,9 @@ def checked_timeout(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(
-            f"timeout={timeout!r} is not a number of seconds. Pass a positive number, or None to wait without limit."
-            " [J001]"
-        )
+        raise TypeError(f"timeout={timeout!r} is not a number of seconds. {_PASS_SECONDS} [J001]")
     if not (math.isfinite(timeout) and timeout > 0):
-        raise ValueError(
-            f"timeout={timeout!r} is not a positive number of seconds. Pass a positive number, or None to wait without"
-            " limit. [J002]"
-        )
+        raise ValueError(f"timeout={timeout!r} is not a positive number of seconds. {_PASS_SECONDS} [J002]")
     return timeout
 
 
@@ -68,15 +65,10 @@ def checked_weight(weight: Any, name: str) -> float:
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(
-            f"{name} is {weight!r}, which is not a number. Pass the number of samples or tokens in the batch. [J006]"
-        )
+        raise TypeError(f"{name} is {weight!r}, which is not a number. {_PASS_SAMPLES} [J006]")
     number = float(weight)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(
-            f"{name} is {weight!r}, which is negative or not finite. Pass the number of samples or tokens in the batch."
-            " [J007]"
-        )
+        raise ValueError(f"{name} is {weight!r}, which is negative or not finite. {_PASS_SAMPLES} [J007]")
     return number
 
 
@@ -88,15 +80,9 @@ def checked_divisor(divisor: Any) -> int:
         ValueError: If ``divisor`` is less than 1.
     """
     if isinstance(divisor, bool) or not isinstance(divisor, Integral):
-        raise TypeError(
-            f"loss_divided_by={divisor!r} is not a whole number. Pass the number of micro-batches in an accumulation"
-            " window. [J008]"
-        )
+        raise TypeError(f"loss_divided_by={divisor!r} is not a whole number. {_PASS_MICRO_BATCHES} [J008]")
     if divisor < 1:
-        raise ValueError(
-            f"loss_divided_by={divisor} is less than 1. Pass the number of micro-batches in an accumulation window."
-            " [J009]"
-        )
+        raise ValueError(f"loss_divided_by={divisor} is less than 1. {_PASS_MICRO_BATCHES} [J009]")
     return int(divisor)
 
 
@@ -156,9 +142,7 @@ def hook_of(joinable: Joinable, kwargs: Mapping[str, Any]) -> JoinHook:
     hook: Any = joinable.join_hook(**kwargs)
     if callable(getattr(hook, "main_hook", None)) and callable(getattr(hook, "post_hook", None)):
         return hook
-    raise TypeError(
-        f"join_hook of {joinable.join_name} returned {hook!r}, which is not a hook. Return a JoinHook. [J014]"
-    )
+    raise TypeError(f"join_hook of {joinable.join_name} returned {hook!r}. Return a JoinHook from it. [J014]")
 
 
 def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool) -> Collective:
@@ -207,8 +191,8 @@ def check_initialised(joinable: Any) -> None:
     """
     if not hasattr(joinable, "_join_config"):
         raise TypeError(
-            f"A {type(joinable).__name__} object is not an initialised Joinable. Derive its class from Joinable, and call"
-            " Joinable.__init__(self) in its constructor. [J017]"
+            f"A {type(joinable).__name__} object is not an initialised Joinable. Derive its class from Joinable, and"
+            " call Joinable.__init__(self) in its constructor. [J017]"
         )
 
 

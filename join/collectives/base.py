@@ -36,6 +36,8 @@ Exact: TypeAlias = int | Fraction | float
 
 HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
 """Numbers of the lines of a group: for headers, for roll calls and for barriers of loops in lockstep, and for sums."""
+CALL_THE_SAME = "Call the same operation on all ranks, or pass a longer timeout."
+"""Fix in the texts of errors about a wait that timed out."""
 _WORD_BITS = 63  # of an int64 without its sign
 
 
@@ -376,8 +378,7 @@ class Collective(ABC):
         if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
             tensors = ", ".join(f"rank {rank} {describe(dtype, shape)}" for rank, (dtype, shape) in enumerate(shapes))
             raise ValueError(
-                f"The tensors to gather have different dtypes or numbers of dimensions: {tensors}. Pass tensors of the"
-                " same dtype and number of dimensions on all ranks. [J025]"
+                f"Ranks gather different tensors ({tensors}). Pass the same dtype and number of dimensions. [J025]"
             )
         sizes = [torch.Size(shape).numel() for _, shape in shapes]
         padded = tensor.new_zeros(max(sizes))
@@ -458,9 +459,7 @@ class Collective(ABC):
                 f"{type(self).__name__} is already set up. Call teardown() before another setup(). [J028]"
             )
         if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank={rank} is not a rank of world_size={world_size}. Pass a rank from 0 to world_size - 1. [J029]"
-            )
+            raise ValueError(f"rank={rank} is not below {world_size}. Pass a rank from 0 to {world_size - 1}. [J029]")
 
     @final
     def _take_place(self, rank: int, world_size: int, own_rank: int, own_world_size: int) -> None:
@@ -478,9 +477,7 @@ class Collective(ABC):
     @final
     def _check_source(self, source: int) -> None:
         if not 0 <= source < self.world_size:
-            raise ValueError(
-                f"source={source} is not a rank of this group. Pass a rank from 0 to {self.world_size - 1}. [J031]"
-            )
+            raise ValueError(f"source={source} is not a rank. Pass a rank from 0 to {self.world_size - 1}. [J031]")
 
     @final
     def _check_outputs(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import DONE, ReduceOp, Work, as_bytes, check_op
+from join.collectives.base import CALL_THE_SAME, DONE, ReduceOp, Work, as_bytes, check_op
 from join.collectives.store import StoreCollective
 
 _POLL_SECONDS = 0.0005
@@ -54,8 +54,7 @@ class _Handle:
             while not self._hvd.poll(self._handle):
                 if time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"Waiting for Horovod timed out after {timeout.total_seconds():g} s. Call the same operation on"
-                        " all ranks, or pass a longer timeout. [J036]"
+                        f"Waiting for Horovod timed out after {timeout.total_seconds():g} s. {CALL_THE_SAME} [J036]"
                     )
                 time.sleep(_POLL_SECONDS)
         received = self._hvd.synchronize(self._handle)

@@ -40,7 +40,19 @@ from typing import Any, Generic, NamedTuple
 
 from typing_extensions import final, override
 
-from join.collectives.base import Collective, Exact, FloatSum, Fold, Gather, Line, RollCall, Sum, V, exact
+from join.collectives.base import (
+    CALL_THE_SAME,
+    Collective,
+    Exact,
+    FloatSum,
+    Fold,
+    Gather,
+    Line,
+    RollCall,
+    Sum,
+    V,
+    exact,
+)
 from join.collectives.broken import BrokenCollective
 
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
@@ -337,10 +349,7 @@ class _Fold(Generic[V]):
         limit = left if timeout is None else min(timeout.total_seconds(), left)
         if not self._is_done.acquire(timeout=max(limit, 0.0)):
             if limit != left:
-                raise RuntimeError(
-                    f"Waiting for all ranks timed out after {limit:g} s. Call the same operation on all ranks, or pass"
-                    " a longer timeout. [J503]"
-                )
+                raise RuntimeError(f"Waiting for all ranks timed out after {limit:g} s. {CALL_THE_SAME} [J503]")
             with self._mesh.lock:
                 if self._is_done.locked():  # the operation may have completed since
                     self._failure = BrokenCollective(f"timed out after {longest:g} s: some rank did not arrive")

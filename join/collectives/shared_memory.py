@@ -325,10 +325,7 @@ class _Numbers:
                 elif now - self._waits_since > lane.timeout:
                     self._failure = BrokenCollective(f"timed out after {lane.timeout:g} s: rank {rank} did not arrive")
                 elif waited >= limit:
-                    raise RuntimeError(
-                        f"Waiting for rank {rank} timed out after {limit:g} s. Call the same operation on all ranks, or"
-                        " pass a longer timeout. [J039]"
-                    )
+                    raise RuntimeError(f"Waiting for rank {rank} timed out after {limit:g} s. {CALL_THE_SAME} [J039]")
             time.sleep(0.0 if waited < _WITHOUT_PAUSE else min(waited * _PAUSE, _LONGEST_PAUSE))
 
     def _ended(self) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import ReduceOp, Work, check_op, describe
+from join.collectives.base import CALL_THE_SAME, ReduceOp, Work, check_op, describe
 from join.collectives.board import Board, StoreBoard
 from join.collectives.broken import BrokenCollective
 from join.collectives.store import StoreCollective
@@ -48,8 +48,7 @@ class _Operation:
         if not self.done.wait(limit):
             missing = sorted(set(range(self.world.size)) - set(self.tensors))
             raise RuntimeError(
-                f"Waiting for ranks {missing} in {self.name} timed out after {limit:g} s. Call the same operation on"
-                " all ranks, or pass a longer timeout. [J041]"
+                f"Waiting for ranks {missing} in {self.name} timed out after {limit:g} s. {CALL_THE_SAME} [J041]"
             )
         if self.failure is not None:
             raise self.failure

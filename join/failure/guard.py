@@ -137,8 +137,8 @@ class Guard:
             )
         else:
             text = (
-                f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the same"
-                " code on all ranks. [J062]"
+                f"All ranks waited for different collectives until timeout={timeout:g} s expired ({doing}). Run the"
+                " same code on all ranks. [J062]"
             )
         error = JoinTimeoutError(f"{text} {_PENDING}")
         self.peers.post(error)

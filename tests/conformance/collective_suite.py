@@ -112,7 +112,9 @@ def check_all_gather(collective: Collective) -> None:
     for method in (collective.all_gather, collective.all_gather_into):
         with pytest.raises(ValueError, match=f"outputs has {size + 1} tensors for {size} ranks"):
             method(tensor, [*like, torch.zeros(2)])
-        with pytest.raises(ValueError, match=r"output for rank 0 is float64\[2\] on cpu, but the tensor is float32\[2\]"):
+        with pytest.raises(
+            ValueError, match=r"output for rank 0 is float64\[2\] on cpu, but the tensor is float32\[2\]"
+        ):
             method(tensor, [each.double() for each in like])
         with pytest.raises(ValueError, match=r"output for rank 0 is float32\[3\]"):
             method(tensor, [torch.zeros(3) for _ in range(size)])

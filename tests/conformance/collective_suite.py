@@ -169,7 +169,7 @@ def check_reduce(collective: Collective) -> None:
     for integers in (torch.tensor([1]), torch.tensor([True])):
         with pytest.raises(TypeError, match=f"The mean of {integers.dtype} "):
             collective.reduce(integers)
-    with pytest.raises(ValueError, match="op='median' is unknown. Pass one of 'mean', 'sum', 'min', 'max'"):
+    with pytest.raises(ValueError, match=r"op='median' is unknown. Pass one of 'mean', 'sum', 'min', 'max'"):
         collective.reduce(tensor, "median")  # type: ignore[arg-type]
 
 

@@ -343,7 +343,7 @@ def test_join_hook_that_returns_nothing() -> None:
             pass
 
     def body(collective: ThreadCollective) -> None:
-        with pytest.raises(TypeError, match="join_hook of Forgetful returned None\. Return a JoinHook"):
+        with pytest.raises(TypeError, match=r"join_hook of Forgetful returned None\. Return a JoinHook"):
             Join([Forgetful(collective)]).__enter__()
         with Join([Counter(collective)]):
             pass

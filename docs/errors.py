@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -163,8 +163,9 @@ def texts() -> Iterator[Text]:
     """Yield the texts of all errors that have a code or should have one."""
     trees = {path: ast.parse(path.read_text()) for path in FILES}
     kinds = error_classes(trees.values())
+    shared = dict(chain.from_iterable(map(constants_of, trees.values())))  # one module may import another's
     for path, tree in trees.items():
-        lines, constants = path.read_text().splitlines(), dict(constants_of(tree))
+        lines, constants = path.read_text().splitlines(), shared | dict(constants_of(tree))
         for statement, node, kind in strings(tree, kinds):
             words = written(node, constants)
             own_words = re.sub(r"\*[^*]*\*", "", written(node, {}))

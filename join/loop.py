@@ -112,7 +112,7 @@ class Options:
             )
 
     def to_compare(self) -> list[str]:
-        """Return texts of the arguments, which must be equal on all ranks; functions are not told apart."""
+        """Return texts of the arguments, which must be equal on all ranks; functions are not distinguished."""
         return [f"{name}={'a function' if callable(value) else value}" for name, value in vars(self).items()]
 
 
@@ -308,9 +308,9 @@ class Iteration:
     def _reason_to_scale(self) -> str:
         """Return the reason for which the loop must scale its losses, as a clause; ``""`` if it need not."""
         if self._options.weigh is not None:
-            return "join.iterate has weigh="
+            return "join.iterate was called with a weigh function"
         if self._options.window != 1:
-            return f"join.iterate has window={self._options.window!r}"
+            return f"join.iterate was called with window={self._options.window!r}"
         names = [member.joinable.join_name for member in self._channel.roster.listed if member.joinable.needs_scale]
         return f"nothing else weighs the gradients of {names[0]}" if names else ""
 
@@ -546,13 +546,13 @@ class StepCounts:
         """Lowest rank that has a batch in this round."""
         return self._shares[0].first
 
-    def _without_unmade(self, shares: list[Share]) -> list[Share]:
-        """Return the shares of the steps that are made: under ``until="first"``, those for which all have batches."""
+    def _steps_to_make(self, shares: list[Share]) -> list[Share]:
+        """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
         return [share for share in shares if share.ranks == self._world_size] if self._until_first else shares
 
     def _plan_round(self) -> None:
         """Compute the number of steps of the round, and the total weight of each of its windows."""
-        windows, shares = self._windows, self._without_unmade(self._answers)
+        windows, shares = self._windows, self._steps_to_make(self._answers)
         self._shares, self.steps = shares, len(shares)
         if windows.fills:
             self.steps = -(-self.steps // windows.size) * windows.size
@@ -617,7 +617,7 @@ class StepCounts:
     def is_last(self, doing: str) -> bool:
         """Return whether this round is the last one, after waiting for the roll call, which remains to be read."""
         self._guard.wait(self._roll_call, doing)
-        return not self._without_unmade(self._roll_call.result())
+        return not self._steps_to_make(self._roll_call.result())
 
 
 # -- reading ahead -----------------------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ class ReadAhead:
         state = self._state_at_end if is_final else self._state
         if isinstance(state, Exception):
             raise JoinError(
-                f"The state_dict of {self._name} raised. Fix the cause of the error above. [J076]"
+                f"The state_dict of {self._name} raised an exception. Fix the cause shown above. [J076]"
             ) from state
         return state
 

@@ -36,8 +36,6 @@ Exact: TypeAlias = int | Fraction | float
 
 HEADERS, ROLL_CALLS, BARRIERS, SUMS = range(4)
 """Numbers of the lines of a group: for headers, for roll calls and for barriers of loops in lockstep, and for sums."""
-CALL_THE_SAME = "Call the same operation on all ranks, or pass a longer timeout."
-"""Fix in the texts of errors about a wait that timed out."""
 _WORD_BITS = 63  # of an int64 without its sign
 
 

@@ -16,6 +16,9 @@ import torch.distributed as dist
 _GLOO = re.compile(r"\[\S*/gloo/\S+:\d+\]|Application timeout caused pair closure")
 _DEPTH = 8  # the length of the chain of exceptions that is searched
 
+CALL_THE_SAME = "Call the same operation on all ranks, or pass a longer timeout."
+"""Fix in the texts of errors about a wait that timed out."""
+
 
 class BrokenCollective(RuntimeError):
     """Exception for an operation of this package's own collectives that cannot complete.

@@ -40,20 +40,8 @@ from typing import Any, Generic, NamedTuple
 
 from typing_extensions import final, override
 
-from join.collectives.base import (
-    CALL_THE_SAME,
-    Collective,
-    Exact,
-    FloatSum,
-    Fold,
-    Gather,
-    Line,
-    RollCall,
-    Sum,
-    V,
-    exact,
-)
-from join.collectives.broken import BrokenCollective
+from join.collectives.base import Collective, Exact, FloatSum, Fold, Gather, Line, RollCall, Sum, V, exact
+from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 
 _FRAME = struct.Struct("<BIQ")  # before each message: the line, the count of its sum, and its bytes
 _HELLO = struct.Struct("<16sII")  # the secret of the group, the rank that connects, and the rank that it expects

@@ -37,21 +37,9 @@ from typing import Generic, NamedTuple
 from typing_extensions import final, override
 
 from join.collectives._torch_private import profiled
-from join.collectives.base import (
-    CALL_THE_SAME,
-    SUMS,
-    Collective,
-    FloatSum,
-    Fold,
-    Gather,
-    Line,
-    RollCall,
-    Sum,
-    V,
-    folded,
-)
+from join.collectives.base import SUMS, Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V, folded
 from join.collectives.board import Board, Kind
-from join.collectives.broken import BrokenCollective
+from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 from join.collectives.timeouts import timeouts
 
 SWITCH = "JOIN_SHARED_MEMORY"

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from join.collectives.base import CALL_THE_SAME, ReduceOp, Work, check_op, describe
+from join.collectives.base import ReduceOp, Work, check_op, describe
 from join.collectives.board import Board, StoreBoard
-from join.collectives.broken import BrokenCollective
+from join.collectives.broken import CALL_THE_SAME, BrokenCollective
 from join.collectives.store import StoreCollective
 
 T = TypeVar("T")

@@ -48,7 +48,7 @@ def test_threads(ranks: int) -> None:
 def test_threads_leave_and_come_back() -> None:
     def rank_main(collective: ThreadCollective) -> None:
         rank, size = collective.rank, collective.world_size
-        with pytest.raises(RuntimeError, match="set up already"):
+        with pytest.raises(RuntimeError, match="is already set up"):
             collective.setup(rank, size)
         collective.teardown()
         check_refuses_when_not_set_up(collective)
@@ -266,7 +266,7 @@ def test_missing_package_is_named(backend: str, name: str, package: str) -> None
     if importlib.util.find_spec(needed.split(".")[0]) is not None:
         pytest.skip(f"{needed} is installed")
     module = importlib.import_module(f"join.collectives.{backend}")  # needs it only when a collective is made
-    with pytest.raises(ImportError, match=f"^{name} needs {package}: .*pip install"):
+    with pytest.raises(ImportError, match=f"^{name} needs {package}, which is not installed. Run .*pip install"):
         getattr(module, name)()
 
 

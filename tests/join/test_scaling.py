@@ -365,8 +365,14 @@ def mistaken(rank: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("forgets with weigh", "is not scaled, but join.iterate has weigh=. Call join.scale(loss).backward()"),
-        ("forgets with a window", "is not scaled, but join.iterate has window=2. Call join.scale(loss).backward()"),
+        (
+            "forgets with weigh",
+            "is not scaled, but join.iterate was called with a weigh function. Call join.scale(loss).backward()",
+        ),
+        (
+            "forgets with a window",
+            "is not scaled, but join.iterate was called with window=2. Call join.scale(loss).backward()",
+        ),
         ("steps inside a window", "Step the optimizer only if join.ends_window is True"),
         ("breaks inside a window", "Leave the loop only if join.ends_window is True"),
         ("leaves gradients unreduced", "give join.iterate(loader, window=k)"),

@@ -58,8 +58,8 @@ OWN = {
     "step": "LookupError: in the step",
     "sys.exit": "SystemExit: 3",
     "KeyboardInterrupt": "KeyboardInterrupt",
-    "break": "ProtocolError: rank 1 ",
-    "left out": "ProtocolError: rank 1 left ",
+    "break": "ProtocolError: Rank 1 ",
+    "left out": "ProtocolError: Rank 1 skipped ",
 }
 
 

@@ -222,7 +222,7 @@ def test_a_first_batch_that_cannot_be_sent() -> None:
     def run(collective: ThreadCollective) -> None:
         sequence = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
         with (
-            pytest.raises(JoinError, match=r"the first batch of rank 0 does not reach them"),
+            pytest.raises(JoinError, match=r"the first batch of rank 0 cannot be sent to them"),
             Join([Leading(collective)]) as join,
         ):
             for _ in join.iterate([sequence] * (1 - collective.rank), dummy="last"):
@@ -388,8 +388,8 @@ def test_a_rank_that_runs_more(step: int) -> None:
     with using(look=0.05):
         texts = run_threads(3, lambda collective: leaving_out(collective, [*BURSTS, 1], step, lookahead=1))
     for text in texts:
-        assert text.startswith(("ProtocolError: rank ", "PeerError: rank "))
-        assert " of join.iterate, or of one before, and rank " in text
+        assert text.startswith(("ProtocolError: Rank ", "PeerError: rank "))
+        assert " of join.iterate, or in an earlier step, but rank " in text
 
 
 def in_own_collectives(collective: ThreadCollective, how: str, slow: float = 0.0) -> str:
@@ -414,7 +414,7 @@ def in_own_collectives(collective: ThreadCollective, how: str, slow: float = 0.0
 def test_a_collective_of_the_bodys_own_that_a_rank_does_not_come_to(how: str) -> None:
     with using(still=0.5):
         zero, one, two = run_threads(3, lambda collective: in_own_collectives(collective, how))
-    assert one.startswith("ProtocolError: rank 1 left ")
+    assert one.startswith("ProtocolError: Rank 1 ")
     assert "skipped a collective of the loop body in step" in one or how == "break"
     assert blames(zero, 1, one) and blames(two, 1, one)
 
@@ -598,7 +598,7 @@ def test_loops_in_loops_are_refused(in_a_block_of_its_own: bool) -> None:
         return str(caught.value)
 
     for text in run_threads(2, run):
-        assert "one loop over join.iterate in another" in text
+        assert "A loop over join.iterate ran inside another one" in text
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -676,7 +676,7 @@ def test_arguments_that_differ(options: list[dict[str, Any]], told: list[str]) -
 def test_outside() -> None:
     def run(collective: ThreadCollective) -> None:
         join = Join([Counter(collective)])
-        with pytest.raises(JoinError, match="inside of a block"):
+        with pytest.raises(JoinError, match="called outside its block"):
             join.iterate([])
 
     run_threads(1, run)
@@ -748,7 +748,7 @@ def test_a_logger_around_the_loop_and_not_inside() -> None:
         seen: list[str] = []
         data = [torch.ones(2)] * counts[collective.rank]
         with Join([Counter(collective)]) as join:
-            with pytest.raises(TypeError, match=r"log_every\(...\) would log each batch before the loop's body"):
+            with pytest.raises(TypeError, match=r"log_every\(...\) would log each batch before the loop body"):
                 join.iterate(log_every(data, seen))
             for step, _ in enumerate(log_every(join.iterate(data), seen)):
                 seen.append(f"ran {step + 1}")

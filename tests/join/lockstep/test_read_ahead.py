@@ -119,7 +119,7 @@ def test_loaders_that_have_no_state() -> None:
                 ):
                     join.loader_state()
             for _ in join.iterate(Unwilling([1, 2])):
-                with pytest.raises(JoinError, match="state_dict of Unwilling has raised") as caught:
+                with pytest.raises(JoinError, match="state_dict of Unwilling raised an exception") as caught:
                     join.loader_state()
                 assert isinstance(caught.value.__cause__, ValueError)
 

@@ -103,7 +103,7 @@ def listed(objects: Any, group: Any) -> list[Any]:
     objects = list(cast("Iterable[Any]", objects))
     if not objects and group is ...:
         raise ValueError(
-            "Join([]) lists no object. List the objects that you train. For a loop over join.iterate that trains"
+            "Join([]) requires at least one joinable. List the objects that you train. For a loop over join.iterate that trains"
             " nothing, write Join([], process_group=None), or pass the process group of the loop. [J011]"
         )
     return objects

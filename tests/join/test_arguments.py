@@ -26,7 +26,7 @@ def alone(fn: Any) -> None:
 
 
 def test_empty_list() -> None:
-    with pytest.raises(ValueError, match=r"Join\(\[\]\) lists no object"):
+    with pytest.raises(ValueError, match=r"Join\(\[\]\) requires at least one joinable"):
         Join([])
 
 

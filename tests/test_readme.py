@@ -118,7 +118,7 @@ def forked_check(rank: int) -> None:
 
 
 def test_the_check_prints_the_lines_that_are_shown(ending: Ending) -> None:
-    """The first words of each, since versions, addresses and the difference are those of a machine."""
+    """The first words of each line. Versions, addresses and the difference depend on the machine."""
     assert shlex.split(COMMAND) == ["python", "-m", "joinables", "check"]
     (end,) = ending.ends(forked_check, ranks=1, group=False, limit=150)
     shown, printed = CHECKED.splitlines(), end.text.removesuffix(end.stderr).splitlines()
@@ -131,7 +131,7 @@ def test_the_check_prints_the_lines_that_are_shown(ending: Ending) -> None:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]:
-    """The outputs of three ranks, of which rank 2 fails."""
+    """The outputs of three ranks, after rank 2 has failed."""
     folder = tmp_path_factory.mktemp("failing")
     (folder / "train.py").write_text(FAILING)
     ending = Ending()

@@ -34,9 +34,9 @@ def _lines(experiment: Experiment) -> Iterator[str]:
                 counts = f"{row['rank']:8}{row['steps']:10}{row['shadowed']:11}"
                 yield f"{counts}{row['joined_at']:10.2f} s{row['idle']:8.2f} s"
         yield f"\n  After epoch {experiment.epochs}:\n"
-        yield "                            largest difference of a       accuracy on"
-        yield "                      parameter to a single process    validation set"
-        yield f"    a single process{experiment.accuracy:49.1%}"
+        yield "                          largest difference of a       accuracy on"
+        yield "                    parameter to a single process    validation set"
+        yield f"    a single process{experiment.accuracy:47.1%}"
         yield f"    this library's Join{_columns(runs['joinables'])}"
         yield f"    torch's Join       {_columns(runs['torch'])}"
         if runs["torch"].status == "finished" and drifted(runs["torch"]):

@@ -1,1 +1,1 @@
-"""The demo, ``python -m demo``: handwritten digits on four very uneven ranks, beside one process and torch's Join."""
+"""The demo, ``python -m demo``: handwritten digits on four uneven ranks, compared with one process and torch's Join."""

@@ -12,10 +12,10 @@ EXTRAS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 
 def main() -> None:
-    """Train, compare, print and write."""
+    """Train, compare, print the text, and write the picture and the JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m demo",
-        description="Train on very uneven ranks, under this library's Join and under torch's, beside one process.",
+        description="Train on uneven ranks with this library's Join and torch's; compare both with a single process.",
     )
     parser.add_argument("--epochs", metavar="N", type=_positive, default=3, help="epochs to train (default: 3)")
     parser.add_argument(
@@ -39,11 +39,11 @@ def main() -> None:
     _replace(picture, draw(experiment))
     print(f"\nWrote {result} and {picture}; all in {time.monotonic() - started:.0f} s.")
     if not experiment.promise_kept:
-        sys.exit("This library's Join did not end where one process ends: the promise is broken.")
+        sys.exit("The result of this library's Join is not the result of a single process. Please report this output.")
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write under another name first, so that nobody ever sees half a file."""
+    """Write under another name first, so that no reader sees half a file."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content)
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""How far a distributed run is from the run of one process."""
+"""Comparison of a distributed run with the run of a single process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from joinables.trainer import Trainer
 
 @dataclass(frozen=True)
 class Outcome:
-    """One distributed run beside the reference.
+    """One distributed run, compared with the reference.
 
     Attributes:
-        status: ``"finished"``, ``"hangs"`` or ``"fails"``; without ``"finished"`` there is nothing else.
-        parameter_difference: the largest difference of a parameter in the end, over all ranks.
+        status: ``"finished"``, ``"hangs"`` or ``"fails"``. The other attributes are set only if it is ``"finished"``.
+        parameter_difference: the largest difference of a parameter at the end, over all ranks.
         buffer_difference: the same for BatchNorm's running statistics.
         accuracy: on the validation images, of rank 0's model.
         losses: the mean loss of the ranks that had a batch, by step.
         drift: the largest difference of a parameter on these ranks, by step.
-        reports: what ``join.report`` said, by epoch.
+        reports: the ``join.report`` of each epoch, as a dict.
     """
 
     status: str
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def compare(ranks: Sequence[Record] | str, reference: Record, reports: Sequence[dict[str, Any]] = ()) -> Outcome:
-    """Compare what the ranks brought back (or what became of them) with the reference."""
+    """Compare the records of the ranks with the reference; ``ranks`` is a status if the run did not finish."""
     if isinstance(ranks, str):
         return Outcome(ranks)
     losses: list[float] = []

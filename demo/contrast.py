@@ -1,4 +1,4 @@
-"""The contrast: the loop that a user writes without a trainer, under torch's own ``Join``."""
+"""The contrast: a training loop without a trainer, under torch's own ``Join``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from demo.train import Digits
 from joinables.trainer import Launcher
 
 PATIENCE = timedelta(seconds=20)
-"""A step takes a hundredth of a second; a collective that takes this long hangs."""
+"""A collective that takes longer hangs. A step takes a hundredth of a second."""
 
 
 def train_by_hand(epochs: int, shardings: Sequence[bool]) -> list[list[Record] | str]:
-    """Train with plain Adam, or sharded, one after the other.
+    """Train once for each entry of ``shardings``: with plain Adam, or with ZeRO if it is true.
 
     Returns:
-        For each what was recorded on the ranks, or what became of them: ``"hangs"`` or ``"fails"`` (then the traceback
-        is on stderr).
+        For each training the records of its ranks, or ``"hangs"`` or ``"fails"``. The traceback of a failure is on
+        stderr.
     """
     try:
         return Launcher(len(BATCHES), timeout=PATIENCE).launch(_train_all, epochs, shardings, load()[0])
     except Exception as error:
-        if len(shardings) > 1:  # each in processes of its own then
+        if len(shardings) > 1:  # try each one again in its own processes
             return [outcome for sharded in shardings for outcome in train_by_hand(epochs, [sharded])]
         traceback.print_exc()
         return ["hangs" if "timed out" in str(error).lower() else "fails"]

@@ -1,6 +1,6 @@
-"""The data: scikit-learn's handwritten digits, dealt out very unevenly.
+"""The data: scikit-learn's handwritten digits, distributed unevenly over four ranks.
 
-8 x 8 grey images of ten classes. The ranks and the single process cut them alike, so they see the same batches.
+The digits are grey images of 8 x 8 pixels in ten classes. The ranks and the single process use the same batches.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.utils.data import Dataset, Sampler, TensorDataset, random_split
 
 BATCH_SIZE = 16
 BATCHES = (14, 44, 0, 30)
-"""Batches per epoch of each rank: rank 1 has three times as many as rank 0, rank 2 has none."""
+"""Batches of each rank in an epoch: rank 1 has three times as many as rank 0, and rank 2 has none."""
 STEPS = max(BATCHES)
-"""Steps per epoch: ranks that are done shadow those that are not."""
+"""Steps in an epoch. Ranks that are out of data shadow the others."""
 
 
 def load() -> list[Dataset]:
-    """Images of shape ``[1, 8, 8]`` in 0..1 with their label: those to train on, and what is left to validate on."""
+    """Return images of shape ``[1, 8, 8]`` in 0..1 with their labels: the training images and the validation images."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -38,7 +38,7 @@ def shards(epoch: int) -> list[list[list[int]]]:
 
 
 class Shard(Sampler[int]):
-    """The images of this process's rank."""
+    """Sampler of this rank's images."""
 
     epoch = 0
 
@@ -54,7 +54,7 @@ class Shard(Sampler[int]):
 
 
 class AllShards(Sampler[list[int]]):
-    """The global batches: for each step, the images of all ranks that still have some."""
+    """Sampler of the global batches: for each step, the images of all ranks that still have data."""
 
     epoch = 0
 

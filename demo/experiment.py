@@ -1,4 +1,4 @@
-"""The experiment: one process, then four ranks with two optimizers, by the trainer and under torch's ``Join``."""
+"""The experiment: a single process, and four ranks with two optimizers under this library's ``Join`` and torch's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ JoinName = Literal["joinables", "torch"]
 
 STRATEGIES: dict[OptimizerName, str] = {"Adam": "ddp", "ZeRO(Adam)": "ddp_zero"}
 TOLERANCE = 1e-4
-"""Rounding errors stay a hundred times below, the drift under torch's Join is a hundred times above."""
+"""The largest difference that counts as rounding. Rounding stays a hundred times below it, and torch's Join
+drifts a hundred times above it."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What came out.
+    """The results of all runs.
 
     Attributes:
-        epochs: how long everybody trained.
-        losses: the loss of each global batch, in one process.
-        accuracy: on the validation images, of one process.
+        epochs: the number of epochs in each run.
+        losses: the loss of each global batch in the single process.
+        accuracy: of the single process on the validation images.
         outcomes: the distributed runs, by optimizer and then by ``Join``.
     """
 
@@ -40,19 +41,19 @@ class Experiment:
 
     @property
     def promise_kept(self) -> bool:
-        """Whether all runs with this library's ``Join`` ended where the one process did."""
+        """Whether all runs with this library's ``Join`` have the result of the single process."""
         return not any(drifted(runs["joinables"]) for runs in self.outcomes.values())
 
 
 def drifted(outcome: Outcome) -> bool:
-    """Whether a run did not end where the one process did."""
+    """Return whether a run did not finish with the result of the single process."""
     return outcome.parameter_difference is None or outcome.parameter_difference > TOLERANCE
 
 
 def run_experiment(epochs: int) -> Experiment:
-    """Train everything.
+    """Run all trainings and compare them.
 
-    ZeRO only shards Adam's state, so that one process with plain Adam is the reference for both optimizers.
+    ZeRO only shards Adam's state, so a single process with plain Adam is the reference for both optimizers.
     """
     torch.set_num_threads(1)
     alone, accuracy = train_alone(epochs)

@@ -1,4 +1,4 @@
-"""The picture: who was active when, the loss, and the distance to one process, step by step."""
+"""The picture: active ranks, the loss, and the difference to a single process, in each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from demo.summary import WHY
 
 INK, QUIET, GRID = "#22313f", "#66737f", "#e4e7eb"
 ACTIVE, SHADOWING, ALONE = "#334e68", "#d5dee7", "#b8c4d0"
-COLOURS: dict[JoinName, str] = {"torch": "#d64545", "joinables": "#0c8599"}  # ours is drawn last, on top
+COLOURS: dict[JoinName, str] = {"torch": "#d64545", "joinables": "#0c8599"}  # this library's line is drawn last, on top
 LABELS: dict[JoinName, str] = {"torch": "torch's Join", "joinables": "this library's Join"}
 STYLE = {
     "font.size": 10,
@@ -44,7 +44,11 @@ def draw(experiment: Experiment) -> bytes:
         FigureCanvasAgg(figure)
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
         figure.suptitle(
-            "The same training on uneven ranks, and in one process", fontsize=16, fontweight="bold", x=0.012, ha="left"
+            "The same training on uneven ranks, and in a single process",
+            fontsize=16,
+            fontweight="bold",
+            x=0.012,
+            ha="left",
         )
         axes = figure.subplots(3, len(outcomes), sharex="col", sharey="row", height_ratios=(1, 1.3, 1.3), squeeze=False)
         for (optimizer, runs), (timeline, loss, drift) in zip(outcomes.items(), axes.T, strict=True):
@@ -66,7 +70,7 @@ def draw(experiment: Experiment) -> bytes:
                     axis.axvline(start, color=QUIET, linewidth=0.8, linestyle=(0, (2, 3)), zorder=0)
         axes[0, 0].set_yticks(range(len(BATCHES)), [f"rank {rank}" for rank in range(len(BATCHES))])
         axes[1, 0].set_ylabel("loss of the global batch")
-        axes[2, 0].set_ylabel("largest difference of\na parameter to one process")
+        axes[2, 0].set_ylabel("largest difference of a\nparameter to a single process")
         _add_legends(figure, axes[1, 0])
         file = io.BytesIO()
         figure.savefig(file, format="png")
@@ -93,7 +97,7 @@ def _draw_bar(axis: Axes, rank: int, start: int, steps: int, colour: str, ink: s
 
 
 def _draw_loss(axis: Axes, runs: Mapping[JoinName, Outcome], alone: Sequence[float]) -> None:
-    axis.plot(alone, color=ALONE, linewidth=5, label="one process")
+    axis.plot(alone, color=ALONE, linewidth=5, label="a single process")
     for name, colour in COLOURS.items():
         if runs[name].losses:
             axis.plot(runs[name].losses, color=colour, linewidth=1.3, label=LABELS[name])
@@ -105,7 +109,7 @@ def _draw_drift(axis: Axes, runs: Mapping[JoinName, Outcome]) -> None:
         drift = runs[name].drift
         if drift:
             axis.plot([value or math.nan for value in drift], color=colour, linewidth=2)
-            above = name == "torch"  # so that two lines at the same height get two labels
+            above = name == "torch"  # two lines at the same height need labels at different heights
             axis.annotate(
                 f"{LABELS[name]}: {drift[-1]:.0e}", (len(drift) - 1, drift[-1]), xytext=(-4, 7 if above else -7),
                 textcoords="offset points", ha="right", va="bottom" if above else "top", color=colour,
@@ -117,5 +121,8 @@ def _draw_drift(axis: Axes, runs: Mapping[JoinName, Outcome]) -> None:
 
 def _add_legends(figure: Figure, loss: Axes) -> None:
     loss.legend(loc="lower left")
-    bars = [Patch(color=ACTIVE, label="has a batch"), Patch(color=SHADOWING, label="has run out, shadows the others")]
+    bars = [
+        Patch(color=ACTIVE, label="has a batch"),
+        Patch(color=SHADOWING, label="is out of data, shadows the others"),
+    ]
     figure.legend(handles=bars, loc="outside upper right", ncols=2, handlelength=1)

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: :class:`Recorder`, the callback that brings it home from all ranks."""
+"""The record of a run: :class:`Recorder`, a callback that collects losses and parameters of all ranks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing_extensions import override
 from joinables.trainer import Callback, Trainer, TrainModule
 
 Record = dict[str, Any]
-"""One rank's run: ``losses`` and ``snapshots`` (all parameters, as one vector) by step, for the steps at which the rank
-had a batch, and in the end its ``state``, the module's state dict."""
+"""One rank's run: ``losses`` and ``snapshots`` (all parameters as one vector) of each step in which the rank had a
+batch, and ``state``, the module's state dict at the end."""
 
 
 def flat_parameters(module: torch.nn.Module) -> torch.Tensor:
-    """A copy of all parameters, as one vector."""
+    """Return a copy of all parameters, as one vector."""
     return torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
 
 def flat_buffers(module: torch.nn.Module) -> torch.Tensor:
-    """A copy of all buffers, as one vector: BatchNorm's running means and variances."""
+    """Return a copy of all buffers, as one vector: BatchNorm's running means and variances."""
     return torch.cat([buffer.flatten().float() for buffer in module.buffers()])
 
 
 class Recorder(Callback):
-    """Records all ranks.
+    """Callback that records all ranks.
 
     Attributes:
-        records: one a rank.
-        reports: what ``trainer.join_report`` said, one an epoch.
+        records: one for each rank.
+        reports: ``trainer.join_report`` of each epoch, as a dict.
     """
 
     def __init__(self, steps_per_epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""What should come out: one process that trains on the same global batches."""
+"""The reference: a single process that trains on the same global batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from joinables.trainer import Trainer
 
 
 class OneProcess(Digits):
-    """The batches of all ranks, in one step.
+    """A module that trains on the batches of all ranks in one step.
 
-    BatchNorm normalises each rank's batch by itself, as it does in DDP. Its running statistics are not averaged there,
-    but broadcast: all ranks get those of the lowest rank that had a batch.
+    BatchNorm normalises each rank's batch alone, as it does in DDP. DDP does not average its running statistics. It
+    broadcasts them from the lowest rank that had a batch to all ranks.
     """
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         for images, labels in zip(*(part.split(BATCH_SIZE) for part in batch), strict=True):
             buffers = dict(self.net.named_buffers())
-            if losses:  # not of the lowest rank: its statistics go nowhere
+            if losses:  # not the lowest rank: DDP overwrites its statistics
                 buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             losses.append(cross_entropy(functional_call(self.net, buffers, (images,)), labels))
         loss = torch.stack(losses).mean()
@@ -35,7 +35,7 @@ class OneProcess(Digits):
 
 
 def train_alone(epochs: int) -> tuple[Recorder, float]:
-    """Train in this process; return what was recorded, and the accuracy on the validation images."""
+    """Train in this process; return the recorder and the accuracy on the validation images."""
     digits, validation = load()
     recorder = Recorder(STEPS)
     trainer = Trainer(devices=1, accelerator="cpu", max_epochs=epochs, callbacks=recorder)

@@ -1,4 +1,4 @@
-"""The result in words and numbers: as text for the terminal, and as JSON."""
+"""The result of the demo as text for the terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from demo.data import BATCH_SIZE, BATCHES
 from demo.experiment import Experiment, OptimizerName, drifted
 
 WHY: dict[OptimizerName, str] = {
-    "Adam": "torch's Join leaves early ranks' Adam state behind: the replicas part in the next epoch.",
-    "ZeRO(Adam)": "torch's Join steps early ranks' shards on stale gradients, and that of rank 2 never.",
+    "Adam": "torch's Join copies no Adam state to early ranks: the replicas diverge in the next epoch.",
+    "ZeRO(Adam)": "torch's Join steps the shards of early ranks on old gradients, and never that of rank 2.",
 }
-"""Where torch's Join goes wrong."""
+"""The error of torch's Join, by optimizer."""
 
 
 def as_text(experiment: Experiment) -> str:
-    """What each rank did, and how far each run ended from one process."""
+    """Return the steps of each rank, and the difference of each run to a single process."""
     return "\n".join(_lines(experiment))
 
 
@@ -34,9 +34,9 @@ def _lines(experiment: Experiment) -> Iterator[str]:
                 counts = f"{row['rank']:8}{row['steps']:10}{row['shadowed']:11}"
                 yield f"{counts}{row['joined_at']:10.2f} s{row['idle']:8.2f} s"
         yield f"\n  After epoch {experiment.epochs}:\n"
-        yield "                          largest difference of a      accuracy on"
-        yield "                         parameter to one process    validation set"
-        yield f"    one process{experiment.accuracy:52.1%}"
+        yield "                          largest difference of a       accuracy on"
+        yield "                    parameter to a single process    validation set"
+        yield f"    a single process{experiment.accuracy:47.1%}"
         yield f"    this library's Join{_columns(runs['joinables'])}"
         yield f"    torch's Join       {_columns(runs['torch'])}"
         if runs["torch"].status == "finished" and drifted(runs["torch"]):
@@ -50,7 +50,7 @@ def _columns(outcome: Outcome) -> str:
 
 
 def as_json(experiment: Experiment) -> str:
-    """Everything, with the curves."""
+    """Return all results and curves as JSON."""
     result = {
         "epochs": experiment.epochs,
         "batch_size": BATCH_SIZE,

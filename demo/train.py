@@ -1,4 +1,4 @@
-"""All that a user writes. Run it alone: ``python -m demo.train``."""
+"""The code that a user writes. It also runs alone: ``python -m demo.train``."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ class Digits(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        # No bias before BatchNorm, which subtracts it again: its gradient is noise, and Adam would walk about on it.
+        # No bias before BatchNorm, which subtracts it again: its gradient would be noise, and Adam would step on it.
         self.net = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
@@ -35,7 +35,7 @@ class Digits(TrainModule):
 
 
 def train(epochs: int = 3, strategy: str = "ddp", callbacks: Callback | None = None) -> Result:
-    """Rank 1 has three times as many batches as rank 0, and rank 2 has none. Nothing here needs to know."""
+    """Train on ranks with 14, 44, 0 and 30 batches. The code is the same as for even ranks."""
     trainer = Trainer(
         devices=len(BATCHES), accelerator="cpu", strategy=strategy, max_epochs=epochs,
         callbacks=callbacks,

@@ -55,7 +55,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 
 def _lines(x: float, y: float, lines: tuple[str, ...]) -> list[str]:
-    """Return lines of text below ``y``, of which the first one is bold."""
+    """Return lines of text below ``y``; the first one is bold."""
     kinds = ' class="t"', *[""] * (len(lines) - 1)
     return [
         f'<text x="{x:g}" y="{y + LINE * (at + 1):g}"{kind}>{line}</text>'

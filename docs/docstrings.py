@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: an extension of griffe, which reads them for the reference."""
+"""Conversion of docstrings to Markdown: an extension of griffe, which reads them for the reference."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc|obj):`~?\.?([^`]+)`")
 
 
 class AsMarkdown(griffe.Extension):
-    """Takes the roles of Sphinx out, and the second colon before what is indented."""
+    """Extension that removes the roles of Sphinx, and the second colon before an indented block."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring is not None:
-            told = ROLE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = re.sub(r"::$", ":", told, flags=re.MULTILINE)
+            text = ROLE.sub(r"`\1`", obj.docstring.value)
+            obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)

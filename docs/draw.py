@@ -1,7 +1,7 @@
-"""Draw the ways of a step through the files of this project, from a run: ``python -m docs.draw`` writes ``docs/*.svg``.
+"""Draw the calls of a step through the files of this project, from a run: ``python -m docs.draw`` writes the SVGs.
 
-Each picture is a call sequence: a column for each room (folder), a line for each call from one file into another, in
-order. Left out are calls within a file, what repeats what was drawn before, and functions of a line or two.
+Each picture is a call sequence. It has a column for each folder, and a line for each call from one file into another,
+in order. It omits calls within a file, repeated calls, and functions of one or two lines.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DETAIL = 2  # lines
 
 @dataclass(frozen=True)
 class Place:
-    """A function in a file of ours."""
+    """A function in a file of this project."""
 
     file: str
     function: str
 
     @property
-    def room(self) -> str:
+    def folder(self) -> str:
         return self.file.rpartition("/")[0] or self.file
 
     @property
@@ -46,7 +46,7 @@ Call: TypeAlias = tuple[Place, Place]
 
 @dataclass
 class Calls:
-    """Records calls between files while it is the profile function: ``with Calls() as calls``."""
+    """Recorder of calls between files, as the profile function of Python: ``with Calls() as calls``."""
 
     made: list[Call] = field(default_factory=list[Call])
 
@@ -70,13 +70,13 @@ class Calls:
 
 
 def is_detail(frame: FrameType) -> bool:
-    """Whether a function is a small one, or of Python's own protocols."""
+    """Return whether a function has at most :data:`DETAIL` lines, or is a lambda, a comprehension or a module."""
     code = frame.f_code
     return code.co_name.startswith("<") or len({line for *_, line in code.co_lines() if line}) <= DETAIL
 
 
 def place_of(frame: FrameType) -> Place | None:
-    """Where a function is; ``None`` for those of others."""
+    """Return the place of a function; ``None`` if it is not in this project."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(ROOT):
         return None
@@ -86,15 +86,15 @@ def place_of(frame: FrameType) -> Place | None:
 
 def draw(calls: list[Call], title: str, name: str) -> None:
     """Draw a call sequence."""
-    rooms = list(dict.fromkeys([YOURS.room, *(place.room for call in calls for place in call)]))
-    limits = {"xlim": (-0.5, len(rooms) - 0.5), "ylim": (len(calls) + 0.5, -2)}
-    with drawn(DOCS / f"{name}.svg", (1.6 * len(rooms), 0.3 * len(calls) + 1), **limits) as axes:
+    folders = list(dict.fromkeys([YOURS.folder, *(place.folder for call in calls for place in call)]))
+    limits = {"xlim": (-0.5, len(folders) - 0.5), "ylim": (len(calls) + 0.5, -2)}
+    with drawn(DOCS / f"{name}.svg", (1.6 * len(folders), 0.3 * len(calls) + 1), **limits) as axes:
         axes.text(-0.4, -1.6, title, fontsize=10)
-        for at, room in enumerate(rooms):
-            axes.text(at, -0.5, room.replace("/", "/\n"), ha="center", va="center", fontsize=8, weight="bold")
+        for at, folder in enumerate(folders):
+            axes.text(at, -0.5, folder.replace("/", "/\n"), ha="center", va="center", fontsize=8, weight="bold")
             axes.plot([at, at], [0, len(calls)], color="0.85", linewidth=1, zorder=0)
         for row, (caller, callee) in enumerate(calls):
-            begin, end = rooms.index(caller.room), rooms.index(callee.room)
+            begin, end = folders.index(caller.folder), folders.index(callee.folder)
             if begin != end:
                 arrow = {"arrowstyle": "->", "linewidth": 0.7}
                 axes.annotate("", (end, row + 0.6), (begin, row + 0.6), arrowprops=arrow)
@@ -103,7 +103,7 @@ def draw(calls: list[Call], title: str, name: str) -> None:
 
 
 class Training:
-    """A rank that trains, with more batches than another."""
+    """The training of one rank. Rank 0 has more batches than rank 1."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -118,7 +118,7 @@ class Training:
 
 
 def plain(rank: int) -> list[Call]:
-    """A step of the rank that has data, or what the other one shadows: the end of its block up to the first burst's."""
+    """Return the calls of a step on rank 0, or of rank 1, which shadows the step at the end of its block."""
     training, calls = Training(rank), Calls()
     with Join([training.model, training.optimizer], divide_by_initial_world_size=False):
         for number, batch in enumerate(training.batches):
@@ -132,7 +132,7 @@ def plain(rank: int) -> list[Call]:
 
 
 def in_lockstep(rank: int) -> list[Call]:
-    """A step over ``join.iterate``, with data or on a dummy."""
+    """Return the calls of a step over ``join.iterate``, with data or on a dummy batch."""
     training, calls = Training(rank), Calls()
     with Join([training.model, training.optimizer], divide_by_initial_world_size=False) as join:
         batches = iter(join.iterate(training.batches))

@@ -1,7 +1,7 @@
 """Draw the order of collectives on an active and on a joined rank, from a run: ``python -m docs.order``.
 
-Two ranks train a DDP module with buffers by ZeRO. What is drawn is a step of rank 0 that rank 1 shadows: each header,
-and each collective that torch is asked for, in order.
+Two ranks train a DDP module that has buffers, by a ZeRO optimizer. The picture shows a step of rank 0 that rank 1
+shadows: each header and each collective that torch executes, in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INK, QUIET, HEADER, DATA = "#22313f", "#66737f", "#fff3bf", "#d0ebff"
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank does: a part of its loop, a header, or a collective of so many numbers."""
+    """An action of a rank: a part of its loop, a header, or a collective of so many numbers."""
 
     kind: str
     numbers: int = 0
@@ -44,7 +44,7 @@ class Entry:
 
 
 class Collectives(TorchDispatchMode):
-    """Notes the collectives that torch is asked for."""
+    """Mode that records the collectives that torch executes."""
 
     def __init__(self, made: list[Entry]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Collectives(TorchDispatchMode):
 
 @contextmanager
 def noted(made: list[Entry]) -> Iterator[None]:
-    """Notes headers and collectives."""
+    """Record headers and collectives in ``made``, in order."""
     send = Headers.send
 
     def sending(self: Headers, *args: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ def noted(made: list[Entry]) -> Iterator[None]:
 
 
 def train(rank: int) -> list[Entry]:
-    """What a rank does."""
+    """Train on a rank, and return its actions."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     made: list[Entry] = []
@@ -94,7 +94,7 @@ def train(rank: int) -> list[Entry]:
 
 
 def on_ranks(do: Callable[[int], T], world_size: int = 2) -> list[T]:
-    """What ``do(rank)`` returns on each rank."""
+    """Run ``do(rank)`` on each of ``world_size`` ranks, and return the results."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (do, folder, world_size), nprocs=world_size)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
@@ -109,7 +109,7 @@ def run(rank: int, do: Callable[[int], object], folder: str, world_size: int) ->
 
 
 def step_of(active: list[Entry], joined: list[Entry]) -> list[tuple[str, Entry, Entry]]:
-    """The second step: where in the loop of the active rank, what it does, and what the joined rank does."""
+    """Return the second step: for each action its place in the active rank's loop, and the actions of both ranks."""
     begins = [at for at, entry in enumerate(active) if entry.kind == "forward"]
     step, shadows = active[begins[1] : begins[2]], iter(joined[joined.index(Entry("end")) + 1 :])
     rows: list[tuple[str, Entry, Entry]] = []
@@ -125,7 +125,7 @@ def step_of(active: list[Entry], joined: list[Entry]) -> list[tuple[str, Entry, 
 
 @contextmanager
 def drawn(path: Path, size: tuple[float, float], **limits: tuple[float, float]) -> Iterator[Any]:
-    """Axes of matplotlib's without a frame, which become the picture ``path`` when the context ends."""
+    """Yield axes of matplotlib without a frame, and save the picture to ``path`` when the context ends."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -139,7 +139,7 @@ def drawn(path: Path, size: tuple[float, float], **limits: tuple[float, float]) 
 
 
 def draw(rows: list[tuple[str, Entry, Entry]], axes: Any) -> None:
-    for at, title in enumerate(("rank 0 has data: its own loop", "rank 1 has run out: the end of its block")):
+    for at, title in enumerate(("rank 0 has data: its own loop", "rank 1 is out of data: the end of its block")):
         axes.text(at, -1.1, title, ha="center", weight="bold", fontsize=9, color=INK)
         axes.plot([at, at], [-0.7, len(rows) - 0.5], color=QUIET, linewidth=0.7, zorder=0)
     for row, (where, *entries) in enumerate(rows):
@@ -154,7 +154,7 @@ def draw(rows: list[tuple[str, Entry, Entry]], axes: Any) -> None:
 def main() -> None:
     rows = step_of(*on_ranks(train))
     if any(active != joined for _, active, joined in rows):
-        raise SystemExit(f"the joined rank does otherwise: {rows}")
+        raise SystemExit(f"The joined rank does not follow the active rank: {rows}")
     PICTURE.parent.mkdir(exist_ok=True)
     limits = {"xlim": (-0.75, 1.45), "ylim": (len(rows) - 0.3, -1.6)}
     with drawn(PICTURE, (8, 0.42 * len(rows) + 1), **limits) as axes:

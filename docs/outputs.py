@@ -1,7 +1,8 @@
-"""Run the scripts that the documentation shows: ``python -m docs.outputs [NAME...]`` keeps what they print.
+"""Run the scripts that the documentation shows, and save their output: ``python -m docs.outputs [NAME...]``.
 
-What a script prints goes to ``docs/outputs``, beside which ``docs/site.py`` puts its code; of the demo, the picture is
-kept too. It takes minutes, so it is not a part of ``make docs``; a test compares the words with those of a run.
+The output of a script is saved in ``docs/outputs``, and the picture of the demo as ``docs/demo.png``. ``docs/site.py``
+shows the output below the code. The runs take minutes, so ``make docs`` does not start them. A test compares the words
+of a saved output with a run.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ LIMIT = 600  # seconds
 
 
 def scripts() -> list[Path]:
-    """What has a page of its own, in order."""
+    """Return the scripts that have a page, in order."""
     return [*sorted(ROOT.glob("tutorials/[0-9]*.py")), *sorted(ROOT.glob("recipes/[a-z]*.py"))]
 
 
 def output_of(script: Path) -> Path:
-    """Where that is kept which a script prints."""
+    """Return the file that holds the output of a script."""
     return OUTPUTS / script.parent.name / f"{script.stem}.txt"
 
 
 def run(*arguments: str) -> str:
-    """What a script prints; it ends this one if it fails."""
+    """Run Python with these arguments and return the output; exit if the run fails."""
     ways = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=ways, stdout=subprocess.PIPE, text=True, timeout=LIMIT
@@ -41,24 +42,24 @@ def run(*arguments: str) -> str:
 
 
 def run_demo() -> None:
-    """The demo: what it prints, and its picture, in few colours."""
+    """Save the output of the demo, and its picture in few colours."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:
-        told = run("-m", "demo", "--out", folder)
+        output = run("-m", "demo", "--out", folder)
         with Image.open(Path(folder, "timeline.png")) as picture:
             picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(DOCS / "demo.png", optimize=True)
-    (OUTPUTS / "demo.txt").write_text(told.partition("\nWrote ")[0])
+    (OUTPUTS / "demo.txt").write_text(output.partition("\nWrote ")[0])
 
 
 def main(*names: str) -> None:
-    """Run the scripts of these names, or all, and the demo."""
+    """Run the scripts of these names, or all scripts and the demo."""
     for script in scripts():
         if not names or script.stem in names:
             print(script.relative_to(ROOT), flush=True)
-            told = run(str(script))
+            output = run(str(script))
             output_of(script).parent.mkdir(parents=True, exist_ok=True)
-            output_of(script).write_text(told)
+            output_of(script).write_text(output)
     if not names or "demo" in names:
         print("demo", flush=True)
         run_demo()

@@ -1,6 +1,6 @@
 """Draw the tables of ``docs/performance.md`` as bars: ``python -m docs.plots``.
 
-The figures stand in the page and nowhere else; a test compares the pictures with them.
+The page is the only place of the figures. A test compares the pictures with the page.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ COLOURS = {
     "timeout": "#e8930c",
 }
 INK, QUIET = "#22313f", "#66737f"
-LEFT, WIDTH, BAR, SCALE = 170, 560, 14, 600  # pixels; the last is for one more time the time of plain DDP
+LEFT, WIDTH, BAR, SCALE = 170, 560, 14, 600  # pixels; SCALE is the length of the time of plain DDP
 
 Row = tuple[str, dict[str, float | None]]
 
 
 def tables() -> dict[str, list[Row]]:
-    """The models, and what each way costs as a ratio to plain DDP; ``None`` where it hangs or is not possible."""
+    """Return the models and the cost of each way, as a ratio to plain DDP; ``None`` if it hangs or was not measured."""
     found: dict[str, list[Row]] = {}
     texts: list[str] = re.findall(r"^\| model,.*?(?=\n\n)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     for name, marked in zip(PICTURES, texts, strict=True):
@@ -47,7 +47,7 @@ def _number(cell: str) -> float | None:
 
 
 def picture(rows: list[Row]) -> str:
-    """One bar a way and model; the line is plain DDP."""
+    """Return an SVG with a bar for each way and model, and a line at the cost of plain DDP."""
     ways = list(rows[0][1])
     parts: list[str] = []
     for at, way in enumerate(ways):
@@ -62,9 +62,9 @@ def picture(rows: list[Row]) -> str:
         )
         for way, cost in costs.items():
             length = 0 if cost is None else max(1.0, (cost - 0.9) * SCALE)
-            told = "no" if cost is None else f"{cost:.2f}"
+            text = "no" if cost is None else f"{cost:.2f}"
             parts.append(f'<rect x="{LEFT}" y="{y}" width="{length:.0f}" height="{BAR - 2}" fill="{COLOURS[way]}"/>')
-            parts.append(f'<text x="{LEFT + length + 5:.0f}" y="{y + 10}" class="n">{told}</text>')
+            parts.append(f'<text x="{LEFT + length + 5:.0f}" y="{y + 10}" class="n">{text}</text>')
             y += BAR
         y += 12
     plain = LEFT + 0.1 * SCALE

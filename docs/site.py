@@ -1,7 +1,7 @@
-"""Pages of the documentation that are made from files elsewhere, and its navigation: a hook of mkdocs.
+"""Navigation of the documentation, and pages that are made from files outside ``docs``: a hook of mkdocs.
 
-The first page is the README. Each tutorial and each recipe is a page: its docstring, its code, and what a run of it has
-printed. So none of them is listed here, nor is a page of ``docs`` that :data:`NAVIGATION` does not have.
+The first page is the README. Each tutorial and each recipe becomes a page with its docstring, its code and the output
+of a run. They need no entry in :data:`NAVIGATION`. A page of ``docs`` without an entry is listed under "More".
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ BESIDE = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Pages that are not in ``docs``, and their names there."""
+"""Files outside ``docs``, and the names of their pages."""
 
 NAVIGATION: dict[str, Any] = {
     "Home": "index.md",
@@ -36,7 +37,6 @@ NAVIGATION: dict[str, Any] = {
         "Weights and accumulation": "weights.md",
         "Metrics": "metrics.md",
         "Sharded models": "sharded.md",
-        "Engines": "engines.md",
         "Saving and resuming": "elastic.md",
         "The trainer": "trainer.md",
     },
@@ -45,15 +45,28 @@ NAVIGATION: dict[str, Any] = {
         "Lightning and Fabric": "frameworks/lightning.md",
         "Accelerate": "frameworks/accelerate.md",
         "Transformers": "frameworks/transformers.md",
+        "Ray": "frameworks/ray.md",
     },
+    "Engines": {
+        "Overview": "engines.md",
+        "DeepSpeed": "howto/deepspeed_zero.md",
+        "FSDP1": "howto/fsdp1.md",
+        "FSDP2: generate()": "howto/generate_fsdp2.md",
+        "FSDP2: evaluation": "howto/evaluate_fsdp2.md",
+        "Pipeline parallelism": "howto/pipeline_parallel.md",
+        "Expert parallelism": "howto/expert_parallel.md",
+        "HSDP and tensor parallelism": "howto/device_meshes.md",
+        "Optimizers that shard themselves": "howto/sharded_optimizer.md",
+        "Engines that count micro-batches": "howto/counting_engine.md",
+    },
+    "Recipes": {},  # the other recipes
     "Tutorials": {"The demo": "howto/demo.md"},  # and all scripts and notebooks in tutorials
-    "Recipes": {},  # all scripts in recipes
     "When it goes wrong": {
         "Failures": "failures.md",
         "Errors": "errors.md",
         "Profiling": "profiling.md",
         "Checking a machine": "check.md",
-        "Limits by subject": "limits.md",
+        "Index of limits": "limits.md",
     },
     "Performance": "performance.md",
     "Support matrix": "support.md",
@@ -67,7 +80,7 @@ NAVIGATION: dict[str, Any] = {
     "Extending": {"Custom joinables": "joinable.md", "For framework authors": "authors.md"},
     "Project": {
         "Glossary": "glossary.md",
-        "A tour of the code": "architecture.md",
+        "Architecture": "architecture.md",
         "Migrating": "migrate.md",
         "Versions": "versions.md",
         "Contributing": "contributing.md",
@@ -75,33 +88,36 @@ NAVIGATION: dict[str, Any] = {
         "Changelog": "changelog.md",
     },
 }
-"""Titles and pages. The navigation skips pages that do not exist."""
+"""Titles and pages, in order. The navigation skips pages that do not exist."""
 
 
 def fenced(language: str, text: str) -> str:
-    """A block of code."""
+    """Return a block of code, fenced by more backticks than the text contains."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"^`{3,}", text, re.MULTILINE))])
     return f"{fence}{language}\n{text.strip()}\n{fence}\n"
 
 
 def page_of_script(script: Path) -> str:
-    """A tutorial or a recipe: why, how, and what comes out; ``docs/recipes`` may say more of a recipe."""
+    """Return the page of a tutorial or a recipe: an introduction, the code, and the output of a run.
+
+    The introduction is the page in ``docs/recipes``, if there is one, and otherwise the docstring.
+    """
     text = script.read_text()
     docstring = ast.get_docstring(ast.parse(text)) or script.stem
     code = text.partition('"""')[2].partition('"""')[2]
-    told = output_of(script)
+    output = output_of(script)
     first, _, rest = docstring.partition("\n")
     own = DOCS / script.parent.name / f"{script.stem}.md"
     head = own.read_text() if own.exists() else f"# {first.rstrip('.')}\n{rest}\n"
     name = script.relative_to(ROOT).as_posix()
     parts = [head, f"## The script\n\n`{name}`:\n\n{fenced('python', code)}"]
-    if told.exists():
-        parts.append(f"## What it prints\n\n{fenced('text', told.read_text())}")
+    if output.exists():
+        parts.append(f"## What it prints\n\n{fenced('text', output.read_text())}")
     return "\n".join(parts)
 
 
 def page_of_notebook(notebook: Path) -> str:
-    """A notebook's cells, and what they have printed."""
+    """Return the cells of a notebook and their output."""
     parts: list[str] = []
     for cell in json.loads(notebook.read_text())["cells"]:
         source = "".join(cell["source"])
@@ -116,15 +132,15 @@ def page_of_notebook(notebook: Path) -> str:
 
 
 def generated_pages() -> dict[str, str]:
-    """The pages that are made here, by path."""
+    """Return the pages that are made from other files, by path."""
     found = {page: (ROOT / name).read_text().replace("](docs/", "](") for name, page in BESIDE.items()}
     demo = (OUTPUTS / "demo.txt").read_text()
     found["howto/demo.md"] = (
-        "# The demo\n\n`make demo` trains on handwritten digits on four ranks of very different lengths, under this"
-        " library's `Join` and under torch's, and compares both with one process. It prints\n\n"
-        f"{fenced('text', demo)}\nand draws, into `demo-out/timeline.png`,\n\n![The demo's picture](../demo.png)\n\n"
-        "The next pages are scripts: `.venv/bin/python tutorials/01_uneven_ddp.py` after `make demo`; elsewhere"
-        " `pip install 'joinables[demo]'` first, which brings the data that some train on.\n"
+        "# The demo\n\n`make demo` trains on handwritten digits on four ranks with very different numbers of batches,"
+        " once with this library's `Join` and once with PyTorch's. It compares both with a single process, and prints:"
+        f"\n\n{fenced('text', demo)}\nIt draws `demo-out/timeline.png`:\n\n![The demo's picture](../demo.png)\n\n"
+        "The tutorials are scripts. After `make demo`, run one with `.venv/bin/python tutorials/01_uneven_ddp.py`."
+        " Without `make demo`, first install the data that some of them use: `pip install 'joinables[demo]'`.\n"
     )
     for script in scripts():
         found[f"howto/{script.stem}.md"] = page_of_script(script)
@@ -134,7 +150,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def linked(text: str, path: str) -> str:
-    """With links to files beside ``docs``, to tutorials and to recipes made links to their pages."""
+    """Return the text with links to pages instead of links to tutorials, recipes and other files outside ``docs``."""
     up = "../" * path.count("/")
     text = re.sub(r"\]\((?:\.\./)*(?:tutorials|recipes)/(\w+)\.(?:py|md|ipynb)\)", rf"]({up}howto/\1.md)", text)
     text = re.sub(r"\]\((?:\.\./)*(?:tutorials|recipes)/?\)", f"]({up}howto/demo.md)", text)
@@ -144,12 +160,13 @@ def linked(text: str, path: str) -> str:
 
 
 def title_of(text: str, path: str) -> str:
+    """Return the first heading of a page; without one, the name of its file."""
     found = re.search(r"^# (.+)$", text, re.MULTILINE)
     return re.sub(r"[`*]", "", found.group(1)) if found else Path(path).stem
 
 
 def own_pages() -> dict[str, str]:
-    """The pages that lie in ``docs``; those of recipes become parts of others."""
+    """Return the pages in ``docs``, by path, without introductions of recipes."""
     return {
         path.relative_to(DOCS).as_posix(): path.read_text()
         for path in sorted(DOCS.rglob("*.md"))
@@ -158,37 +175,39 @@ def own_pages() -> dict[str, str]:
 
 
 def navigation(pages: dict[str, str]) -> list[Any]:
-    """As mkdocs wants it: what is there."""
-    used: set[str] = set()
-
-    def entries(tree: dict[str, Any]) -> list[Any]:
-        found: list[Any] = []
-        for title, what in tree.items():
-            inner = entries(what) if isinstance(what, dict) else what if what in pages else None
-            used.add(what if isinstance(what, str) else "")
-            if inner:
-                found.append({title: inner})
-        return found
-
+    """Return the navigation in the form of mkdocs, with the pages that exist."""
+    used = set(_pages_of(NAVIGATION))
     tree = {title: dict(entry) if isinstance(entry, dict) else entry for title, entry in NAVIGATION.items()}
     recipes = {f"howto/{script.stem}.md" for script in scripts() if script.parent.name == "recipes"}
     for path, text in pages.items():
-        if path.startswith("howto/") and path != "howto/demo.md":
-            tree["Recipes" if path in recipes else "Tutorials"][title_of(text, path)] = path
-    found = entries(tree)
-    if more := [{title_of(text, path): path} for path, text in pages.items() if path not in used]:
-        found.append({"More": more})
+        if path not in used:
+            section = "More" if not path.startswith("howto/") else "Recipes" if path in recipes else "Tutorials"
+            tree.setdefault(section, {})[title_of(text, path)] = path
+    return _entries(tree, pages)
+
+
+def _pages_of(tree: dict[str, Any]) -> Iterator[str]:
+    for entry in tree.values():
+        yield from _pages_of(entry) if isinstance(entry, dict) else (entry,)
+
+
+def _entries(tree: dict[str, Any], pages: dict[str, str]) -> list[Any]:
+    found: list[Any] = []
+    for title, entry in tree.items():
+        inner = _entries(entry, pages) if isinstance(entry, dict) else entry if entry in pages else None
+        if inner:
+            found.append({title: inner})
     return found
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs first."""
+    """Set the navigation. Mkdocs calls this first."""
     config.nav = navigation({**own_pages(), **generated_pages()})
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Called by mkdocs with the files of ``docs``."""
+    """Add the generated pages to the files of ``docs``. Mkdocs calls this."""
     for file in [file for file in files if file.src_uri.startswith("recipes/")]:
         files.remove(file)
     for path, text in generated_pages().items():
@@ -197,5 +216,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs with each page."""
+    """Return the Markdown of a page with its links. Mkdocs calls this for each page."""
     return linked(markdown, page.file.src_uri)

@@ -1,6 +1,6 @@
-"""Draw what ``torch.profiler`` records of three ranks: ``python -m docs.timeline``.
+"""Draw the traces that ``torch.profiler`` records on three ranks: ``python -m docs.timeline``.
 
-Each rank exports the trace of a block in which ranks run out one after the other; rank 2 takes longer over its batches.
+Each rank exports the trace of one block. The ranks are out of data one after the other, and rank 2 has slower batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLOURS = {
     "join: compare": "#5c4033",
     "join: copy": "#2b8a3e",
 }
-"""What is drawn, by how its name begins: later ones over earlier ones."""
+"""The colours of ranges, by the beginning of their names. Later ranges are drawn over earlier ones."""
 TITLES = {"step": "your step", "gloo": "collectives of gloo"}
 
 
@@ -44,6 +44,7 @@ class Range(NamedTuple):
 
 
 def block(counts: tuple[int, ...], rank: int) -> None:
+    """Train one block on a rank."""
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256)))
     optimizer = torch.optim.Adam(model.parameters())
     with Join([model, optimizer], divide_by_initial_world_size=False):
@@ -56,7 +57,7 @@ def block(counts: tuple[int, ...], rank: int) -> None:
 
 
 def ranges(rank: int) -> list[Range]:
-    """What a rank records of its second block: the first one makes connections, and takes longer."""
+    """Return the ranges of a rank's second block. The first block makes connections, and takes longer."""
     torch.set_num_threads(1)
     for counts in ((3, 2, 3), COUNTS):
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -74,6 +75,7 @@ def ranges(rank: int) -> list[Range]:
 
 
 def draw(ranks: list[list[Range]], axes: Any, first: float, last: float) -> None:
+    """Draw a row for each rank, a legend above and the time below."""
     for at, rank in enumerate(ranks):
         axes.text(-0.02 * last, at, f"rank {at}", ha="right", va="center", fontsize=10, color=INK)
         for kind, colour in COLOURS.items():

@@ -1,10 +1,10 @@
-"""The code of the README and of the first page runs as pasted, shows true output, and links lead somewhere."""
+"""The README: its loop hangs without the two lines and is right with them, its output is real, its links work."""
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,84 +12,60 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 import join
 from join.collectives import collective_of
-from joinables.check import check
+from joinables import check
 from tests.ending import Ending
 from tests.models import TOLERANCE, batch, build
 from tests.pool import Pool
-from tests.scripts import TORCHRUN, run_forked
+from tests.scripts import TORCHRUN, as_script, run_forked
 
 ROOT = Path(join.__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-START = (ROOT / "docs" / "start.md").read_text()
+LOOPS, COMMAND, CHECKED, RAISED, BLAMED = (code for _, code in BLOCKS)
 COUNTS = 1, 3  # batches in each epoch, by rank
+FAILING = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from joinables import Join
+
+
+def loader(rank):
+    for number in range(100):
+        if (rank, number) == (2, 7):
+            raise ValueError("sample 1207 is not an image")
+        yield torch.randn(8, 4), torch.randn(8, 1)
+
+
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.Adam(model.parameters())
+with Join([model, optimizer], divide_by_initial_world_size=False):
+    for x, y in loader(rank):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+"""A script that fails as the README shows. The tracebacks have the numbers of its lines."""
 
 
 def test_each_block_has_a_test() -> None:
-    """Two loops and their difference; the proof in one command and what it prints; two tracebacks."""
+    """Two loops and their difference; the proof in one command, and its output; two tracebacks."""
     assert [language for language, _ in BLOCKS] == ["diff", "sh", "text", "text", "text"]
     assert not re.search(r"^(    |\t)", re.sub(r"^```.*?^```$", "", TEXT, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
 
 
-def test_getting_started_runs_as_pasted(ending: Ending, tmp_path: Path) -> None:
-    """Its script prints what the page shows, but for times."""
-    blocks = dict(re.findall(r"^```(\w*)\n(.*?)^```$", START, re.DOTALL | re.MULTILINE))
-    (tmp_path / "train.py").write_text(blocks["python"])
-    python, *arguments = shlex.split(blocks["sh"])
-    assert python == "python"
-    assert arguments[:2] == ["-m", TORCHRUN]
-    # A port that is free, where the command takes a certain one.
-    printed = run_forked(ending, TORCHRUN, "--standalone", *arguments[2:], folder=tmp_path)
-    # Two ranks may print on one line.
-    differences = [float(number) for number in re.findall(r"difference ([\d.]+e[+-]\d+)", printed)]
-    assert len(differences) == 2
-    assert max(differences) < 1e-6
-    for row in re.findall(r"^ +\d+ .*$", blocks["text"], re.MULTILINE):
-        rank, steps, shadowed, *_ = row.split()
-        assert re.search(rf"^ +{rank} +{steps} +{shadowed} ", printed, re.MULTILINE)
-
-
-def test_the_check_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """But for versions, addresses and the difference itself."""
-    assert shlex.split(BLOCKS[1][1]) == ["python", "-m", "joinables", "check"]
-    shown = [line.split()[1:3] for line in BLOCKS[2][1].splitlines()]
-    assert check() == 0
-    assert [line.split()[1:3] for line in capsys.readouterr().out.splitlines()] == shown
-
-
-def failing(rank: int, code: str) -> list[str]:
-    """Run the loop of two lines more; the loader of rank 1 raises. The lines of the traceback."""
-
-    def loader() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for step in range(3 + rank):
-            if (rank, step) == (1, 2):
-                raise ValueError("image 17 is truncated")
-            yield batch(rank, 0, step)
-
-    model = DistributedDataParallel(build("mlp"))
-    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-    names |= {"loss_fn": torch.nn.functional.mse_loss, "loader": loader()}
-    try:
-        exec(code, names)
-    except Exception:
-        return traceback.format_exc().splitlines()
-    return []
-
-
-def test_tracebacks_end_as_they_are_shown(ending: Ending) -> None:
-    code = "\n".join(line[1:] for line in BLOCKS[0][1].splitlines())
-    zero, one = ending.run(failing, code, ranks=2)
-    shown_of_one, shown_of_zero = (block.splitlines()[-1].partition(" ")[2] for _, block in BLOCKS[3:])
-    assert one[-1] == shown_of_one
-    assert zero[-1] == shown_of_zero
+# -- the loop ---------------------------------------------------------------------------------------------------------
 
 
 def loop(rank: int, code: str, limited: bool) -> tuple[str, list[torch.Tensor]]:
-    """Run one of the two loops, and tell what it raised and where the parameters ended."""
+    """Run one of the two loops; return the text of its error, and the parameters at its end."""
     if limited:
         collective_of(None).limit(timedelta(seconds=3))
     model = DistributedDataParallel(build("mlp"))
@@ -116,20 +92,91 @@ def in_one_process() -> list[torch.Tensor]:
 
 
 def test_two_lines_are_new_and_make_the_loop_right(pool: Pool) -> None:
-    lines = BLOCKS[0][1].splitlines()
+    lines = LOOPS.splitlines()
     assert len([line for line in lines if line.startswith("+") and line != "+"]) == 2
     code = "\n".join(line[1:] for line in lines)
-    for told, parameters in pool.run(loop, code, False, ranks=2):
-        assert not told
+    for error, parameters in pool.run(loop, code, False, ranks=2):
+        assert not error
         torch.testing.assert_close(parameters, in_one_process(), atol=TOLERANCE, rtol=0)
 
 
 def test_without_them_it_hangs(pool: Pool) -> None:
-    """Until the time limit of the group, which is half an hour elsewhere."""
-    code = "\n".join(line[1:] for line in BLOCKS[0][1].splitlines() if not line.startswith("+"))
+    """Until the timeout of the process group expires: 3 seconds here, half an hour elsewhere."""
+    code = "\n".join(line[1:] for line in LOOPS.splitlines() if not line.startswith("+"))
     results = pool.run(loop, code, True, ranks=2)
     assert not results[0][0]
     assert "imed out" in results[1][0]
+
+
+# -- the output -------------------------------------------------------------------------------------------------------
+
+
+def forked_check(rank: int) -> None:
+    """Run the check; its ranks are forked, so that they need not import torch."""
+    check.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    check.check()
+
+
+def test_the_check_prints_the_lines_that_are_shown(ending: Ending) -> None:
+    """The first words of each line. Versions, addresses and the difference depend on the machine."""
+    assert shlex.split(COMMAND) == ["python", "-m", "joinables", "check"]
+    (end,) = ending.ends(forked_check, ranks=1, group=False, limit=150)
+    shown, printed = CHECKED.splitlines(), end.text.removesuffix(end.stderr).splitlines()
+    assert [line.split()[1:3] for line in printed] == [line.split()[1:3] for line in shown]
+    for last in (shown[-1], printed[-1]):
+        kind, *_, difference = last.split()
+        assert kind == "ok"
+        assert float(difference) < 1e-12
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]:
+    """The outputs of three ranks, after rank 2 has failed."""
+    folder = tmp_path_factory.mktemp("failing")
+    (folder / "train.py").write_text(FAILING)
+    ending = Ending()
+    try:
+        yield {rank: end.text for rank, end in enumerate(ending.ends(as_script, str(folder), "train.py", ranks=3))}
+    finally:
+        ending.close()
+
+
+@pytest.mark.parametrize(("rank", "block"), [(2, RAISED), (0, BLAMED)])
+def test_tracebacks_are_real(failed: dict[int, str], rank: int, block: str) -> None:
+    """A rank prints each line that is shown, in this order. The README omits frames of torch between them."""
+    output = (line.removeprefix(f"[rank{rank}]: ") for line in failed[rank].splitlines())
+    for line in block.splitlines():
+        assert line.startswith(f"[rank{rank}]: ")
+        text = line.removeprefix(f"[rank{rank}]: ").partition(". ")[0]  # without the advice after the cause
+        assert text == "  ..." or any(each.startswith(text) for each in output), text
+
+
+# -- Getting started --------------------------------------------------------------------------------------------------
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"\d+\.\d\d s|: \d+(e-\d+)?$", "", line)
+
+
+def test_getting_started_runs_as_pasted(ending: Ending, tmp_path: Path) -> None:
+    """Its script prints the output of the page, except for times and roundings."""
+    text = (ROOT / "docs" / "start.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert [language for language, _ in blocks] == ["sh", "python", "sh", "text"]
+    _, script, command, shown = (code for _, code in blocks)
+    (tmp_path / "train.py").write_text(script)
+    python, *arguments = shlex.split(command)
+    assert [python, *arguments[:2]] == ["python", "-m", TORCHRUN]
+    # With --standalone, torchrun chooses a free port.
+    printed = run_forked(ending, TORCHRUN, "--standalone", *arguments[2:], folder=tmp_path)
+    lines, expected = printed.splitlines(), shown.splitlines()
+    assert [without_numbers(line) for line in lines] == [without_numbers(line) for line in expected]
+    difference = re.search(r"single process: (\S+)", printed)
+    assert difference is not None
+    assert float(difference[1]) < 1e-6
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
@@ -137,22 +184,19 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-LINKS = re.findall(r"\]\(([^)]+)\)", TEXT)
-
-
-@pytest.mark.parametrize("link", LINKS)
-def test_what_it_points_to_is_there(link: str) -> None:
+@pytest.mark.parametrize("link", [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link])
+def test_links_lead_to_a_heading(link: str) -> None:
     path, _, anchor = link.partition("#")
     assert (ROOT / path).exists()
     assert not anchor or anchor in anchors((ROOT / path).read_text())
 
 
-def test_contributing_has_all_targets_of_make() -> None:
-    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    listed = re.findall(r"^    make ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert set(listed) == set(targets.split()) - {"help"}
-
-
 @pytest.mark.parametrize("file", sorted(set(re.findall(r"`(tests/[\w/.]+)`", TEXT))))
 def test_tests_that_it_names_exist(file: str) -> None:
     assert (ROOT / file).exists()
+
+
+def test_contributing_has_all_targets_of_make() -> None:
+    (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^    make ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(set(targets.split()) - {"help"})

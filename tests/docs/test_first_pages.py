@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -82,3 +85,26 @@ def test_the_picture_is_up_to_date_and_fits_a_telephone() -> None:
 @pytest.mark.parametrize("line", [line for question in choosing.QUESTIONS for line in question])
 def test_each_question_fits_its_box(line: str) -> None:
     assert len(line) * 7 <= choosing.COLUMN  # pixels of a letter, of the broadest fonts
+
+
+def test_each_page_is_in_the_navigation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is under "More". Mkdocs need not be installed."""
+    for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files"):
+        module: Any = ModuleType(name)
+        module.File = module.Files = object
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "docs.site", raising=False)
+    site = importlib.import_module("docs.site")
+    monkeypatch.delitem(sys.modules, "docs.site")
+    pages = {**site.own_pages(), **site.generated_pages()}
+    entries = site.navigation(pages)
+    titles = [title for entry in entries for title in entry]
+    assert titles[:5] == ["Home", "My job hangs", "Getting started", "How it works", "Choosing plain or iterate"]
+    assert "More" not in titles
+    assert sorted(listed(entries)) == sorted(pages)
+
+
+def listed(entries: list[Any]) -> list[str]:
+    """Return the pages of a navigation."""
+    values = [value for entry in entries for value in entry.values()]
+    return [page for value in values for page in (listed(value) if isinstance(value, list) else [value])]

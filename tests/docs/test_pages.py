@@ -1,4 +1,4 @@
-"""The code of the guide runs as it stands, on ranks of which one has no data; all end with the same parameters."""
+"""The code of the guide runs as it stands, on ranks with and without data; all end with the same parameters."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_each_loop_is_run() -> None:
 
 
 def test_a_loss_over_the_samples_of_all_ranks(pool: Pool) -> None:
-    """The contrastive loss of the guide is that of one process."""
+    """The contrastive loss of the guide gives the result of one process."""
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(max(COUNTS)):

@@ -1,4 +1,4 @@
-"""The bars of the page about performance are those of its tables."""
+"""The pictures of the page about performance show the figures of its tables."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PUBLIC = (
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages, built from what is there."""
+    """Build the pages and return their folder."""
     pytest.importorskip("mkdocstrings", reason="needs the extra docs: make test-docs")
     folder = tmp_path_factory.mktemp("site")
     command = "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page links to, and what can be linked to in it."""
+    """The links of a page, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def seen(site: Path) -> dict[str, Any]:
-    """What the browser sees of all pages."""
+    """Open all pages in a browser, and return its findings."""
     if not (BROWSER / ".installed").exists() and "CHROMIUM" not in os.environ:
         pytest.skip("needs a headless browser, which `make test-docs` installs")
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
@@ -153,7 +153,7 @@ def test_each_page_renders(seen: dict[str, Any], site: Path) -> None:
             assert not look["images"], path
             assert look["heading"], path
             assert len(look["text"]) > 200, path
-            # What was meant to be rendered, and was not.
+            # Markup that was not rendered.
             assert not re.search(r":(class|func|meth|mod|attr):`|^:::|^\|[ :-]+\|", look["text"], re.MULTILINE), path
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks as processes, tables, JSON."""
+"""Shared code of the benchmarks: ranks as processes, tables, JSON."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LIMIT_SECONDS = 280.0
 def run_processes(world_size: int, fn: Callable[..., Any], *args: Any, limit: float = _LIMIT_SECONDS) -> list[Any]:
     """Run ``fn(*args)`` in ``world_size`` processes that form a gloo group; return their results in rank order.
 
-    The ranks meet through a file, so no port is fixed. When a rank raises, or the limit passes, all are ended.
+    The ranks meet through a file, so no port is fixed. If a rank raises, or the limit expires, all ranks are killed.
 
     Raises:
-        TimeoutError: after ``limit`` seconds.
+        TimeoutError: If the processes take more than ``limit`` seconds.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise writes a line at each start and stop
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the first column is text, the others are numbers."""
+    """Return a markdown table; the first column is text, the others are numbers."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -70,7 +70,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(file: str | None, **content: Any) -> None:
-    """Write ``content`` and what it was measured on to ``file``, if one is given."""
+    """Write ``content``, with the versions and the number of processors, to ``file`` unless it is ``None``."""
     if file is not None:
         setting = {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
         Path(file).write_text(json.dumps({**setting, **content}, indent=2) + "\n")

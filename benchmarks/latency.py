@@ -1,19 +1,19 @@
-"""What ``Join`` costs where a message takes 10 ms from one machine to the other.
+"""Benchmark of ``Join`` on a link on which a message takes 10 ms from one machine to the other.
 
-Two gloo processes train a model in several ways, each process in a network namespace of its own. Between these is a
-link that holds up each packet for a while: a TUN device on either side, and a process that carries packets from one to
-the other. Both processes run on one kernel and would share memory, so that is switched off: headers go over the
-network, as between machines. It takes Linux, iproute2 and root.
+Two gloo processes train a model in several ways, each process in a network namespace of its own. The link between the
+namespaces delays each packet: it is a TUN device on either side, and a process that carries packets from one device to
+the other. Both processes run on one kernel and would share memory. The benchmark disables shared memory, so headers go
+over the network, as between machines. It needs Linux, iproute2 and root.
 
-The ways take turns of a few steps, as in ``overhead.py``, in an order that is drawn anew for each round. A turn opens
-the way's context; the first steps in it are not measured. For each step of a turn, from the first to the last, the
-median over the turns is taken, and the table has the mean of these: so what comes now and then does not count, and what
-comes every few steps does. Plain DDP is there twice: what the second differs from the first is noise.
+The ways take turns of a few steps, as in ``overhead.py``. Each round draws a new order. A turn opens the way's context,
+and does not measure the first steps in it. For each step of a turn, from the first to the last, the benchmark takes the
+median over the turns. The table has the mean of these medians: costs that occur now and then do not count, and costs
+that occur every few steps do. Plain DDP is measured twice; the difference of the two is noise.
 
     step        wall time of a step, mean of the ranks
-    ratio       to that of plain DDP
-    next...     what comes to each part of a step, in milliseconds; "next" is where join.iterate hands out a batch
-    added trips what comes to a step, in one-way times of the link: an all-reduce that is awaited takes two or more
+    ratio       wall time of a step, divided by the wall time of plain DDP
+    next...     time added to each part of a step, in milliseconds; in "next", join.iterate yields a batch
+    added trips time added to a step, in one-way times of the link; an awaited all-reduce takes two or more
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def address(rank: int) -> str:
 
 
 def carry(names: list[str], seconds: float, ready: Connection) -> None:
-    """Carry packets between the namespaces, each so many seconds after it has come, for ever."""
+    """Carry packets between the namespaces, without end, each ``seconds`` after its arrival."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))  # a packet that is due does not wait for the ranks
     try:
@@ -138,9 +138,9 @@ def carry(names: list[str], seconds: float, ready: Connection) -> None:
 
 
 def open_tun(name: str) -> int:
-    """A new TUN device in a namespace.
+    """Return a new TUN device in a namespace.
 
-    Segments of TCP come in one piece of up to 64 KiB, so that few are to be carried; the device's MTU is what it is.
+    The device passes TCP segments in pieces of up to 64 KiB, so few of them have to be carried; its MTU is unchanged.
     """
     enter(name)
     device = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
@@ -187,16 +187,16 @@ CASES: dict[str, Callable[[], Training]] = {
     "GAN": gan,
     "GAN with BatchNorm": partial(gan, norms=True),
 }
-HANGS = {"torch's Join": ("GAN", "GAN with BatchNorm")}  # the models by which a way hangs
+HANGS = {"torch's Join": ("GAN", "GAN with BatchNorm")}  # the models on which a way hangs
 PARTS = ["next", "zero_grad", "forward", "backward", "step"]
 UPDATE = ["zero_grad", "forward", "forward", "backward", "step"]
-"""The parts of each of the two updates of a GAN."""
+"""Parts of each of the two updates of a GAN."""
 
 # -- measuring, on a rank ---------------------------------------------------------------------------------------------
 
 
 Measured: TypeAlias = dict[str, list[float]]
-"""The seconds of each part of each step, turn by turn."""
+"""Seconds of each part of each step, turn by turn."""
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
@@ -235,11 +235,11 @@ def time_step(parts: Parts, names: list[str], measured: Measured) -> None:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, dict[str, Measured]]]:
-    """What each rank has measured."""
+    """Return the measurements of each rank."""
     with far_apart(options.milliseconds / 1e3) as names, tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"rank-{rank}") for rank in range(WORLD_SIZE)]
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": TUN, "JOIN_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1"}
-        # Nobody knows the names of these addresses: ask for them briefly, and do not tell of it.
+        # These addresses have no names: limit the look-up of names, and hide the warnings about it.
         environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         commands = [
             ["ip", "netns", "exec", name, sys.executable, *sys.argv, "--rank", str(rank), str(files[rank])]

@@ -1,27 +1,32 @@
-"""What ``Join`` costs an active rank while inputs are even.
+"""Benchmark of the cost of ``Join`` for an active rank while inputs are even.
 
-Two gloo processes train a model in several ways: plain ``DistributedDataParallel``, inside torch's own
-``torch.distributed.algorithms.join.Join``, inside ours, inside ours with ``divide_by_initial_world_size=False``, which
-needs to know in each step how many ranks contribute, and over ``join.iterate`` with ``lookahead`` 1 and 4; and with
-batches that are weighed, in a plain block and over ``join.iterate``, where each loss goes through ``join.scale``.
+Two gloo processes train a model in these ways:
 
-The ways take turns of a few steps, in an order that is drawn anew for each round, so that whatever else the machine
-does hits all of them alike. They do so on the same modules and optimizers, since where those lie in memory makes some
-percent of difference; only torch's Join, after which no other way can use them, has its own. A turn opens the way's
-context; the first steps in it are not measured. Every other step is timed by itself, and a launch of the processes
-gives the median of the first steps of turns, of the second ones, and so on, and the mean of these: so what comes now
-and then does not count, and what comes every few steps does. The table gives the mean over the launches of the ratio to
-plain DDP and, behind it, twice its standard error. Plain DDP is there twice: what the second differs from the first is
-noise.
+- plain ``DistributedDataParallel``;
+- inside torch's own ``torch.distributed.algorithms.join.Join``;
+- inside this library's ``Join``;
+- the same with ``divide_by_initial_world_size=False``, which counts the ranks that contribute in each step;
+- over ``join.iterate``, with ``lookahead`` 1 and 4;
+- with weighted batches, in a plain block and over ``join.iterate``; each loss goes through ``join.scale``.
 
-    step    wall time of a step, mean of the ranks: the only figure that shows waiting; noise on a shared machine
-    CPU     processor time of a step, all threads of all ranks together: depends less on who else computes
-    main    what comes to the processor time of a rank's main thread, in microseconds a step: all that our Python costs,
-            also where the rank would wait for others anyway. The parts of a step are measured each by itself, so that
-            the noise of one does not hide what comes to another: the figure with the least noise
+The ways take turns of a few steps, and each round draws a new order. So other load on the machine affects all of them
+alike. All ways use the same modules and optimizers, because their place in memory makes a difference of a few percent.
+Only torch's Join has modules of its own, because no other way can use a module after it.
+
+A turn opens the way's context, and does not measure the first steps in it. Every other step is timed by itself. Each
+launch of the processes takes the median over turns of the first step, of the second step, and so on, and then the mean
+of these medians. So costs that occur now and then do not count, and costs that occur every few steps do. The table has
+the mean, over the launches, of the ratio to plain DDP and, behind it, twice its standard error. Plain DDP is measured
+twice; the difference of the two is noise.
+
+    step    wall time of a step, mean of the ranks: the only figure that includes waiting; noisy on a shared machine
+    CPU     processor time of a step, all threads of all ranks together: depends less on other load
+    main    processor time added to a rank's main thread, in microseconds a step: the whole cost of our Python, even if
+            the rank would wait for others anyway. Each part of a step is measured by itself, so the noise of one part
+            does not hide the cost in another: the figure with the least noise
 
 Collectives and their bytes are counted with ``torch.profiler``, in a turn of its own, on rank 0: gloo records one
-``gloo:*`` event for each operation, with shape and type. Bytes are those of the tensors, not of the wire.
+``gloo:*`` event for each operation, with shape and type. The bytes are the tensors' bytes, not the bytes on the wire.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ WORLD_SIZE = 2
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first
 COUNTED_STEPS = 12
 WEIGHT = 256.0
-SETTLING_STEPS = 3  # of a turn; ranks tell each other some things in the first two
+SETTLING_STEPS = 3  # of a turn; in the first two, ranks exchange additional messages
 _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char": 1, "bool": 1}
 
 # -- what is trained --------------------------------------------------------------------------------------------------
@@ -75,7 +80,7 @@ class Training:
     modules: list[DDP]
     optimizers: list[torch.optim.Optimizer]
     scale: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    """What a loss goes through before its backward."""
+    """Function that is applied to a loss before its backward."""
 
 
 def sgd(ddp: DDP) -> torch.optim.Optimizer:
@@ -124,7 +129,7 @@ def transformer() -> Training:
 
 
 def gan(*, norms: bool = False) -> Training:
-    """One update of the discriminator, one of the generator; the second runs backward through both."""
+    """Return a training of two updates: the discriminator's, and the generator's, whose backward goes through both."""
     norm = [nn.BatchNorm1d(256)] if norms else []
     generator = DDP(nn.Sequential(nn.Linear(32, 256), *norm, nn.ReLU(), nn.Linear(256, 128)))
     discriminator = DDP(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1)))
@@ -166,8 +171,8 @@ def torch_join(training: Training, steps: int) -> contextlib.AbstractContextMana
     return TorchJoin([*training.modules, *sharded_ones])
 
 
-def our_join(training: Training, _: int, **told: Any) -> Join:
-    return Join([*training.modules, *training.optimizers], **told)
+def our_join(training: Training, _: int, **arguments: Any) -> Join:
+    return Join([*training.modules, *training.optimizers], **arguments)
 
 
 @contextlib.contextmanager
@@ -197,7 +202,7 @@ def scaling(training: Training, join: Join) -> Iterator[None]:
 
 
 Way = Callable[[Training, int], contextlib.AbstractContextManager[Any]]
-"""A context for a block of so many steps; it may hand out an iterator that is to be advanced before each of them."""
+"""Context for a block of a number of steps; it may yield an iterator, which is advanced before each step."""
 TORCH_JOIN = "torch's Join"
 WAYS: dict[str, Way] = {
     "plain": plain,
@@ -229,14 +234,14 @@ class Measured:
     wall: list[float] = field(default_factory=list[float])
     cpu: list[float] = field(default_factory=list[float])
     main: list[list[float]] = field(default_factory=list[list[float]])
-    """That of each part of a step."""
+    """Processor time of the main thread in each part of a step."""
     collectives: float = 0.0
     nbytes: float = 0.0
     kinds: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def measure(case: str, ways: list[str], steps: int, rounds: int, launch: int) -> dict[str, Measured]:
-    """On each rank: time and count these ways of training a model, as far as it can be trained so."""
+    """Time the given ways of training a model on each rank, and count collectives; skip ways that cannot train it."""
     build, possible = CASES[case]
     names = [name for name in possible if name in ways]
     results = {name: Measured() for name in names}
@@ -252,16 +257,16 @@ def measure(case: str, ways: list[str], steps: int, rounds: int, launch: int) ->
 
 @contextlib.contextmanager
 def trainings_of(build: Callable[[], Training], ways: list[str]) -> Iterator[dict[str, Training]]:
-    """What is trained in these ways, warmed up."""
+    """Yield the training of each way, warmed up."""
     with warnings.catch_warnings():  # torch's Join rewrites the filters
         trainings = dict.fromkeys(ways, warm(build))
-        if TORCH_JOIN in ways:  # it leaves its modules as they are in it
+        if TORCH_JOIN in ways:  # it does not restore its modules
             trainings[TORCH_JOIN] = warm(build)
         yield trainings
 
 
 def turns(ways: list[str], rounds: int, seed: int) -> Iterator[str]:
-    """Whose turn it is: each way once a round, in the same order on all ranks."""
+    """Yield the way of each turn: each way once a round, in the same order on all ranks."""
     draw = random.Random(seed)
     for _ in range(rounds):
         yield from draw.sample(ways, len(ways))
@@ -276,9 +281,9 @@ def warm(build: Callable[[], Training]) -> Training:
 
 @contextlib.contextmanager
 def opened(training: Training, way: Way, steps: int) -> Iterator[Parts]:
-    """A turn of this way, settled; the parts of a step, of which so many are to come.
+    """Open a turn of a way, run its first steps, and yield the parts of a step; ``steps`` more steps fit in the turn.
 
-    The first is where ``join.iterate`` hands out a batch; in other ways it does nothing.
+    In the first part, ``join.iterate`` yields a batch; in other ways this part does nothing.
     """
     with way(training, SETTLING_STEPS + steps) as given:
         parts: Parts = [partial(next, given) if isinstance(given, Iterator) else int, *training.parts]
@@ -324,7 +329,7 @@ def count_collectives(parts: Parts, measured: Measured) -> None:
 
 
 Estimate: TypeAlias = tuple[float, float]
-"""A mean over launches and its standard error, which is not a number if there was only one."""
+"""Mean over launches and its standard error, which is NaN for one launch."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +342,7 @@ class Typical:
 
 
 def typical(ranks: list[Measured], steps: int) -> Typical:
-    """Wall time and the main thread's are the mean of the ranks, processor time is their sum."""
+    """Return the ranks' mean of wall time and of the main thread's time, and their sum of processor time."""
     parts = zip(*[zip(*rank.main, strict=True) for rank in ranks], strict=True)
     return Typical(
         wall=of_turns((rank.wall for rank in ranks), steps),
@@ -347,7 +352,7 @@ def typical(ranks: list[Measured], steps: int) -> Typical:
 
 
 def of_turns(by_rank: Iterable[Sequence[float]], steps: int) -> float:
-    """The mean of what the first steps of turns are in the median, the second ones, and so on; of all ranks."""
+    """Return the mean, over the steps of a turn, of each step's median over turns, for the mean of all ranks."""
     means = [statistics.fmean(each) for each in zip(*by_rank, strict=True)]
     return statistics.fmean(statistics.median(means[step::steps]) for step in range(steps))
 
@@ -359,7 +364,7 @@ def estimate(launches: Iterable[float]) -> Estimate:
 
 
 def summarise(case: str, launches: list[list[dict[str, Measured]]], steps: int) -> list[dict[str, Any]]:
-    """One entry a way; ``launches`` holds what each rank measured in each of them."""
+    """Return one entry for each way; ``launches`` holds the measurements of each rank in each launch."""
     first = launches[0][0]
     times = {name: [typical([rank[name] for rank in ranks], steps) for ranks in launches] for name in first}
     entries: list[dict[str, Any]] = []
@@ -411,9 +416,9 @@ def main() -> None:
     # A multiple of 4, so that a window of lookahead=4 begins in them as often as elsewhere.
     parser.add_argument("--steps", type=int, default=8, help="measured steps in a turn")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each way in a launch")
-    parser.add_argument("--launches", type=int, default=8, help="how often processes are started anew")
-    parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; may be given repeatedly")
-    parser.add_argument("--way", choices=list(WAYS), action="append", help="this way, beside plain DDP; likewise")
+    parser.add_argument("--launches", type=int, default=8, help="how often the processes are started")
+    parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; can be repeated")
+    parser.add_argument("--way", choices=list(WAYS), action="append", help="this way and plain DDP; can be repeated")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
     entries: list[dict[str, Any]] = []

@@ -1,9 +1,10 @@
-"""How the cost of a header, of a shadowed step and of leaving a block grows with ranks and with model size.
+"""Benchmark of a header, of a shadowed step and of leaving a block, by number of ranks and by model size.
 
-**Ranks.** A ``Joinable`` without collectives of its own announces as fast as it can, so that a block consists of
-headers only: each is sent, and read before the next one. First all ranks announce, then rank 0 alone, and all others
-have joined. Ranks are gloo processes (more of them than processors, for some: then they wait for processors, not for
-each other) and threads, which exchange nothing but Python objects and show what the protocol itself does.
+**Ranks.** A ``Joinable`` without collectives of its own announces as fast as it can. So a block consists of headers
+only, and each header is read before the next one is sent. First all ranks announce; then rank 0 announces alone, and
+all other ranks have joined. Ranks are gloo processes, or threads. If there are more processes than processors, the
+processes wait for processors and not for each other. Threads exchange only Python objects, and show the cost of the
+protocol itself.
 
     header      wall time of a header while all are active
     CPU         processor time of a header, a rank
@@ -71,10 +72,10 @@ class Bare(Joinable):
 
 
 class Announcer(Bare):
-    """A joinable whose bursts are empty: nothing is left but its headers."""
+    """A joinable whose bursts are empty, so only its headers take time."""
 
     def announce(self, headers: int) -> float:
-        """Announce so many bursts; seconds each."""
+        """Announce a number of bursts; return the seconds of each."""
         started = time.perf_counter()
         for _ in range(headers):
             Join.notify_join_context(self)
@@ -82,7 +83,7 @@ class Announcer(Bare):
 
 
 def time_headers(headers: int, repeats: int, group: Any = None) -> list[Measurement]:
-    """On each rank: so many blocks of headers, even ones and uneven ones."""
+    """Run a number of blocks of headers on each rank, even blocks and uneven blocks."""
     return [one_round(headers, group) for _ in range(repeats)]
 
 
@@ -130,7 +131,7 @@ def rank_row(entry: dict[str, Any]) -> list[str]:
 
 
 class Clock(Bare):
-    """Notes when its turn to be synchronised has come: after what precedes it in the list."""
+    """Records the time at which it is synchronised: after the objects before it in the list."""
 
     communicates = False
 
@@ -139,7 +140,7 @@ class Clock(Bare):
 
 
 def time_model(parameters: int, steps: int, repeats: int) -> list[Measurement]:
-    """On each rank: even and uneven blocks with a model of about so many parameters."""
+    """Run even and uneven blocks on each rank, with a model of about the given number of parameters."""
     torch.manual_seed(0)
     width = round((parameters / 4) ** 0.5)
     model = DDP(nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)]))

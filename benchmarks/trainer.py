@@ -1,11 +1,11 @@
-"""What the trainer costs: a step beside a hand-written DDP loop, starting and coming home beside torch's spawn.
+"""Benchmark of the trainer: a step, beside a hand-written DDP loop; start and end, beside torch's spawn.
 
 step       2 gloo processes; ``fit`` and a hand-written loop take turns on the same module and data. Wall time and
-           processor time of a step, between the ends of the first and the last step of an epoch; ratios are medians
-           over the rounds, quartiles in brackets. Data are even, so ``fit`` sends nothing that DDP does not
-start      ``fit`` with an empty loop beside ``torch.multiprocessing.spawn`` of an empty function, 2 processes
-way home   from the end of training in the workers to the end of ``fit``, with a large module, beside writing a file
-           with its weights and reading it, once
+           processor time of a step, between the ends of the first and the last step of an epoch. Ratios are medians
+           over the rounds, with quartiles in brackets. Inputs are even, so ``fit`` sends the same messages as DDP
+start      ``fit`` with an empty loop, beside ``torch.multiprocessing.spawn`` of an empty function, 2 processes
+way home   from the end of training in the workers to the end of ``fit``, with a large module, beside writing its
+           weights to a file and reading them, once
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORLD_SIZE, BATCH, WIDTH = 2, 64, 384
 
 
 class Perceptron(TrainModule):
-    """A module whose step takes some milliseconds."""
+    """A module whose step takes a few milliseconds."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Perceptron(TrainModule):
 
 
 class Stopwatch:
-    """Time from the end of the first step to the end of the last."""
+    """Clock from the end of the first step to the end of the last."""
 
     def __init__(self) -> None:
         self.steps, self.started, self.ended = 0, (0.0, 0.0), (0.0, 0.0)
@@ -74,7 +74,7 @@ class Ticks(Callback):
 
 
 class EndOfTraining(Callback):
-    """Brings home when training ended."""
+    """Returns the time at which training ended."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -90,7 +90,7 @@ class EndOfTraining(Callback):
 
 
 class InPlace(DDPStrategy):
-    """Runs in the process group that is there."""
+    """Runs in the present process group, and starts no processes."""
 
     def launch(self, world_size: int, accelerator: str, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
@@ -133,7 +133,7 @@ def steps(count: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def nothing(rank: int) -> None:
-    """What an empty worker does."""
+    """Do nothing, as an empty worker."""
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -143,7 +143,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def fit_nothing(width: int) -> tuple[float, float]:
-    """The whole time of a fit without steps, and that from the end of training on."""
+    """Return the time of a fit without steps, and the time from the end of its training."""
     end = EndOfTraining()
     trainer, module, empty = Trainer(devices=WORLD_SIZE, max_epochs=0, callbacks=end), Perceptron(width), data(0)
     whole = timed(lambda: trainer.fit(module, empty))

@@ -1,6 +1,6 @@
 """Recipe: a loop that reduces gradients by hand, as Megatron's does, on uneven ranks.
 
-Nothing in the loop is an object that Join knows, so the block lists nothing, and `join.scale` makes the mean.
+`Join` has an adapter for no object of this loop. So the block lists nothing, and `join.scale` makes the mean.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ def make_model() -> torch.nn.Module:
 
 
 def reduce_gradients(model: torch.nn.Module, divide: bool) -> None:
-    """All gradients in one all-reduce; the engine divides the sums by the number of ranks, or does not."""
+    """Reduce all gradients in one all-reduce; with `divide`, divide the sums by the number of ranks."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)

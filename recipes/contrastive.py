@@ -1,4 +1,4 @@
-"""Recipe: a contrastive loss (CLIP, SimCLR) over the features of all ranks, of which some have no rows."""
+"""Recipe: a contrastive loss (CLIP, SimCLR) over the features of all ranks, if some ranks have no rows."""
 
 import tempfile
 
@@ -46,7 +46,7 @@ def train(rank: int) -> torch.Tensor:
     with Join([model, optimizer]) as join:
         for x in join.iterate(SAMPLES[rank, : BATCHES[rank], : 4 + rank]):
             optimizer.zero_grad()
-            rows = rows_of_all(model(x))  # each rank with data has a copy of their loss
+            rows = rows_of_all(model(x))  # each rank with data computes the same loss
             join.scale(loss_of(torch.cat(rows)) * dist.get_world_size() / len(rows)).backward()
             optimizer.step()
     return model.module.weight.detach()

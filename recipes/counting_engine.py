@@ -1,6 +1,6 @@
 """Recipe: an engine that counts micro-batches itself and divides losses, on uneven ranks.
 
-Each rank has to call it equally often, also in the last window of accumulation, which dummies fill.
+Each rank has to call the engine equally often. So dummies fill the last accumulation window.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ def loader_of(rank: int) -> list[torch.Tensor]:
 
 
 class Engine:
-    """Stands for yours."""
+    """A replacement for your engine."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Recipe: DeepSpeed (ZeRO 3) on uneven ranks, with windows of accumulation.
+"""Recipe: DeepSpeed (ZeRO 3) on uneven ranks, with accumulation.
 
-On a CPU DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
+On a CPU, DeepSpeed compiles an extension when it is first used, with ninja and a C++ compiler.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 from joinables import Join
 
-BATCHES = (2, 5, 0)  # rank 2 has no data, but owns shards like everybody else
+BATCHES = (2, 5, 0)  # rank 2 has no data, but it owns shards, too
 WINDOW = 2  # batches that one optimizer step averages
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 CONFIG = {

@@ -1,7 +1,7 @@
 """Recipe: HSDP and tensor parallelism: meshes of two dimensions on uneven data.
 
-Under HSDP each rank has batches of its own. Under tensor parallelism two ranks share their layers, and so they
-loop over the same batches.
+Under HSDP, each rank has batches of its own. Under tensor parallelism, two ranks share their layers, so both loop over
+the same batches.
 """
 
 import tempfile
@@ -31,7 +31,7 @@ def make_model() -> torch.nn.Module:
 
 
 def train(rank: int, how: str) -> torch.Tensor:
-    """Train one epoch and return what the model predicts then."""
+    """Train one epoch and return the predictions of the model."""
     model, owner = make_model(), rank
     if how == "HSDP":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

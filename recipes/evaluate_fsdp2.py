@@ -1,8 +1,8 @@
 """Recipe: evaluate an FSDP2 model (`fully_shard`) on shards of a data set that have different lengths.
 
-Every forward of a sharded model gathers parameters from all ranks, so that the last forwards of some would miss ranks
-with fewer batches. A loop over `join.iterate` runs equally often on all of them, and a rank that has run out gets
-batches without samples. The block lists nothing, since nothing is trained.
+Every forward of a sharded model gathers parameters from all ranks. A rank with more batches would wait in its last
+forwards for ranks that have left their loops. With `join.iterate`, all ranks run the loop body equally often. A rank
+that is out of data gets batches without samples. The block lists nothing, since nothing is trained.
 """
 
 import tempfile
@@ -39,10 +39,10 @@ def loader_of(rank: int) -> Iterable[list[torch.Tensor]]:
 
 @torch.no_grad()
 def sums_of(model: torch.nn.Module, loader: Iterable[list[torch.Tensor]]) -> torch.Tensor:
-    """The loop that you have already: sums of losses, of right answers and of samples."""
+    """Return the sums of losses, of right answers and of samples, by the loop that you have already."""
     sums = torch.zeros(3, dtype=torch.float64)
     for x, y in loader:
-        logits = model(x)  # of a batch without samples there are none, and what is added is 0
+        logits = model(x)  # a batch without samples has no logits, and adds 0 to the sums
         right = logits.argmax(1) == y
         sums += torch.tensor([cross_entropy(logits, y, reduction="sum"), right.sum(), len(y)])
     return sums
@@ -56,7 +56,7 @@ def evaluate(rank: int, store: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    with Join([], process_group=None) as join:  # None is the default group; give the one that the model is spread over
+    with Join([], process_group=None) as join:  # None: the default group; pass the group of the model's mesh
         sums = sums_of(model, join.iterate(loader_of(rank)))
     dist.all_reduce(sums)  # after the block
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Recipe: expert parallelism: each rank has one expert, to which all ranks send rows, in the middle of the forward."""
+"""Recipe: expert parallelism: each rank has one expert, and all ranks send rows to it in the middle of the forward."""
 
 import tempfile
 
@@ -15,7 +15,7 @@ SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  #
 
 
 class Mixture(torch.nn.Module):
-    """Each row goes to one of three experts; here are those of the given numbers, one or all."""
+    """Sends each row to one of three experts. This rank holds the experts of the given numbers: one, or all."""
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Recipe: `generate()` of texts of unequal lengths with an FSDP2 model (`fully_shard`).
 
-A text ends at its end token, so each rank makes other numbers of forwards, and a sharded model gathers its parameters
-from all ranks in each of them. `generate(synced_gpus=True)` goes on until all ranks are done with their batch, and a
-loop over `join.iterate` has all ranks call it equally often: one that has no prompt generates from its last one again.
+A text ends at its end token, so ranks make different numbers of forwards, and each forward of a sharded model gathers
+parameters from all ranks. `generate(synced_gpus=True)` continues until all ranks are done with their batch. With
+`join.iterate`, all ranks call it equally often: a rank without prompts generates from its last prompts again.
 """
 
 import tempfile
@@ -47,7 +47,7 @@ def generate(rank: int, store: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    with Join([], process_group=None) as join:  # None is the default group; give the one that the model is spread over
+    with Join([], process_group=None) as join:  # None: the default group; pass the group of the model's mesh
         texts = texts_of(model, join.iterate(PROMPTS[rank], dummy="last"), join)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Recipe: `torch.distributed.pipelining`: two stages on two replicas, which have different numbers of batches.
 
-The ranks of a replica loop over the same batches: the first stage needs the inputs, and the last one the targets.
+The ranks of a replica loop over the same batches: the first stage needs the inputs, the last stage the targets.
 """
 
 import tempfile

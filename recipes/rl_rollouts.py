@@ -1,8 +1,8 @@
-"""Recipe: reinforcement learning, where each rank trains on the episodes that it has played itself.
+"""Recipe: reinforcement learning; each rank trains on the episodes that it has played itself.
 
-Episodes end when they end, so ranks have other numbers of steps, and of micro-batches of at most 32. Where all episodes
-of a rank have won, or all lost, they teach nothing: it has none. Each update is a loop over `join.iterate` with
-`window="all"`, and a micro-batch weighs its number of steps: gradients are the mean over the steps of all ranks.
+Episodes have different lengths, so ranks have different numbers of steps, and of micro-batches. If all episodes of a
+rank have won, or all have lost, it has no micro-batches. Each update is a loop over `join.iterate` with `window="all"`.
+A micro-batch weighs its number of steps, so gradients are the mean over the steps of all ranks.
 """
 
 import tempfile
@@ -19,13 +19,13 @@ WORLD_SIZE, UPDATES, EPISODES, MICRO_BATCH, LENGTH = 3, 6, 6, 32, 7
 
 
 def make_policy() -> torch.nn.Module:
-    torch.manual_seed(0)  # numbers of double precision, so that rounding changes no action that is drawn
+    torch.manual_seed(0)  # in double precision, so that rounding changes no drawn action
     return torch.nn.Sequential(torch.nn.Embedding(LENGTH, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2)).double()
 
 
 @torch.no_grad()
 def roll_out(policy: torch.nn.Module, update: int, rank: int) -> list[torch.Tensor]:
-    """Walk in a corridor from its middle to an end, of which the right one wins; return micro-batches of steps."""
+    """Walk in a corridor from its middle to an end; the right end wins. Return micro-batches of steps."""
     steps, wins, generator = [], [], torch.Generator().manual_seed(100 * update + rank)
     for episode in range(EPISODES):
         place = LENGTH // 2

@@ -1,8 +1,8 @@
-"""Recipe: a causal language model, gradients accumulated over windows of micro-batches, every token of the same weight.
+"""Recipe: a causal language model with accumulation, in which every token counts the same.
 
-Ranks have different numbers of micro-batches, and these of tokens. `weigh=tokens` weighs a batch by its tokens, and
-`join.scale` applies that to the loss: gradients are the mean over the tokens of all ranks in a window. All ranks end a
-window in the same step, where `join.ends_window` is true, also a last one that is not full.
+Ranks have different numbers of micro-batches, which have different numbers of tokens. `weigh=tokens` weighs a batch by
+its tokens, and `join.scale` applies the weight to the loss: gradients are the mean over the tokens of all ranks in a
+window. `join.ends_window` is true in the last step of a window, at the same step on all ranks, full or not.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ def data_of(rank: int) -> list[torch.Tensor]:
 
 
 def tokens(texts: torch.Tensor) -> int:
-    return int((texts[:, 1:] != PADDING).sum())  # all but a text's first, which nobody guesses
+    return int((texts[:, 1:] != PADDING).sum())  # all but a text's first, which is not guessed
 
 
 class Decoder(torch.nn.Module):
@@ -37,7 +37,7 @@ class Decoder(torch.nn.Module):
         torch.manual_seed(0)
         self.words, self.head = torch.nn.Embedding(WORDS, 16), torch.nn.Linear(16, WORDS)
         self.layer = torch.nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4)  # a key's bias has mere rounding
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4)  # a key's bias has only rounding
 
     def forward(self, texts: torch.Tensor) -> torch.Tensor:
         """Return the mean loss over tokens."""
@@ -63,7 +63,7 @@ def train(rank: int, store: str) -> None:
                 mine.step()
     dist.barrier()
     dist.destroy_process_group()
-    for start in range(0, max(MICRO_BATCHES), WINDOW):  # the same in one process
+    for start in range(0, max(MICRO_BATCHES), WINDOW):  # the same in a single process
         window = [texts for each in range(WORLD_SIZE) for texts in data_of(each)[start : start + WINDOW]]
         (sum(alone(texts) * tokens(texts) for texts in window) / sum(map(tokens, window))).backward()
         alone.step()

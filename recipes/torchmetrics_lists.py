@@ -1,7 +1,7 @@
-"""Recipe: metrics of torchmetrics that keep all predictions in lists, on ranks with unequal numbers of batches.
+"""Recipe: torchmetrics metrics that keep all predictions in lists, on ranks with different numbers of batches.
 
-The area under a curve, or a retrieval metric, needs all predictions. Listed in a `Join` block, metrics are merged when
-it ends.
+The area under a curve, or a retrieval metric, needs all predictions. If a `Join` block lists metrics, it merges them at
+its end.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ WORLD_SIZE, BATCHES = 3, (3, 7, 0)  # rank 2 has no data
 GENERATOR = torch.Generator().manual_seed(0)
 SAMPLES = torch.randn(WORLD_SIZE, 7, 12, 4, generator=GENERATOR)  # [rank, batch, sample, feature]
 CLICKED = (SAMPLES.sum(3) + 2 * torch.randn(WORLD_SIZE, 7, 12, generator=GENERATOR) > 0).long()
-QUERY = torch.randint(5, CLICKED.shape, generator=GENERATOR)  # that has found the sample
+QUERY = torch.randint(5, CLICKED.shape, generator=GENERATOR)  # the query that has found the sample
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -59,7 +59,7 @@ def train(rank: int, store: str) -> None:
             mine.step(model, *batch)
     dist.barrier()
     dist.destroy_process_group()
-    warnings.filterwarnings("ignore", "The ``compute`` method")  # torchmetrics' own, where a rank had no data
+    warnings.filterwarnings("ignore", "The ``compute`` method")  # of torchmetrics, on a rank without data
     for i in range(max(BATCHES)):
         present = [batches_of(r)[i] for r in range(WORLD_SIZE) if i < BATCHES[r]]
         alone.step(alone.net, *[torch.cat(each) for each in zip(*present, strict=True)])

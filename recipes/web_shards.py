@@ -1,7 +1,7 @@
-"""Recipe: tar files of samples, as webdataset reads them, dealt out to ranks and to the workers of their loaders.
+"""Recipe: tar files of samples, as webdataset reads them, distributed over ranks and the workers of their loaders.
 
-Ranks get different numbers of shards, which have different numbers of samples, and of one no sample is kept. How many
-batches there are nobody knows before; no sample is repeated or left out. `join.weight` is the size of a batch, and
+Ranks get different numbers of shards, which have different numbers of samples; no sample of one shard is kept. The
+number of batches is not known before, and no sample is repeated or dropped. `join.weight` is the size of a batch, and
 `join.scale` applies it to the loss.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from joinables import Join
 
 WORLD_SIZE, WORKERS, BATCH_SIZE = 3, 2, 8
-SHARDS = (40, 13, 9, 25, 30)  # samples of each; those of number 2, the only one of rank 2, have no label
+SHARDS = (40, 13, 9, 25, 30)  # samples of each; samples of shard 2, the only shard of rank 2, have no label
 
 
 def write(folder: Path) -> None:
@@ -62,7 +62,7 @@ def train(rank: int, folder: Path) -> None:
             optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
-    for batches in zip_longest(*loaders):  # in one process, the i-th batches of all ranks are one
+    for batches in zip_longest(*loaders):  # in a single process, the i-th batches of all ranks are one
         x, y = map(torch.cat, zip(*filter(None, batches), strict=True))
         optimizer_alone.zero_grad()
         cross_entropy(alone(x), y).backward()

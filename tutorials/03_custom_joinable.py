@@ -73,4 +73,4 @@ if __name__ == "__main__":
         raise AssertionError("a joinable that does not shadow its collectives must fail")
     except RuntimeError as error:
         told = str(error)
-        print(f"  {told[told.index('timed out') :].partition(';')[0]}")
+        print(f"  {told[told.index('Waiting') :].partition('. ')[0]}.")

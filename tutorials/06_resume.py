@@ -64,7 +64,7 @@ if __name__ == "__main__":
             fit(ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=10), Disaster())
             raise AssertionError("rank 1 was to be killed")
         except WorkerDied as error:
-            print(f"\nDisturbed, fit raises {type(error).__name__}: {error}. No process is left behind.")
+            print(f"\nDisturbed, fit raises {type(error).__name__}: {error} No process is left behind.")
 
         last = Path(folder) / "last.ckpt"
         print(f"There is {last.name}, of step {torch.load(last)['global_step']}; the killed fit had come to step 45.")

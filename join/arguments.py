@@ -103,8 +103,8 @@ def listed(objects: Any, group: Any) -> list[Any]:
     objects = list(cast("Iterable[Any]", objects))
     if not objects and group is ...:
         raise ValueError(
-            "Join([]) requires at least one joinable. List the objects that you train. For a loop over join.iterate that trains"
-            " nothing, write Join([], process_group=None), or pass the process group of the loop. [J011]"
+            "Join([]) requires at least one joinable. List the objects that you train. For a loop over join.iterate"
+            " that trains nothing, write Join([], process_group=None), or pass the process group of the loop. [J011]"
         )
     return objects
 

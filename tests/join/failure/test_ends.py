@@ -94,7 +94,7 @@ def check_fit(cell: Cell, end: End) -> None:
         "SIGKILL": "was killed by SIGKILL",
     }
     if cell.how in dies:
-        assert f"WorkerDied: rank {FAILS} {dies[cell.how]}" in end.error, end.text
+        assert f"WorkerDied: Rank {FAILS} {dies[cell.how]}" in end.error, end.text
     else:
         assert end.error.startswith(OWN[cell.how]), end.text
     assert end.code == (-2 if cell.how == "KeyboardInterrupt" else 1), end.text

@@ -77,5 +77,5 @@ def test_an_error_is_on_the_page_as_it_is_raised() -> None:
     assert (text.kind, text.path.name) == ("ValueError", "arguments.py")
     assert str(caught.value) == text.words
     happened, *others = text.sentences
-    assert happened.startswith("Join([]) lists no object") and "process_group=None" in " ".join(others)
+    assert happened.startswith("Join([]) requires at least one") and "process_group=None" in " ".join(others)
     assert f"### {text.codes[0]}\n\n`ValueError`, `join/arguments.py`\n\n`` {happened} ``\n\n" in page()

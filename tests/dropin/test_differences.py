@@ -77,7 +77,7 @@ def test_hooks_are_made_on_entering(pool: Pool, library: str, built: dict[str, A
 
 
 def unknown_keyword(rank: int) -> None:
-    with pytest.raises(TypeError, match="divide_by_inital_world_size=False: no join_hook"):
+    with pytest.raises(TypeError, match="divide_by_inital_world_size=False is not a keyword"):
         Join([DistributedDataParallel(build("mlp"))], divide_by_inital_world_size=False)
 
 

@@ -375,11 +375,11 @@ def mistaken(rank: int, how: str) -> str:
         ),
         ("steps inside a window", "Step the optimizer only if join.ends_window is True"),
         ("breaks inside a window", "Leave the loop only if join.ends_window is True"),
-        ("leaves gradients unreduced", "give join.iterate(loader, window=k)"),
+        ("leaves gradients unreduced", "Pass join.iterate(loader, window=k)"),
         ("begins to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
         ("stops to scale", "Call join.scale(loss) for every backward of the loop, or for none"),
         ("sets the weight", "Pass join.iterate(loader, weigh=function)"),
-        ("weighs negatively", "must be finite and not negative"),
+        ("weighs negatively", "which is negative or not finite"),
         ("plain: forgets", "call join.scale(loss).backward()"),
     ],
 )

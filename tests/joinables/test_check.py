@@ -82,7 +82,7 @@ def test_training_goes_wrong(
     [
         ("", "192.0.2.78", "ok", "gloo takes 192.0.2.78, the address of this host's name"),
         ("localhost", "127.0.1.1", "note", "127.0.1.1, the address of this host's name"),
-        ("node1", "127.0.1.1", "WRONG", "which only this machine reaches; if ranks run on other machines"),
+        ("node1", "127.0.1.1", "WRONG", "which only this machine reaches. If ranks run on other machines"),
         ("node1", "", "WRONG", "gloo takes 127.0.0.1, since"),
     ],
 )
@@ -105,9 +105,9 @@ def no_memory(*_: object) -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (lambda patch: patch.setattr(shared_memory.platform, "machine", lambda: "aarch64"), "aarch64 does not keep"),
+        (lambda patch: patch.setattr(shared_memory.platform, "machine", lambda: "aarch64"), "aarch64 does not ensure"),
         (lambda patch: patch.setattr(os, "posix_fallocate", no_memory), "no memory for it: no space"),
-        (lambda patch: patch.setattr(shared_memory, "_opened", lambda made: None), "cannot open each other's files"),
+        (lambda patch: patch.setattr(shared_memory, "_open", lambda made: None), "cannot open each other's files"),
     ],
 )
 def test_no_shared_memory(

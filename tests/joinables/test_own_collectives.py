@@ -325,12 +325,12 @@ def sharded_by(how: str) -> Any:
 
 
 PLAIN = {
-    "fully_shard": "the forward of FSDPMLP, whose parameters are sharded, communicates by itself",
-    "fully_shard, without grad": "the forward of FSDPMLP, whose parameters are sharded, communicates by itself",
-    "fully_shard, a layer": "the forward of FSDPLinear, whose parameters are sharded, communicates by itself",
-    "FSDP1": "the forward of FullyShardedDataParallel, whose parameters are sharded, communicates by itself",
-    "SyncBatchNorm": "the forward of DistributedDataParallel, which contains SyncBatchNorm in training mode,",
-    "after a loop": "the forward of FSDPMLP, whose parameters are sharded, communicates by itself",
+    "fully_shard": "The forward of FSDPMLP, whose parameters are sharded, communicates by itself",
+    "fully_shard, without grad": "The forward of FSDPMLP, whose parameters are sharded, communicates by itself",
+    "fully_shard, a layer": "The forward of FSDPLinear, whose parameters are sharded, communicates by itself",
+    "FSDP1": "The forward of FullyShardedDataParallel, whose parameters are sharded, communicates by itself",
+    "SyncBatchNorm": "The forward of DistributedDataParallel, which contains SyncBatchNorm in training mode,",
+    "after a loop": "The forward of FSDPMLP, whose parameters are sharded, communicates by itself",
 }
 
 

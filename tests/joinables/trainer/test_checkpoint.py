@@ -81,7 +81,7 @@ def test_reading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         write_checkpoint({"x": Harmful()}, tmp_path / "bad.ckpt")
     assert names(tmp_path) == set()
     torch.save({"x": Harmful()}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"other.ckpt' is no checkpoint"):
+    with pytest.raises(ValueError, match=r"other.ckpt' does not end with the checksum"):
         read_checkpoint(tmp_path / "other.ckpt")
     assert "must not run" not in capsys.readouterr().out
 

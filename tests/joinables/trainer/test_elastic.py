@@ -114,4 +114,4 @@ def of_ones_own(rank: int, ranks: int, folder: str, resume: bool) -> str:
 def test_what_cannot_be_dealt_out_anew(pool: Pool, tmp_path: Path) -> None:
     pool.run(of_ones_own, 3, str(tmp_path), False, ranks=3)
     for told in pool.run(of_ones_own, 2, str(tmp_path), True, ranks=2):
-        assert told.startswith("the checkpoint was written in the middle of an epoch by 3 ranks, and there are 2:")
+        assert told.startswith("3 ranks wrote the checkpoint in the middle of an epoch, and 2 ranks cannot share")

@@ -407,8 +407,8 @@ def test_world_size_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (WorkerDied(2, -9), "Rank 2 was killed by SIGKILL [J214]"),
-        (WorkerDied(2, -40), "Rank 2 was killed by signal 40 [J214]"),
+        (WorkerDied(2, -9), "Rank 2 was killed by SIGKILL. [J214]"),
+        (WorkerDied(2, -40), "Rank 2 was killed by signal 40. [J214]"),
         (WorkerDied(1, 3), "Rank 1 exited with code 3 before it returned a result."),
     ],
 )
@@ -609,5 +609,8 @@ def test_script_without_main_guard(tmp_path: Path) -> None:
     ended = run_script(tmp_path, WITHOUT_GUARD)
     assert ended.returncode == 1
     last = [line for line in ended.stderr.splitlines() if "WorkerDied" in line][-1]
-    assert "exited with code 1 before it returned a result. If that was while it imported the main script" in last
+    assert (
+        "exited with code 1 before it returned a result." in last
+        and "If it exited while it imported the main script" in last
+    )
     assert 'if __name__ == "__main__"' in last

@@ -609,7 +609,8 @@ def test_script_without_main_guard(tmp_path: Path) -> None:
     ended = run_script(tmp_path, WITHOUT_GUARD)
     assert ended.returncode == 1
     last = [line for line in ended.stderr.splitlines() if "WorkerDied" in line][-1]
-    assert (
+    assert "exited with code 1 before it returned a result." in last
+    assert "If it exited while it imported the main script" in last
         "exited with code 1 before it returned a result." in last
         and "If it exited while it imported the main script" in last
     )

@@ -611,7 +611,4 @@ def test_script_without_main_guard(tmp_path: Path) -> None:
     last = [line for line in ended.stderr.splitlines() if "WorkerDied" in line][-1]
     assert "exited with code 1 before it returned a result." in last
     assert "If it exited while it imported the main script" in last
-        "exited with code 1 before it returned a result." in last
-        and "If it exited while it imported the main script" in last
-    )
     assert 'if __name__ == "__main__"' in last

@@ -409,10 +409,10 @@ def test_what_cannot_be_merged_is_an_error() -> None:
         return metric
 
     makers = {
-        "dist_sync_on_step=True of SumMetric communicates": lambda: SumMetric(dist_sync_on_step=True),
-        "compute_with_cache=False of SumMetric": lambda: MetricCollection([SumMetric(compute_with_cache=False)]),
+        r"SumMetric\(dist_sync_on_step=True\) communicates": lambda: SumMetric(dist_sync_on_step=True),
+        r"SumMetric\(compute_with_cache=False\)": lambda: MetricCollection([SumMetric(compute_with_cache=False)]),
         "Call its unsync": synced,
-        "Running has states that cannot be merged": lambda: Running(SumMetric(), 2),
+        "Running has states that Join cannot merge": lambda: Running(SumMetric(), 2),
         "MetricTracker keeps the metrics of many epochs": lambda: MetricTracker(MeanSquaredError()),
     }
     for text, maker in makers.items():

@@ -242,7 +242,7 @@ class Join:
         if self._step is not None:
             raise JoinError(
                 f"join.weight={weight!r} was set in a loop over join.iterate, which needs all weights before a step."
-                " Pass join.iterate(loader, weigh=function), with 0 for a batch that must not count. [J468]"
+                " Pass join.iterate(loader, weigh=function), with 0 for a batch that does not count. [J468]"
             )
         weight = None if weight is None else checked_weight(weight, "join.weight")
         if self._scope is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +137,18 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], t
     for path, value in left.items():
         difference = (value - right[path]).abs().max().item() if value.numel() else 0.0
         assert difference <= tolerance, f"{path} differs by {difference:.2e}"
+
+
+def mlp_in_one_process(counts: Sequence[int], epochs: int = 1, lr: float = 1e-3) -> list[torch.Tensor]:
+    """Train the MLP by Adam in a single process, on the batches of ranks with these ``counts``; its parameters.
+
+    The data of each epoch are the same: those of epoch 0.
+    """
+    model = build("mlp")
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for step in [*range(max(counts))] * epochs:
+        x, y = zip(*(batch(rank, 0, step) for rank, count in enumerate(counts) if step < count), strict=True)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.cat(x)), torch.cat(y)).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]

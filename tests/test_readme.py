@@ -19,7 +19,7 @@ import join
 from join.collectives import collective_of
 from joinables import check
 from tests.ending import Ending
-from tests.models import TOLERANCE, batch, build
+from tests.models import TOLERANCE, batch, build, mlp_in_one_process
 from tests.pool import Pool
 from tests.scripts import TORCHRUN, as_script, run_forked
 
@@ -78,26 +78,13 @@ def loop(rank: int, code: str, limited: bool) -> tuple[str, list[torch.Tensor]]:
     return "", [parameter.detach() for parameter in model.parameters()]
 
 
-def in_one_process() -> list[torch.Tensor]:
-    model = build("mlp")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(2):
-        for step in range(max(COUNTS)):
-            ranks = [batch(rank, 0, step) for rank, count in enumerate(COUNTS) if step < count]
-            x, y = (torch.cat(each) for each in zip(*ranks, strict=True))
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
 def test_two_lines_are_new_and_make_the_loop_right(pool: Pool) -> None:
     lines = LOOPS.splitlines()
     assert len([line for line in lines if line.startswith("+") and line != "+"]) == 2
     code = "\n".join(line[1:] for line in lines)
     for error, parameters in pool.run(loop, code, False, ranks=2):
         assert not error
-        torch.testing.assert_close(parameters, in_one_process(), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(parameters, mlp_in_one_process(COUNTS, epochs=2, lr=0.01), atol=TOLERANCE, rtol=0)
 
 
 def test_without_them_it_hangs(pool: Pool) -> None:

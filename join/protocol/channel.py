@@ -278,7 +278,7 @@ class Channel:
     def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
             f"The main_hook of {shadowed.join_name} announced {joinable.join_name}. A main_hook issues the collectives"
-            " of a burst that another rank has announced, and must not announce anything itself. Call only the code"
+            " of a burst that another rank has announced, and announces nothing itself. Call only the code"
             " that communicates in it, not the code that calls notify_join_context. [J080]"
         )
 

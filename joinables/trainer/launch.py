@@ -92,7 +92,7 @@ class WorkerDied(LaunchError):
         if self.exit_code < 0:
             names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
             #: SIGKILL is sent when memory has run out (see the kernel's log), or by the person or scheduler that ended
-            #: the job. SIGABRT and SIGSEGV come from native code; read its last messages in the output.
+            #: the job. SIGABRT and SIGSEGV come from native code. Read its last messages in the output.
             return f"Rank {self.rank} was killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}. [J214]"
         return (
             f"Rank {self.rank} exited with code {self.exit_code} before it returned a result. Look in the output for"
@@ -428,7 +428,7 @@ def _failure(rank: int, folder: Path) -> _Failure:
         error: BaseException = pickle.loads(pickled)
     except Exception:  # the class cannot be pickled, or cannot be imported here
         #: Read its traceback above. Define the exception's class in a file, with an __init__ that accepts its args.
-        error = WorkerRaised(f"Rank {rank} raised an exception that cannot be pickled: {text} [J216]")
+        error = WorkerRaised(f"Rank {rank} raised an exception that cannot be pickled: {text}. [J216]")
     error.__cause__ = RemoteTraceback(f"\non rank {rank}\n{trace}")
     return blame, rank, error, text
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join
 from docs import choosing
-from tests.models import batch, build
+from tests.models import batch, build, mlp_in_one_process
 from tests.pool import Pool
 
 DOCS = Path(join.__file__).parent.parent / "docs"
@@ -38,22 +38,10 @@ def follow(rank: int, code: str) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def in_one_process() -> list[torch.Tensor]:
-    model = build("mlp")
-    optimizer = torch.optim.Adam(model.parameters())
-    for step in range(max(COUNTS)):
-        ranks = [batch(rank, 0, step) for rank, count in enumerate(COUNTS) if step < count]
-        x, y = (torch.cat(each) for each in zip(*ranks, strict=True))
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize(("page", "at"), LOOPS)
 def test_loops_give_the_result_of_one_process(pool: Pool, page: str, at: int) -> None:
     for found in pool.run(follow, blocks(page)[at], ranks=len(COUNTS)):
-        torch.testing.assert_close(found, in_one_process(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(found, mlp_in_one_process(COUNTS), atol=1e-6, rtol=0)
 
 
 def test_no_loop_is_forgotten() -> None:

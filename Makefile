@@ -11,8 +11,8 @@ help:
 	@echo 'make test    run the tests, JOBS=4 at once; of cross products, each pair'
 	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
 	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
-	@echo 'make test-accelerator  run the tests of accelerators: on a simulated one, and on GPUs if there are any'
-	@echo 'make test-gpu  run those tests on GPUs only; fails where torch finds none'
+	@echo 'make test-accelerator  run the tests of accelerators on a simulated one'
+	@echo 'make test-gpu  run them on GPUs, of which one is enough, with NCCL and gloo; fails where torch finds none'
 	@echo 'make soak    SOAK=500 random models and loops (make test: eight), and all ways to fail'
 	@echo 'make check   ruff (lint and format), pyright, and a look for sentences that have to be read twice'
 	@echo 'make bench   run the benchmarks'
@@ -50,7 +50,7 @@ test-accelerator: .venv/.test-installed
 # Else all tests would be skipped where torch finds no GPU, and that would pass.
 test-gpu: .venv/.test-installed
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU here: nothing was tested")'
-	$(BIN)/python -m pytest tests/accelerator -k cuda
+	TESTS=gpu $(BIN)/python -m pytest tests/accelerator -k cuda
 
 SOAK ?= 500
 soak: .venv/.test-installed

@@ -20,8 +20,13 @@ import torch.multiprocessing as mp
 _LIMIT_SECONDS = 280.0
 
 
-def run_processes(world_size: int, fn: Callable[..., Any], *args: Any, limit: float = _LIMIT_SECONDS) -> list[Any]:
+def run_processes(
+    world_size: int, fn: Callable[..., Any], *args: Any, device: str = "cpu", limit: float = _LIMIT_SECONDS
+) -> list[Any]:
     """Run ``fn(*args)`` in ``world_size`` processes that form a gloo group; return their results in rank order.
+
+    With ``device="cuda"`` they form an NCCL group instead. A single GPU is shared by all ranks: NCCL then takes each
+    rank for a host, and messages go over sockets. The device becomes the default one of the processes.
 
     The ranks meet through a file, so no port is fixed. If a rank raises, or the limit expires, all ranks are killed.
 
@@ -30,7 +35,7 @@ def run_processes(world_size: int, fn: Callable[..., Any], *args: Any, limit: fl
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise writes a line at each start and stop
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.spawn(_rank, args=(world_size, folder, fn, args), nprocs=world_size, join=False, daemon=True)
+        ranks = mp.spawn(_rank, args=(world_size, device, folder, fn, args), nprocs=world_size, join=False, daemon=True)
         deadline = time.monotonic() + limit
         try:
             while not ranks.join(timeout=max(deadline - time.monotonic(), 0.1)):
@@ -48,10 +53,15 @@ def _result(folder: str, rank: int) -> Path:
     return Path(folder, f"result-{rank}")
 
 
-def _rank(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, world_size: int, device: str, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    torch.set_default_device(device)
+    if device == "cuda":
+        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "nccl" if device == "cuda" else "gloo"
     store = dist.FileStore(str(Path(folder, "store")), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     _result(folder, rank).write_bytes(pickle.dumps(fn(*args)))
     dist.barrier()
     dist.destroy_process_group()

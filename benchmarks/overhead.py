@@ -303,6 +303,8 @@ def time_steps(parts: Parts, steps: int, measured: Measured) -> None:
         for part in parts:
             part()
             main.append(time.thread_time())
+        if torch.get_default_device().type == "cuda":
+            torch.cuda.synchronize()
         measured.wall.append(time.perf_counter() - wall)
         measured.cpu.append(time.process_time() - cpu)
         measured.main.append([after - before for before, after in pairwise(main)])
@@ -315,7 +317,7 @@ def count_collectives(parts: Parts, measured: Measured) -> None:
         dist.barrier()
     kinds: Counter[str] = Counter()
     for event in profile.profiler.kineto_results.events():
-        kind = event.name().removeprefix("gloo:")
+        kind = event.name().removeprefix(f"{dist.get_backend()}:")
         if kind == event.name() or kind == "barrier":
             continue
         kinds[kind] += 1
@@ -419,6 +421,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=8, help="how often the processes are started")
     parser.add_argument("--only", choices=list(CASES), action="append", help="this model only; can be repeated")
     parser.add_argument("--way", choices=list(WAYS), action="append", help="this way and plain DDP; can be repeated")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: over NCCL; one GPU is enough")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
     entries: list[dict[str, Any]] = []
@@ -427,12 +430,13 @@ def main() -> None:
         numbers = options.steps, options.rounds
         limit = 60 + 2.0 * options.rounds
         launches = [
-            run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, limit=limit)
+            run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, device=options.device, limit=limit)
             for launch in range(options.launches)
         ]
         entries += summarise(case, launches, options.steps)
     total = options.launches * options.rounds
-    print(f"{WORLD_SIZE} gloo processes, {total} rounds of {options.steps} steps in {options.launches} launches\n")
+    where, rounds = f"{WORLD_SIZE} processes on {options.device}", f"{total} rounds of {options.steps} steps"
+    print(f"{where}, {rounds} in {options.launches} launches\n")
     print(table(HEAD, [row(entry) for entry in entries]))
     save(options.json, steps=options.steps, rounds=total, launches=options.launches, results=entries)
 

@@ -123,7 +123,7 @@ class Ending:
             group: whether the default process group is set up.
             tidies: whether a rank that has returned frees all that was imported; a fifth of a second of CPU.
             limit: seconds, after which those that have not ended print their stacks and are killed.
-            backend: of the default process group; with "nccl" each rank has a GPU.
+            backend: of the default process group; with "nccl" it is told the GPU of its rank.
             prepare: what a rank does with its number ahead of its process group.
         """
         folder = tempfile.TemporaryDirectory(prefix="ending-")
@@ -231,18 +231,20 @@ class _Call:
             os._exit(0)
 
     def _set_up_group(self, rank: int) -> None:
-        import torch
         import torch.distributed as dist
 
+        from tests.gpus import gpu_of
+
+        gpu = gpu_of(rank) if self.backend == "nccl" else None
         dist.init_process_group(
             self.backend,
             store=dist.FileStore(str(self.folder / "store"), self.ranks),
             rank=rank,
             world_size=self.ranks,
             timeout=timedelta(seconds=120),
-            device_id=torch.device("cuda", rank) if self.backend == "nccl" else None,
+            device_id=gpu,
         )
-        dist.barrier(device_ids=None if self.backend == "gloo" else [rank])
+        dist.barrier(device_ids=None if self.backend == "gloo" else [gpu.index if gpu else rank])
 
 
 def _serve() -> tuple[_Call, int] | None:

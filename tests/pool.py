@@ -53,11 +53,16 @@ class _Call:
     over_group: bool
     bound: bool
 
-    @property
-    def device(self) -> tuple[str, int] | None:
+    def device(self) -> Any:
         """The device that the process group is bound to, if it is."""
-        types = {"nccl": "cuda", "simccl": "sim"}
-        return (types[self.backend], self.rank) if self.bound or self.backend == "nccl" else None
+        import torch
+
+        from tests.gpus import gpu_of
+
+        gpu = gpu_of(self.rank) if "nccl" in self.backend else None
+        if not self.bound and self.backend != "nccl":
+            return None
+        return gpu or torch.device("sim", self.rank)
 
 
 class Pool:
@@ -85,8 +90,8 @@ class Pool:
     ) -> list[Any]:
         """Run ``fn(rank, *args)`` on every rank with the default process group set up; return the results by rank.
 
-        With ``backend="nccl"`` each rank has a GPU of its own, and the group is told which; with "simccl" it is if it
-        is to be ``bound``. Headers go through shared memory, or ``over_group``, as they do between machines.
+        With ``backend="nccl"`` the group is told the GPU of its rank; with "simccl" it is told the device if it is to
+        be ``bound``. Headers go through shared memory, or ``over_group``, as they do between machines.
         """
         self._start()
         workers = self._workers[:ranks]
@@ -186,7 +191,7 @@ def _serve(pipe: Any, prepare: Callable[[int], None] | None) -> None:
                 store=dist.FileStore(call.path, call.ranks),
                 rank=call.rank,
                 world_size=call.ranks,
-                device_id=torch.device(*call.device) if call.device else None,
+                device_id=call.device(),
             )
             result = (True, call.fn(call.rank, *call.args))
         except BaseException:

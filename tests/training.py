@@ -34,7 +34,8 @@ def device_of(model: Model) -> torch.device:
     """Where this rank trains; it is the current device then, which FSDP takes."""
     if model.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(model.device, 0 if dist.get_backend() == "gloo" else dist.get_rank())
+    last = torch.accelerator.device_count() - 1
+    device = torch.device(model.device, 0 if dist.get_backend() == "gloo" else min(dist.get_rank(), last))
     torch.accelerator.set_device_index(device)
     return device
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from tests.accelerator import device_module, simulated
 from tests.cases import Case
+from tests.gpus import gpu_of
 
 ROOT = simulated.ROOT
 HERE = Path(__file__)
@@ -43,13 +44,18 @@ class Target:
             return simulated.why_not()
         if not torch.cuda.is_available():
             return "torch finds no GPU"
-        if self.backend == "nccl" and torch.cuda.device_count() < 2:
-            return f"NCCL needs a GPU for each rank, and there are {torch.cuda.device_count()}"
         return ""
 
     def ranks(self, most: int = 3) -> int:
-        """How many ranks it takes; with NCCL, each has a GPU."""
-        return min(most, torch.cuda.device_count()) if self.backend == "nccl" else most
+        """How many ranks it takes; with NCCL, each has a GPU, or all share the only one."""
+        gpus = torch.cuda.device_count()
+        return min(most, gpus) if self.backend == "nccl" and gpus > 1 else most
+
+    def device_of(self, rank: int) -> torch.device:
+        """The device of a rank."""
+        if self.backend == "nccl":
+            return gpu_of(rank)
+        return torch.device(self.device, 0 if self.backend == "gloo" else rank)
 
     def place(self, case: Case) -> Case:
         """The case on this device, with as many ranks as it takes: the first ones."""
@@ -72,7 +78,7 @@ def prepare_simulated(rank: int) -> None:
 
 def device_of_rank(target: Target) -> torch.device:
     """The device of this rank, which becomes the current one."""
-    device = torch.device(target.device, 0 if target.backend == "gloo" else dist.get_rank())
+    device = target.device_of(dist.get_rank())
     torch.accelerator.set_device_index(device)
     return device
 
@@ -146,7 +152,8 @@ def _recording_cuda(record: Any) -> Generator[None]:
 
 def _callers() -> tuple[str, ...]:
     frames = [(Path(frame.filename), frame) for frame in reversed(traceback.extract_stack())]
-    outside = [(path, frame) for path, frame in frames if path != HERE and not path.is_relative_to(TORCH)]
+    passing = HERE, Path(warnings.__file__)  # a wait of CUDA's is a warning
+    outside = [(path, frame) for path, frame in frames if path not in passing and not path.is_relative_to(TORCH)]
     return tuple(f"{_short(path)}:{frame.lineno}:{frame.name}" for path, frame in outside)
 
 

@@ -33,11 +33,11 @@ def train(rank: int, target: Target, way: str, told: str) -> dict[str, torch.Ten
     """Train on a device of this rank's own, of which torch is told in one way or another."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    device = torch.device(target.device, rank)
+    device = target.device_of(rank)
     end_soon(target)
     if target != CPU:
-        torch.accelerator.set_device_index(0 if told == "nothing" else rank)
-    model = DistributedDataParallel(build("norm").to(device), device_ids=None if target == CPU else [rank])
+        torch.accelerator.set_device_index(0 if told == "nothing" else device.index)
+    model = DistributedDataParallel(build("norm").to(device), device_ids=None if target == CPU else [device.index])
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if way == "zero":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)

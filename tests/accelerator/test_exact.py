@@ -51,8 +51,14 @@ CASES = {
 }
 
 
+def skip_if_torch_dies(target: Target, name: str) -> None:
+    if target == Target("cuda", "gloo") and isinstance(CASES[name].wrapper, Shards):
+        pytest.skip("DTensor.full_tensor over gloo ends the process where shards are on a GPU")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(target: Target, accelerator_pool: Pool, name: str) -> None:
+    skip_if_torch_dies(target, name)
     check(accelerator_pool, target.place(CASES[name]), backend=target.backend)
 
 
@@ -86,6 +92,7 @@ def test_results_that_come_late(simulated_pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adam", "batch norm", "weights", "zero", "iterate, weights", "iterate, sharded"])
 def test_headers_over_the_group(target: Target, accelerator_pool: Pool, name: str) -> None:
+    skip_if_torch_dies(target, name)
     check(accelerator_pool, target.place(CASES[name]), backend=target.backend, over_group=True)
 
 

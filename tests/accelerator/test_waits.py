@@ -100,7 +100,9 @@ def test_a_step_does_not_wait(target: Target, accelerator_pool: Pool, way: str, 
     options: Any = {"ranks": target.ranks(len(COUNTS)), "backend": target.backend, "over_group": over_group}
     found = accelerator_pool.run(train, target, WAYS[way], **options)
     ours = {wait.function for each in found for wait in each if wait.is_ours}
-    assert ours == EXCEPTIONS.get(way, set()), [wait for each in found for wait in each if wait.is_ours]
+    # That of a static graph is in C++ without the GIL; CUDA writes it to stderr instead of warning of it.
+    expected = EXCEPTIONS.get(way, set()) if target.is_simulated else set()
+    assert ours == expected, [wait for each in found for wait in each if wait.is_ours]
 
 
 def test_exceptions_are_of_ways_that_are_tried() -> None:

@@ -68,7 +68,7 @@ from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
-_WEIGHT_BITS = 64
+_WEIGHT_BITS, _ISSUED_BITS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -463,34 +463,50 @@ class Share(NamedTuple):
     weight: Exact
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Fold of a roll call: from the ranks' answers to the shares of the steps for which any rank has a batch.
+class Answers(NamedTuple):
+    """Answers of all ranks, or of some ranks, to a roll call.
 
     Attributes:
-        count_bits: The number of low bits of an answer that hold the number of batches; the weights are above them.
+        issued: The number of operations that each rank started on the group since the last call, modulo 65,536;
+            ``None`` if these numbers differ.
+        shares: The steps for which any rank has a batch.
+    """
+
+    issued: int | None = None
+    shares: Sequence[Share] = ()
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Fold of a roll call.
+
+    Attributes:
+        count_bits: The number of bits of an answer that hold the number of batches. Below them is the number of
+            operations that were started on the group, and above them are the weights.
         weighs: Whether an answer has weights.
     """
 
     count_bits: int
     weighs: bool
 
-    def of(self, answer: int, rank: int, /) -> list[Share]:
-        """Return the shares of one rank's answer."""
+    def of(self, answer: int, rank: int, /) -> Answers:
+        """Return one rank's answer."""
+        issued, answer = answer & (1 << _ISSUED_BITS) - 1, answer >> _ISSUED_BITS
         batches = answer & (1 << self.count_bits) - 1
         if not self.weighs:
-            return [Share(1, rank, 1)] * batches
+            return Answers(issued, [Share(1, rank, 1)] * batches)
         weights = (answer >> self.count_bits).to_bytes(8 * batches, "little")
-        return [Share(1, rank, exact(weight)) for weight in struct.unpack(f"<{batches}d", weights)]
+        return Answers(issued, [Share(1, rank, exact(weight)) for weight in struct.unpack(f"<{batches}d", weights)])
 
-    def combined(self, one: list[Share], other: list[Share], /) -> list[Share]:
-        """Return the shares of two sets of ranks together."""
-        longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    def combined(self, one: Answers, other: Answers, /) -> Answers:
+        """Return the answers of two sets of ranks together."""
+        longer, shorter = sorted((one.shares, other.shares), key=len, reverse=True)
         both = [
             Share(a.ranks + b.ranks, min(a.first, b.first), a.weight + b.weight)
             for a, b in zip(longer, shorter, strict=False)
         ]
-        return both + longer[len(shorter) :]
+        issued = one.issued if one.issued == other.issued else None
+        return Answers(issued, [*both, *longer[len(shorter) :]])
 
 
 class StepCounts:
@@ -510,8 +526,8 @@ class StepCounts:
         self._world_size, self._count_bits = channel.collective.world_size, size.bit_length()
         self.size = size
         """Largest number of batches that a rank may have for a round, which are read ahead for it."""
-        self._answers: list[Share] = []  # of all ranks, for this round
-        self._shares: list[Share] = []  # the answers without steps that are not made
+        self._answers = Answers()  # of all ranks, for this round
+        self._shares: Sequence[Share] = ()  # those of its steps that are made
         self._called = 0  # the number of batches that this rank announced for the next round
         self.held = 0
         """Number of batches that this rank has for this round."""
@@ -523,12 +539,13 @@ class StepCounts:
         """Number of steps of this round that were begun."""
         self._totals: list[float] = []  # for each window: the sum of the weights of its batches
         self._is_calling = False  # whether a call was started and not read
-        bits = self._count_bits + (_WEIGHT_BITS * size if windows.weighs else 0)
+        self._issued = channel.collective.issued()  # at the last call
+        bits = _ISSUED_BITS + self._count_bits + (_WEIGHT_BITS * size if windows.weighs else 0)
         self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, Shares(self._count_bits, windows.weighs))
 
     def begin_round(self, doing: str) -> None:
         """Begin the next round, which is empty if no roll call was started. For ``doing`` see :meth:`read`."""
-        answers = self.read(doing) if self._is_calling else list[Share]()
+        answers = self.read(doing) if self._is_calling else Answers()
         self.begun = 0
         self.held, self._called = self._called, 0
         if answers is not self._answers:  # a roll call returns the same object while its answers stay the same
@@ -546,8 +563,9 @@ class StepCounts:
         """Lowest rank that has a batch in this round."""
         return self._shares[0].first
 
-    def _steps_to_make(self, shares: list[Share]) -> list[Share]:
+    def _steps_to_make(self, answers: Answers) -> Sequence[Share]:
         """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
+        shares = answers.shares
         return [share for share in shares if share.ranks == self._world_size] if self._until_first else shares
 
     def _plan_round(self) -> None:
@@ -588,9 +606,10 @@ class StepCounts:
 
     def call(self, weights: Sequence[float]) -> None:
         """Start a roll call, in which this rank announces batches with these ``weights``."""
-        number = len(weights)
+        number, before, self._issued = len(weights), self._issued, self._channel.collective.issued()
         if self._windows.weighs:
             number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self._count_bits
+        number = number << _ISSUED_BITS | self._issued - before & (1 << _ISSUED_BITS) - 1
         with profiled("roll call"):
             self._roll_call.call(number)
         self._called = len(weights)
@@ -598,21 +617,25 @@ class StepCounts:
         self._tally.headers += 1
         self._tally.nbytes += self._roll_call.nbytes
 
-    def read(self, doing: str) -> list[Share]:
-        """Wait for the current roll call, and return the shares of all ranks.
+    def read(self, doing: str) -> Answers:
+        """Wait for the current roll call, and return the answers of all ranks.
 
         Args:
             doing: The action of this rank that waits, as a predicate, for the error messages of other ranks.
 
         Raises:
-            PeerError: If another rank failed.
+            PeerError: If another rank failed, or skipped a collective.
+            ProtocolError: If this rank skipped a collective.
         """
         started = time.monotonic()
         self._guard.wait(self._roll_call, doing)
         if self._channel.step.shadowing:
             self._tally.idle += time.monotonic() - started
         self._is_calling = False
-        return self._roll_call.result()
+        answers = self._roll_call.result()
+        if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
+            self._lockstep.meet()
+        return answers
 
     def is_last(self, doing: str) -> bool:
         """Return whether this round is the last one, after waiting for the roll call, which remains to be read."""

@@ -21,7 +21,7 @@ schedulers run on active ranks only.
 
 If the loop changes gradients between ``backward`` and ``step``, for example by clipping, ``transform_gradients`` makes
 the same change on a joined rank. It cannot do the unscaling of a GradScaler, because a joined rank does not have the
-scale: use ZeRO without a GradScaler.
+scale. So a step is an error if the block lists a GradScaler, except in a loop over ``Join.iterate``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from typing_extensions import override
 
-from join import Join
+from join import Join, JoinError
 from join.collectives._torch_private import pytree
 from join.transfer import Exchange
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
@@ -90,6 +90,8 @@ class ZeroStep(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        listed = [member.joinable.join_target for member in join.channel.roster.listed]
+        self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
         self._handles = [
             self._zero.register_step_pre_hook(self._before_step),
@@ -124,6 +126,14 @@ class ZeroStep(Announcing):
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:
+        if self._is_scaled and self._channel.lockstep is None and self._collective.world_size > 1:
+            self._channel.guard.raise_alone(
+                JoinError(
+                    f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
+                    " scale, so it would step its shard on scaled gradients. Loop over join.iterate, or train without"
+                    " a GradScaler, as with bfloat16. [J525]"
+                )
+            )
         self._channel.announce(self)
         self.is_pending = True
 

@@ -6,6 +6,11 @@ loop, or the agreement of all ranks that leave the loop. While the rank waits, i
 If one of them is in a burst, or in a collective of the loop body, that this rank has passed without running it, this
 rank raises :class:`ProtocolError`. The other ranks are informed as of any failure (``join.failure.peers``).
 
+A skipped collective may also be matched with one of a later step, and so on, so that no rank waits until the loop ends.
+Each roll call therefore says how many operations a rank has started on the group since the last one. If the numbers
+differ, all ranks meet (``Lockstep.meet``), and the rank that skipped a collective waits there alone. The numbers
+differ without a fault, too, if some ranks have sent messages to each other; then all ranks continue.
+
 :class:`LateUse` finds a consumer that takes batches before the loop body uses them, as in
 ``for x in prefetch(join.iterate(loader))``. The body then runs on one batch while the loop is at a later one, so a
 batch with data is treated as a dummy. Two signs show such a consumer:

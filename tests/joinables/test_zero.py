@@ -187,3 +187,35 @@ def test_a_rank_that_leaves_before_a_step(pool: Pool, over_group: bool) -> None:
     assert error == ""
     for other, parameters in others:
         assert other == "" and all(map(torch.equal, first, parameters))
+
+
+def with_a_scaler(rank: int, lists: bool, iterates: bool) -> str:
+    """Training with a scaler, which is in the list and enabled, or is switched off."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(build("mlp"))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=lists)
+    try:
+        with Join([model, optimizer, scaler], divide_by_initial_world_size=False) as join:
+            mine = [batch(rank, 0, step) for step in range((3, 2, 0)[rank])]
+            for x, y in join.iterate(mine) if iterates else mine:
+                optimizer.zero_grad()
+                scaler.scale((model(x) - y).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize(("lists", "iterates"), [(True, True), (False, False)])
+def test_a_gradient_scaler_that_every_rank_steps_or_none(pool: Pool, lists: bool, iterates: bool) -> None:
+    assert pool.run(with_a_scaler, lists, iterates) == ["fine"] * 3
+
+
+def test_a_gradient_scaler_in_a_plain_block(ending: Ending) -> None:
+    texts = ending.run(with_a_scaler, True, False)
+    for text in texts:
+        assert "The block lists a GradScaler and the step of ZeroRedundancyOptimizer." in text
+    assert texts[2].startswith("PeerError: rank ")

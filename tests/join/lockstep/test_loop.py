@@ -419,6 +419,28 @@ def test_a_collective_of_the_bodys_own_that_a_rank_does_not_come_to(how: str) ->
     assert blames(zero, 1, one) and blames(two, 1, one)
 
 
+def leaving_out_one_of_many(collective: ThreadCollective, lookahead: int) -> tuple[str, int]:
+    step = 0
+    try:
+        with Join([Leading(collective)]) as join:
+            for step, _ in enumerate(join.iterate([0] * 60, lookahead=lookahead)):
+                if (collective.rank, step) != (1, 2):
+                    collective.barrier()
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}", step
+    return "fine", step
+
+
+@pytest.mark.parametrize("lookahead", [1, 4])
+def test_a_collective_that_pairs_with_one_of_a_later_step(lookahead: int) -> None:
+    """No rank waits, since each collective meets the next one: the roll calls say how many each rank has started."""
+    with using(still=0.5):
+        (zero, at), (one, _), (two, _) = run_threads(3, lambda each: leaving_out_one_of_many(each, lookahead))
+    assert one.startswith("ProtocolError: Rank 1 skipped a collective of the loop body in step")
+    assert blames(zero, 1, one) and blames(two, 1, one)
+    assert at <= 2 + 3 * lookahead
+
+
 @pytest.mark.parametrize("how", ["none", "all break"])
 def test_nobody_who_waits_for_a_slow_rank_is_told_anything(how: str) -> None:
     with using(still=0.3, look=0.05):

@@ -636,3 +636,21 @@ def test_no_more_batches_are_held_than_are_read_ahead(pool: Pool, lookahead: int
     assert all(max(counts) <= 2 * lookahead for counts in results), results
     assert [len(counts) for counts in results] == [6, 6]
     assert results[0][-1] == 1  # the dummy
+
+
+def send_between_two(rank: int) -> int:
+    """Two of three ranks send messages to each other, which gloo counts as it counts collectives."""
+    model, message, steps = DistributedDataParallel(MLP()), torch.zeros(1), 0
+    with Join([model]) as join:
+        for x in join.iterate([torch.ones(2, FEATURES)] * (4, 6, 0)[rank]):
+            model(x).sum().backward()
+            if rank == 0:
+                dist.send(message, 1)
+            elif rank == 1:
+                dist.recv(message, 0)
+            steps += 1
+    return steps
+
+
+def test_messages_between_some_ranks(pool: Pool) -> None:
+    assert pool.run(send_between_two) == [6, 6, 6]

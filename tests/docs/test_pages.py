@@ -49,6 +49,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         names["model"] = model = DistributedDataParallel(net)
         parameters = model.parameters()
         optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam) if zero else torch.optim.Adam(parameters)
+        names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
         names |= {"optimizer": optimizer, "ema": Net(), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
     exec(code, names)
     found = [parameter.detach() for parameter in names["model"].parameters()]
@@ -63,6 +64,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         ("block.md", 2, True, True),
         ("weights.md", 0, False, True),
         ("weights.md", 1, False, True),
+        ("weights.md", 2, False, True),
         ("metrics.md", 0, False, True),
         ("iterate.md", 0, False, True),
         ("iterate.md", 1, False, True),
@@ -79,8 +81,27 @@ def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped
         torch.testing.assert_close(state, first, atol=0, rtol=0)
 
 
+def test_fsdp2_accumulates_in_the_second_loop(pool: Pool) -> None:
+    """The second loop of the page goes on with the sharded module of the first; both end where one process ends."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    data = [[batch(rank, 0, step) for rank, count in enumerate(COUNTS) if step < count] for step in range(max(COUNTS))]
+    for window in [*([step] for step in data), data]:
+        parts = [part for step in window for part in step]
+        optimizer.zero_grad()
+        losses = [nn.functional.mse_loss(model(x), y) * (1 if len(window) == 1 else len(x)) for x, y in parts]
+        total = len(parts) if len(window) == 1 else sum(len(x) for x, _ in parts)
+        (torch.stack(losses).sum() / total).backward()
+        if len(window) == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    code = "optimizer.zero_grad()\n".join(blocks("sharded.md"))
+    for found in pool.run(follow, code, False, False, ranks=len(COUNTS)):
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+
+
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 3, "weights.md": 2, "metrics.md": 1, "iterate.md": 3, "sharded.md": 1}
+    counts = {"block.md": 3, "weights.md": 3, "metrics.md": 1, "iterate.md": 3, "sharded.md": 2, "authors.md": 2}
     counts |= {"joinable.md": 2, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 

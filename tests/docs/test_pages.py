@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,37 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool) -> None:
         optimizer.step()
     for found in pool.run(follow, blocks("iterate.md")[1], False, True, ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+
+
+def follow_and_save(rank: int, folder: str, fails: bool) -> None:
+    """Run the script about resuming, whose second checkpoint cannot be written if it ``fails``."""
+    (script,) = [code for code in blocks("elastic.md") if "import os" in code]
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(script, names)
+    names["LAST"] = f"{folder}/last.pt"
+
+    def replace(old: str, new: str) -> None:
+        if fails and os.path.exists(new):
+            raise OSError("disk full")
+        os.replace(old, new)
+
+    names["os"] = SimpleNamespace(path=os.path, replace=replace)
+    names["train"]()
+
+
+def test_resuming_in_the_middle_of_an_epoch(ending: Ending, tmp_path: Path) -> None:
+    """Three ranks fail, and two continue; all samples count once, as if one process had never failed."""
+    folders = [tmp_path / name for name in ("resumed", "alone")]
+    for folder in folders:
+        folder.mkdir()
+    ends = ending.ends(follow_and_save, str(folders[0]), True, ranks=3)
+    assert ends[0].error.startswith("OSError: disk full"), ends[0].text
+    assert torch.load(folders[0] / "last.pt")["used"] == 5 * 48
+    ending.run(follow_and_save, str(folders[0]), False, ranks=2)
+    ending.run(follow_and_save, str(folders[1]), False, ranks=1)
+    resumed, alone = (torch.load(folder / "last.pt") for folder in folders)
+    assert (resumed["epoch"], resumed["used"]) == (alone["epoch"], alone["used"]) == (1, 1000)
+    torch.testing.assert_close(resumed["model"], alone["model"], atol=2e-6, rtol=0)
 
 
 def test_a_joinable_of_ones_own() -> None:

@@ -73,6 +73,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         ("iterate.md", 2, False, True),
         ("sharded.md", 0, False, False),
         ("authors.md", 0, False, False),
+        ("authors.md", 1, False, False),
     ],
 )
 def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped: bool) -> None:

@@ -49,7 +49,7 @@ Engines differ in how they average gradients and count micro-batches:
 | sums gradients over ranks | `join.scale(loss, divided_over=1)` |
 | divides each loss by the `k` micro-batches of a window | `Join(..., loss_divided_by=k)` |
 | counts micro-batches and steps by itself | `join.iterate(loader, window=k, fill_window=True)` |
-| cannot take empty batches | `join.iterate(loader, dummy="last")` |
+| cannot take empty dummies | `join.iterate(loader, dummy="last")` |
 
 Without `weigh=`, pass `divide_by_initial_world_size=False` to `Join`. Otherwise the mean is over all ranks, and a rank
 without data counts as gradients of 0.

@@ -1,6 +1,6 @@
 """Generator of the page of all errors: ``python -m docs.errors`` writes ``docs/errors.md`` from the code.
 
-The text of an error ends with a code: ``... Add it to the list. [J052]``. The code stands where the text stands. A code
+The text of an error contains a code: ``... Add it to the list. [J052]``. The code stands where the text stands. A code
 never changes and is never reused, because people search for it. The first sentence of a text says what happened; the
 others say why, and what to do. A fix that needs more words is a comment right above the statement, each line of which
 begins with ``#:``. It appears on the page only.
@@ -24,6 +24,22 @@ CODE = re.compile(r" ?\[(J\d{3})\]")
 NEXT_SENTENCE = re.compile(r"""(?<=[\w*)\]'"`][.?])\s+(?=[A-Z*`])""")
 # An internal fault, errors that repeat an error with a code, and texts that Python prescribes.
 WITHOUT_CODE = {"AssertionError", "BrokenCollective", "PeerError", "RemoteTraceback", "AttributeError"}
+KINDS = {
+    "J043": ["RuntimeError"],
+    "J057": ["AttributeError"],
+    "J060": ["JoinTimeoutError"],
+    "J061": ["JoinTimeoutError"],
+    "J062": ["JoinTimeoutError"],
+    "J064": ["PeerError"],
+    "J082": ["JoinError"],
+    "J090": ["JoinError"],
+    "J107": ["ValueError", "JoinError"],
+    "J113": ["ProtocolError"],
+    "J214": ["WorkerDied"],
+    "J215": ["WorkerDied"],
+    "J444": ["ProtocolError"],
+}
+"""Classes of the errors whose texts are not written where the error is raised."""
 TITLES = {
     "join/arguments": "Calling `Join`",
     "join/registry": "Calling `Join`",
@@ -54,14 +70,15 @@ TOP = """# Errors
 
 <!-- Written by `python -m docs.errors`, from the code. -->
 
-The text of an error ends with a code, such as `[J052]`. Search this page for your code. Each entry has the class of the
+The text of an error contains a code, such as `[J052]`. Search this page for your code. Each entry has the class of the
 error, the file that raises it, what happened, and what to do. A name in angle brackets, such as `<rank>`, stands for a
 value that differs from one error to the next.
 
 Two kinds of error have no code of their own:
 
 - `PeerError` is raised by the ranks that did not fail. It quotes the error of the rank that failed. Look up the code of
-  the quoted error, fix its cause, and restart all processes from a checkpoint.
+  the quoted error, fix its cause, and restart all processes from a checkpoint. If a rank is gone and left no error to
+  quote, the code is `[J064]`.
 - `EarlyTerminationError` is raised if you pass `throw_on_early_termination=True` and a rank runs out of batches. It has
   the same texts as in PyTorch.
 
@@ -136,7 +153,7 @@ class Text:
     path: Path
     line: int
     kind: str
-    """The class of the error; empty if the text is built before the error is."""
+    """The class of the error; empty if the text is not an argument of it."""
     words: str
     """The text; the names of inserted values stand between asterisks."""
     comment: str
@@ -145,6 +162,11 @@ class Text:
     @property
     def codes(self) -> list[str]:
         return CODE.findall(self.words)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The classes of the errors that have this text."""
+        return [self.kind] if self.kind else KINDS.get("".join(self.codes), [])
 
     @cached_property
     def sentences(self) -> list[str]:
@@ -253,7 +275,7 @@ def page() -> str:
 def entry(text: Text) -> str:
     """Return the page's entry for one error."""
     happened, *others = text.sentences
-    source = f"{f'`{text.kind}`, ' if text.kind else ''}`{text.path.relative_to(ROOT).as_posix()}`"
+    source = f"{' or '.join(f'`{kind}`' for kind in text.kinds)}, `{text.path.relative_to(ROOT).as_posix()}`"
     parts = [f"### {' '.join(text.codes)}", source, f"`` {placeholders(happened)} ``", prose(" ".join(others))]
     parts += [f"```python\n{EXAMPLES[code]}```" for code in text.codes if code in EXAMPLES]
     return "\n\n".join(parts) + "\n"

@@ -2,7 +2,7 @@
 
 Every forward of a sharded model gathers parameters from all ranks. A rank with more batches would wait in its last
 forwards for ranks that have left their loops. With `join.iterate`, all ranks run the loop body equally often. A rank
-that is out of data gets batches without samples. The block lists nothing, since nothing is trained.
+that is out of data gets empty dummies. The block lists nothing, since nothing is trained.
 """
 
 import tempfile
@@ -42,7 +42,7 @@ def sums_of(model: torch.nn.Module, loader: Iterable[list[torch.Tensor]]) -> tor
     """Return the sums of losses, of right answers and of samples, by the loop that you have already."""
     sums = torch.zeros(3, dtype=torch.float64)
     for x, y in loader:
-        logits = model(x)  # a batch without samples has no logits, and adds 0 to the sums
+        logits = model(x)  # an empty dummy has no logits, and adds 0 to the sums
         right = logits.argmax(1) == y
         sums += torch.tensor([cross_entropy(logits, y, reduction="sum"), right.sum(), len(y)])
     return sums

@@ -1,7 +1,7 @@
 """Tutorial 8: loops with collectives of their own, on uneven data, with `join.iterate`.
 
 A rank that is out of data shadows the listed objects, but not the loop's own collectives, such as an all-reduce for a
-log. With `join.iterate`, it runs the loop body on empty batches, which weigh nothing in the gradients.
+log. With `join.iterate`, it runs the loop body on empty dummies, which weigh nothing in the gradients.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ class Training:
         """Run the loop that you have already, unchanged."""
         for x in loader:
             self.optimizer.zero_grad()
-            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty batch, which changes no gradient
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty dummy, which changes no gradient
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.net.parameters(), 0.5)

@@ -2,7 +2,7 @@
 
 `fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward. If a rank
 is out of batches, the others wait for its shards in the middle of their forward. With `join.iterate`, all ranks run the
-loop body equally often. A rank that is out of data gets empty batches. It takes part in all collectives, such as
+loop body equally often. A rank that is out of data gets empty dummies. It takes part in all collectives, such as
 clipping by the norm of all shards, and steps its own shards. FSDP divides gradients by the number of all ranks;
 `join.scale(loss)` makes the result the mean over the ranks that have a batch.
 """
@@ -39,7 +39,7 @@ def train(rank: int) -> list[torch.Tensor]:
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x in join.iterate(DATA[rank, : BATCHES[rank]]):
             optimizer.zero_grad()
-            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty batch, whose gradients are 0
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty dummy, whose gradients are 0
             join.scale(loss).backward()
             clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()

@@ -123,6 +123,9 @@ class Guard:
         doing = "; ".join(f"rank {other} {progress.doing}" for other, progress in sorted(here))
         timeout = self.timeout or 0.0
         if missing:
+            #: The list names the ranks that are late. The parentheses say what the other ranks were doing. Read the log
+            #: of a listed rank first. Restart all processes from the last complete checkpoint. If a step may take
+            #: longer, for compilation, an evaluation or a slow file system, pass a longer timeout.
             text = (
                 f"Ranks {missing} announced no collective within timeout={timeout:g} s ({doing}). They are slow, or"
                 " blocked in a collective that this rank never calls. In a loop over join.iterate, run the whole loop"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         names["model"] = model = DistributedDataParallel(net)
         parameters = model.parameters()
         optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam) if zero else torch.optim.Adam(parameters)
+        names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
         names |= {"optimizer": optimizer, "ema": Net(), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
     exec(code, names)
     found = [parameter.detach() for parameter in names["model"].parameters()]
@@ -63,12 +66,14 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         ("block.md", 2, True, True),
         ("weights.md", 0, False, True),
         ("weights.md", 1, False, True),
+        ("weights.md", 2, False, True),
         ("metrics.md", 0, False, True),
         ("iterate.md", 0, False, True),
         ("iterate.md", 1, False, True),
         ("iterate.md", 2, False, True),
         ("sharded.md", 0, False, False),
         ("authors.md", 0, False, False),
+        ("authors.md", 1, False, False),
     ],
 )
 def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped: bool) -> None:
@@ -79,8 +84,27 @@ def test_a_loop_of_the_guide(pool: Pool, page: str, at: int, zero: bool, wrapped
         torch.testing.assert_close(state, first, atol=0, rtol=0)
 
 
+def test_fsdp2_accumulates_in_the_second_loop(pool: Pool) -> None:
+    """The second loop of the page goes on with the sharded module of the first; both end where one process ends."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    data = [[batch(rank, 0, step) for rank, count in enumerate(COUNTS) if step < count] for step in range(max(COUNTS))]
+    for window in [*([step] for step in data), data]:
+        parts = [part for step in window for part in step]
+        optimizer.zero_grad()
+        losses = [nn.functional.mse_loss(model(x), y) * (1 if len(window) == 1 else len(x)) for x, y in parts]
+        total = len(parts) if len(window) == 1 else sum(len(x) for x, _ in parts)
+        (torch.stack(losses).sum() / total).backward()
+        if len(window) == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    code = "optimizer.zero_grad()\n".join(blocks("sharded.md"))
+    for found in pool.run(follow, code, False, False, ranks=len(COUNTS)):
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+
+
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 3, "weights.md": 2, "metrics.md": 1, "iterate.md": 3, "sharded.md": 1}
+    counts = {"block.md": 3, "weights.md": 3, "metrics.md": 1, "iterate.md": 3, "sharded.md": 2, "authors.md": 2}
     counts |= {"joinable.md": 2, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 
@@ -97,6 +121,37 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool) -> None:
         optimizer.step()
     for found in pool.run(follow, blocks("iterate.md")[1], False, True, ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+
+
+def follow_and_save(rank: int, folder: str, fails: bool) -> None:
+    """Run the script about resuming, whose second checkpoint cannot be written if it ``fails``."""
+    (script,) = [code for code in blocks("elastic.md") if "import os" in code]
+    names: dict[str, Any] = {"__name__": "guide"}
+    exec(script, names)
+    names["LAST"] = f"{folder}/last.pt"
+
+    def replace(old: str, new: str) -> None:
+        if fails and os.path.exists(new):
+            raise OSError("disk full")
+        os.replace(old, new)
+
+    names["os"] = SimpleNamespace(path=os.path, replace=replace)
+    names["train"]()
+
+
+def test_resuming_in_the_middle_of_an_epoch(ending: Ending, tmp_path: Path) -> None:
+    """Three ranks fail, and two continue; all samples count once, as if one process had never failed."""
+    folders = [tmp_path / name for name in ("resumed", "alone")]
+    for folder in folders:
+        folder.mkdir()
+    ends = ending.ends(follow_and_save, str(folders[0]), True, ranks=3)
+    assert ends[0].error.startswith("OSError: disk full"), ends[0].text
+    assert torch.load(folders[0] / "last.pt")["used"] == 5 * 48
+    ending.run(follow_and_save, str(folders[0]), False, ranks=2)
+    ending.run(follow_and_save, str(folders[1]), False, ranks=1)
+    resumed, alone = (torch.load(folder / "last.pt") for folder in folders)
+    assert (resumed["epoch"], resumed["used"]) == (alone["epoch"], alone["used"]) == (1, 1000)
+    torch.testing.assert_close(resumed["model"], alone["model"], atol=2e-6, rtol=0)
 
 
 def test_a_joinable_of_ones_own() -> None:

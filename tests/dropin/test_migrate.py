@@ -20,9 +20,14 @@ from tests.training import batch_of, build, loss_of, optimizer_of, reference
 
 TEXT = (Path(join.__file__).parent.parent / "docs" / "migrate.md").read_text()
 LOOPS = {
-    heading: re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    heading: [
+        "\n".join(line[1:] for line in diff.splitlines() if line[:1] != other)
+        for diff in re.findall(r"^```diff\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        for other in "+-"
+    ]
     for heading, section in re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
 }
+"""The loops of each section, before and after the change that it shows."""
 BEFORE, AFTER = 0, 1
 
 

@@ -11,6 +11,7 @@ import importlib
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -107,7 +108,7 @@ class Pool:
                 for pipe in ready:
                     rank = pending.pop(pipe)
                     try:
-                        results[rank] = pipe.recv()
+                        results[rank] = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         workers[rank].process.join(5)
                         results[rank] = (False, f"rank {rank} died with exit code {workers[rank].process.exitcode}")
@@ -196,7 +197,8 @@ def _serve(pipe: Any, prepare: Callable[[int], None] | None) -> None:
             result = (True, call.fn(call.rank, *call.args))
         except BaseException:
             result = (False, traceback.format_exc())
-        pipe.send(result)
+        # Not ``send``, which shares the memory of each tensor by a file and a socket of its own.
+        pipe.send_bytes(pickle.dumps(result))
         try:
             pipe.recv()
         except EOFError:

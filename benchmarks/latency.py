@@ -1,8 +1,8 @@
 """Benchmark of ``Join`` on a link on which a message takes 10 ms from one machine to the other.
 
-Two gloo processes train a model in several ways, each process in a network namespace of its own. The link between the
-namespaces delays each packet: it is a TUN device on either side, and a process that carries packets from one device to
-the other. Both processes run on one kernel and would share memory. The benchmark disables shared memory, so headers go
+Gloo processes train a model in several ways, each process in a network namespace of its own. The link between the
+namespaces delays each packet: it is a TUN device on each side, and a process that carries packets from one device to
+another. All processes run on one kernel and would share memory. The benchmark disables shared memory, so headers go
 over the network, as between machines. It needs Linux, iproute2 and root.
 
 The ways take turns of a few steps, as in ``overhead.py``. Each round draws a new order. A turn opens the way's context,
@@ -14,6 +14,9 @@ that occur every few steps do. Plain DDP is measured twice; the difference of th
     ratio       wall time of a step, divided by the wall time of plain DDP
     next...     time added to each part of a step, in milliseconds; in "next", join.iterate yields a batch
     added trips time added to a step, in one-way times of the link; an awaited all-reduce takes two or more
+    block       wall time of a turn, divided by that of plain DDP: a block of a few steps with its entry, its first
+                steps, in which headers are awaited, and its exit, as reinforcement learning opens one for each update
+    block trips time that this adds, in one-way times of the link
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from overhead import Parts, Training, Way, gan, of_turns, opened, our_join, shar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-WORLD_SIZE = 2
+_DESTINATION = 10 + 19  # the last byte of the address, behind the header of the device
 LIMIT_SECONDS = 900.0
 
 # -- the link ---------------------------------------------------------------------------------------------------------
@@ -82,10 +85,10 @@ def check_possible() -> None:
 
 
 @contextlib.contextmanager
-def far_apart(seconds: float) -> Generator[list[str]]:
-    """Network namespaces between which each packet takes so long; their names."""
+def far_apart(hosts: int, seconds: float) -> Generator[list[str]]:
+    """Yield the names of network namespaces between which each packet takes so long."""
     token = secrets.token_hex(4)
-    names = [f"join-{token}-{rank}" for rank in range(WORLD_SIZE)]
+    names = [f"join-{token}-{rank}" for rank in range(hosts)]
     here, there = multiprocessing.Pipe(duplex=False)
     carrier = multiprocessing.get_context("fork").Process(target=carry, args=(names, seconds, there), daemon=True)
     try:
@@ -126,11 +129,13 @@ def carry(names: list[str], seconds: float, ready: Connection) -> None:
     while True:
         patience = max(underway[0][0] - time.monotonic(), 0.0) if underway else None
         for device in select.select(devices, [], [], patience)[0]:
-            other = devices[1 - devices.index(device)]
             with contextlib.suppress(BlockingIOError):
                 while True:
                     packet = os.read(device, _MOST_BYTES)
-                    underway.append((time.monotonic() + seconds, other, packet))
+                    # Others are of no rank: IPv6 looks for neighbours.
+                    if packet[_DESTINATION - 19] >> 4 == 4 and packet[_DESTINATION] <= len(devices):
+                        other = devices[packet[_DESTINATION] - 1]
+                        underway.append((time.monotonic() + seconds, other, packet))
         while underway and underway[0][0] <= time.monotonic():
             _, to, packet = underway.popleft()
             with contextlib.suppress(OSError):  # a device that is not up yet
@@ -189,6 +194,7 @@ CASES: dict[str, Callable[[], Training]] = {
 }
 HANGS = {"torch's Join": ("GAN", "GAN with BatchNorm")}  # the models on which a way hangs
 PARTS = ["next", "zero_grad", "forward", "backward", "step"]
+BLOCK = "block"
 UPDATE = ["zero_grad", "forward", "forward", "backward", "step"]
 """Parts of each of the two updates of a GAN."""
 
@@ -201,9 +207,9 @@ Measured: TypeAlias = dict[str, list[float]]
 
 def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Measured]]:
     torch.set_num_threads(1)
-    store = dist.TCPStore(address(0), PORT, WORLD_SIZE, rank == 0)
+    store = dist.TCPStore(address(0), PORT, options.hosts, rank == 0)
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.hosts, timeout=limit)
     found = {case: measure(case, options) for case in options.only or CASES}
     dist.barrier()
     return found
@@ -212,12 +218,14 @@ def run_rank(rank: int, options: argparse.Namespace) -> dict[str, dict[str, Meas
 def measure(case: str, options: argparse.Namespace) -> dict[str, Measured]:
     wanted = ("plain", "plain, again", *(options.way or WAYS))
     names = [name for name in WAYS if name in wanted and case not in HANGS.get(name, ())]
-    results: dict[str, Measured] = {name: {part: [] for part in PARTS} for name in names}
+    results: dict[str, Measured] = {name: {part: [] for part in [*PARTS, BLOCK]} for name in names}
     with trainings_of(CASES[case], names) as trainings:
         for name in turns(names, options.rounds, seed=0):
+            began = time.perf_counter()
             with opened(trainings[name], WAYS[name], options.steps) as parts:
                 for _ in range(options.steps):
                     time_step(parts, ["next", *UPDATE, *UPDATE] if case.startswith("GAN") else PARTS, results[name])
+            results[name][BLOCK].append(time.perf_counter() - began)
     return results
 
 
@@ -236,8 +244,8 @@ def time_step(parts: Parts, names: list[str], measured: Measured) -> None:
 
 def run(options: argparse.Namespace) -> list[dict[str, dict[str, Measured]]]:
     """Return the measurements of each rank."""
-    with far_apart(options.milliseconds / 1e3) as names, tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"rank-{rank}") for rank in range(WORLD_SIZE)]
+    with far_apart(options.hosts, options.milliseconds / 1e3) as names, tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"rank-{rank}") for rank in range(options.hosts)]
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": TUN, "JOIN_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1"}
         # These addresses have no names: limit the look-up of names, and hide the warnings about it.
         environ |= {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -271,6 +279,7 @@ def summarise(case: str, ranks: list[dict[str, Measured]], options: argparse.Nam
     for name in ranks[0]:
         mine, plain = ([rank[way] for rank in ranks] for way in (name, "plain"))
         step, base = (typical(each, PARTS, options.steps) for each in (mine, plain))
+        block, base_block = (of_turns([rank[BLOCK] for rank in each], 1) for each in (mine, plain))
         added = {part: typical(mine, [part], options.steps) - typical(plain, [part], options.steps) for part in PARTS}
         entries.append(
             {
@@ -280,25 +289,32 @@ def summarise(case: str, ranks: list[dict[str, Measured]], options: argparse.Nam
                 "ratio": step / base,
                 "added_ms": {part: seconds * 1e3 for part, seconds in added.items()},
                 "added_trips": (step - base) * 1e3 / options.milliseconds if options.milliseconds else None,
+                "block_ratio": block / base_block,
+                "block_trips": (block - base_block) * 1e3 / options.milliseconds if options.milliseconds else None,
             }
         )
     return entries
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    trips = entry["added_trips"]
+    trips, block_trips = (
+        "" if entry[name] is None else f"{entry[name]:+.2f}" for name in ("added_trips", "block_trips")
+    )
     return [
         f"{entry['model']}: {entry['way']}",
         f"{entry['step_ms']:.1f} ms",
         f"{entry['ratio']:.3f}",
         *(f"{entry['added_ms'][part]:+.1f}" for part in PARTS),
-        "" if trips is None else f"{trips:+.2f}",
+        trips,
+        f"{entry['block_ratio']:.3f}",
+        block_trips,
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--milliseconds", type=float, default=10.0, help="that a packet takes one way")
+    parser.add_argument("--hosts", type=int, default=2, help="number of machines, each with one rank")
     # A multiple of 4, so that a window of lookahead=4 begins in them as often as elsewhere.
     parser.add_argument("--steps", type=int, default=8, help="measured steps in a turn")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each way")
@@ -314,8 +330,10 @@ def main() -> None:
     check_possible()
     ranks = run(options)
     entries = [entry for case in ranks[0] for entry in summarise(case, [rank[case] for rank in ranks], options)]
-    print(f"{options.milliseconds:g} ms one way, {options.rounds} rounds of {options.steps} steps\n")
-    print(table(["", "step", "ratio", *PARTS, "added trips"], [row(entry) for entry in entries]))
+    link, turns_of = f"{options.hosts} hosts, {options.milliseconds:g} ms one way", f"{options.rounds} rounds"
+    print(f"{link}, {turns_of} of {options.steps} steps\n")
+    head = ["", "step", "ratio", *PARTS, "added trips", BLOCK, "block trips"]
+    print(table(head, [row(entry) for entry in entries]))
     save(options.json, milliseconds=options.milliseconds, steps=options.steps, rounds=options.rounds, results=entries)
 
 

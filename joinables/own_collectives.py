@@ -32,7 +32,7 @@ from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_on_empty_dummy
-from joinables.modules import ModuleHook, tensors_with_grad
+from joinables.modules import ModuleHook, tensors_with_grad, zero_of
 
 
 class ShardedModule(Announcing):
@@ -144,7 +144,7 @@ class ShardedModule(Announcing):
         """
         if not self._channel.step.shadowing:
             return output
-        return output + 0 * sum(tensor.sum() for tensor in (*args, *norm.parameters()))
+        return output + sum(zero_of(tensor, output) for tensor in (*args, *norm.parameters()))
 
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:

@@ -515,7 +515,7 @@ class Forwards:
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if self._buffers_before:
-            reducer.restore_buffers(self._ddp, self._buffers_before)
+            reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), self._buffers_before, reshape=False)
             self._buffers_before = {}
         if not torch.is_grad_enabled():
             return

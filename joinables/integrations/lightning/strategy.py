@@ -176,7 +176,7 @@ class JoinStrategy(DDPStrategy):
             return super().training_step(*args, **kwargs)
         finally:  # a rank with data broadcasts its buffers only with the last backward of an accumulation window
             if restores:
-                reducer.restore_buffers(self.model, before)
+                reducer.set_buffers(self.model.module, before, reshape=False)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ class JoinTrainerMixin(_Base):
     """
 
     join_report: JoinReport | None = None
-    _windows: Windows | None = None  # the windows of the current epoch
+    _windows: MicroBatchWindows | None = None  # the windows of the current epoch
     _batches_per_rank = 0.0  # the mean number of batches in the current window, without dummies
     _evaluation_group: dist.ProcessGroup | None = None
 
@@ -188,7 +188,7 @@ class JoinTrainerMixin(_Base):
         self._check_arguments()
         size = self.args.gradient_accumulation_steps
         join = Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size)
-        self._windows = Windows(join, size)
+        self._windows = MicroBatchWindows(join, size)
         try:
             with join:
                 self._plain._run_epoch(model, *arguments, **named)
@@ -311,7 +311,7 @@ class JoinTrainer(JoinTrainerMixin, _library.Trainer):
 # -- accumulation windows ---------------------------------------------------------------------------------------------
 
 
-class Windows:
+class MicroBatchWindows:
     """Accumulation windows of an epoch on this rank, all of one size, filled up with dummies.
 
     The object iterates over the current window. A micro-batch is a step of ``Join.iterate`` that begins when it is

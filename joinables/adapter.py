@@ -28,7 +28,7 @@ class Adapter(Joinable, JoinHook):
 
     Args:
         target: The object. It stays unchanged until ``attach``.
-        name: The name in reports and errors; by default that of the object's class.
+        name: The name in reports and errors; by default the name of the object's class.
     """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()

@@ -240,11 +240,7 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
 
     options = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    zero = ZeroRedundancyOptimizer(groups[0]["params"], type(optimizer), **options)
-    zero.param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
-    for group in groups[1:]:
-        zero.add_param_group(group)
-    return zero
+    return ZeroRedundancyOptimizer(groups, type(optimizer), **options)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

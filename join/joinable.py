@@ -121,6 +121,11 @@ class Joinable(ABC):
     needs_scale: bool = False
     """Whether a loop over ``Join.iterate`` must call ``Join.scale``, because nothing else weighs these gradients."""
 
+    mixes_ranks: str = ""
+    """Part of this object that combines the samples of all ranks; or ``""``.
+
+    Dummies must then have no samples, and the loop must call ``Join.scale``."""
+
     _join_config: JoinConfig
 
     def __init__(self) -> None:
@@ -249,11 +254,6 @@ class Burst(Joinable):
 
     holds_followers = False
     """On a joined rank, for a burst that interjects: whether the followers must wait until it has run."""
-
-    @property
-    def mixes_ranks(self) -> str:
-        """Part of this burst that combines the samples of all ranks, so that dummies must have none; or ``""``."""
-        return ""
 
     def flags(self, active: bool) -> Sequence[int]:
         """Return the flags that this rank sets in a header; ``Headers.flags`` has how many ranks set each.

@@ -311,7 +311,8 @@ class Iteration:
             return "join.iterate was called with a weigh function"
         if self._options.window != 1:
             return f"join.iterate was called with window={self._options.window!r}"
-        names = [member.joinable.join_name for member in self._channel.roster.listed if member.joinable.needs_scale]
+        listed = [member.joinable for member in self._channel.roster.listed]
+        names = [each.join_name for each in listed if each.needs_scale or each.mixes_ranks]
         return f"nothing else weighs the gradients of {names[0]}" if names else ""
 
     def _call_next_round(self) -> None:

@@ -12,27 +12,16 @@ import torch
 from torch.distributed.algorithms.join import Joinable as TorchJoinableBase
 from torch.nn.parallel import DistributedDataParallel
 
-from join import (
-    Burst,
-    EarlyTerminationError,
-    Join,
-    Joinable,
-    JoinConfig,
-    JoinError,
-    JoinHook,
-    JoinReport,
-    JoinTimeoutError,
-    PeerError,
-    ProtocolError,
-    register_joinable,
-)
+import join
+from join import *  # noqa: F403
+from join import Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
 from joinables.adapter import TorchJoinable
 from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
 from joinables.ddp.reduction import GradientSync
 from joinables.loss_gate import LossGate
-from joinables.metrics import is_metric, joinable_of_metric
+from joinables.metrics import joinable_of_metric
 from joinables.own_collectives import ShardedModule, is_dtensor, is_sharded
 from joinables.state import OptimizerState, State
 from joinables.wrapped import holds_optimizers, unwrapped
@@ -43,25 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BucketRebuild",
     "BufferSync",
-    "Burst",
-    "EarlyTerminationError",
     "GradientSync",
-    "Join",
-    "JoinConfig",
-    "JoinError",
-    "JoinHook",
-    "JoinReport",
-    "JoinTimeoutError",
-    "Joinable",
     "LossGate",
-    "PeerError",
-    "ProtocolError",
     "ShardedModule",
     "State",
     "TorchJoinable",
     "ZeroStep",
-    "register_joinable",
 ]
+__all__ += join.__all__
 
 __version__ = "0.1.0"
 
@@ -104,7 +82,7 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
             f"The parameters of {type(module).__name__} are DTensors, and Join cannot determine what reduces their"
             " gradients. Apply fully_shard to the module, or wrap it in DistributedDataParallel. [J102]"
         )
-    return joinable_of_metric(module) if is_metric(module) else State(module)
+    return joinable_of_metric(module) or State(module)
 
 
 register_state_adapter(_through_wrappers(State))

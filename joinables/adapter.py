@@ -28,13 +28,14 @@ class Adapter(Joinable, JoinHook):
 
     Args:
         target: The object. It stays unchanged until ``attach``.
+        name: The name in reports and errors; by default the name of the object's class.
     """
 
     join_keywords: ClassVar[frozenset[str] | None] = frozenset()
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, name: str | None = None) -> None:
         super().__init__()
-        self._target = target
+        self._target, self._name = target, type(target).__name__ if name is None else name
         self._handles: list[Any] = []
         """Handles of the hooks that ``attach`` registered on the object. ``detach`` removes them."""
 
@@ -55,7 +56,7 @@ class Adapter(Joinable, JoinHook):
     @property
     @override
     def join_name(self) -> str:
-        return type(self._target).__name__
+        return self._name
 
     @property
     @override
@@ -91,16 +92,8 @@ class Silent(Adapter):
     """Adapter for an object that issues no collective in the loop. Its work is done when the block ends."""
 
     communicates: ClassVar[bool] = False
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    @override
-    def join_process_group(self) -> None:
-        return None
+    join_device = property(lambda _: torch.device("cpu"))  # pyright: ignore[reportIncompatibleMethodOverride]
+    join_process_group = property(lambda _: None)  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class TorchJoinable(Adapter):

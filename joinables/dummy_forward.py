@@ -11,17 +11,16 @@ may have issued some of its collectives by then, so it is never called with an e
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-from typing_extensions import override
 
 from join import JoinError, ProtocolError
 from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
-from joinables.modules import Replacement, hides_tensors
+from joinables.modules import Uncopied, hides_tensors, zero_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -60,9 +59,9 @@ class DummyForward:
         sources = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
 
         def linked(tensor: torch.Tensor) -> torch.Tensor:
-            if not sources or not tensor.is_floating_point():
+            if not tensor.is_floating_point():
                 return tensor.clone()
-            return cast("torch.Tensor", _Linked.apply(tensor, *sources))
+            return tensor.detach() + sum(zero_of(source, tensor) for source in sources)
 
         return map_tensors(linked, instead)
 
@@ -98,57 +97,18 @@ def emptied_output(output: Any) -> Any:
     Raises:
         JoinError: If ``output`` may contain tensors, but none is found.
     """
-    tensors = list(tensors_in(output))
-    if not tensors and hides_tensors(output):
+    if next(tensors_in(output), None) is None and hides_tensors(output):
         raise JoinError(
             f"A module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
             " to empty. Return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')."
             " [J115]"
         )
-    emptied = iter(cast("tuple[torch.Tensor, ...]", _Emptied.apply(*tensors)))
-    return map_tensors(lambda _: next(emptied), output)
+    # FSDP2 warns of outputs that are views.
+    return map_tensors(lambda tensor: tensor[:0].clone() if tensor.dim() else zero_of(tensor, tensor), output)
 
 
-class _Linked(torch.autograd.Function):
-    """Copy of ``tensor`` whose backward, after the module's own, gives gradients of 0 to ``sources``."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, tensor: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.sources = [(source.shape, source.dtype, source.device) for source in sources]
-        return tensor.clone()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.sources]
-
-
-class _Emptied(torch.autograd.Function):
-    """Copy of tensors, each without its rows."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        outputs = tuple(tensor[:0].clone() if tensor.dim() else torch.zeros_like(tensor) for tensor in tensors)
-        needs = ctx.needs_input_grad
-        ctx.mark_non_differentiable(*[output for output, needed in zip(outputs, needs, strict=True) if not needed])
-        return outputs
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # An unused output receives no gradient, as on ranks with data.
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is not None and needs else None
-            for gradient, needs, (shape, dtype, device) in zip(gradients, ctx.needs_input_grad, ctx.inputs, strict=True)
-        )
-
-
-class InnerForward(Replacement):
-    """Replacement of the forward of the module inside a DDP module, for one call.
+class InnerForward(Uncopied):
+    """Stand-in for the forward of the module inside a DDP module, for one call.
 
     If the module cannot take its empty batch, it runs on other arguments. The replacement is the module's ``forward``
     from ``put`` until it is called once, or removed. A hook could not catch the exception of a forward on an empty

@@ -9,6 +9,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
+from joinables.modules import zero_of
+
 
 class LossGate(torch.nn.Module):
     """Module that contains another module, and whose forward returns its argument, the loss.
@@ -44,7 +46,7 @@ class LossGate(torch.nn.Module):
     def forward(self, loss: torch.Tensor) -> torch.Tensor:
         if not loss.requires_grad or self._is_reached_from(loss):
             return loss
-        return loss + sum(parameter.flatten()[:0].sum().to(loss) for parameter in self.trained.parameters())
+        return loss + sum(zero_of(parameter, loss) for parameter in self.trained.parameters())
 
     def _is_reached_from(self, loss: torch.Tensor) -> bool:
         """Return whether a backward of the loss reaches a parameter, or may reach one; the nearest is often close."""

@@ -40,34 +40,29 @@ from joinables.modules import CallInstead, replaced
 Contribution: TypeAlias = tuple[int, dict[str, Any]]
 """One rank's number of updates of a metric, and its states by name: a tensor or a list each."""
 
-Contributions: TypeAlias = dict[str, Contribution | None]
+RankStates: TypeAlias = dict[str, Contribution | None]
 """One rank's contribution to each metric, by name; ``None`` if it has none."""
 
 
-def is_metric(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` is a torchmetrics object, without importing torchmetrics."""
-    library = cast("Any", sys.modules.get("torchmetrics"))
-    return library is not None and (is_mergeable(module) or isinstance(module, library.MetricTracker))
-
-
 def is_mergeable(obj: Any) -> bool:
-    """Return whether ``obj`` is a ``Metric`` or a ``MetricCollection``, whose states can be merged."""
+    """Return whether ``obj`` is a ``Metric`` or a ``MetricCollection``, without importing torchmetrics."""
     library = cast("Any", sys.modules.get("torchmetrics"))
     return library is not None and isinstance(obj, (library.Metric, library.MetricCollection))
 
 
-def joinable_of_metric(metric: Any) -> Joinable:
-    """Return the joinable that merges a metric when the block ends.
+def joinable_of_metric(metric: torch.nn.Module) -> Joinable | None:
+    """Return the joinable that merges a metric when the block ends; ``None`` if the module is not a metric.
 
     Raises:
         TypeError: If it is a ``MetricTracker``, which keeps the metrics of many epochs.
     """
-    if not is_mergeable(metric):
+    library = cast("Any", sys.modules.get("torchmetrics"))
+    if library is not None and isinstance(metric, library.MetricTracker):
         raise TypeError(
             f"{type(metric).__name__} keeps the metrics of many epochs, which Join does not merge. List the metric"
             " that it tracks. [J420]"
         )
-    return MetricAtEnd(metric)
+    return MetricAtEnd(metric) if is_mergeable(metric) else None
 
 
 def metrics_in(module: torch.nn.Module) -> dict[str, Any]:
@@ -87,7 +82,6 @@ class MetricAtEnd(Silent):
     @override
     def attach(self, join: Any) -> None:
         super().attach(join)
-        self._join = join
         metrics, compute = metrics_in(self._target), importlib.import_module("torchmetrics").Metric._wrap_compute
         # A metric keeps its value in its cache. Wrappers have no cache: they return the values of the metrics in them.
         self._parts = {name: metric for name, metric in metrics.items() if type(metric)._wrap_compute is compute}
@@ -96,7 +90,7 @@ class MetricAtEnd(Silent):
         self._replaced = ExitStack()
         for part in self._parts.values():
             part._computed = None  # after an earlier block it has the value of all ranks
-            stand_in = CallInstead(part.distributed_available_fn, not_distributed)
+            stand_in = CallInstead(part.distributed_available_fn, lambda: False)  # it does not communicate
             self._replaced.enter_context(replaced(part, "distributed_available_fn", stand_in))
         for name in ("update", "forward"):
             method = getattr(self._target, name)
@@ -106,7 +100,6 @@ class MetricAtEnd(Silent):
     @override
     def detach(self) -> None:
         self._replaced.close()
-        del self._join
         super().detach()
 
     def _check(self, metric: Any) -> None:
@@ -138,7 +131,7 @@ class MetricAtEnd(Silent):
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         first = next(tensors, None)
         is_empty = first is not None and first.ndim > 0 and len(first) == 0
-        return None if self._join.shadowing or is_empty else method(*args, **kwargs)
+        return None if self._channel.step.shadowing or is_empty else method(*args, **kwargs)
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -152,11 +145,6 @@ class MetricAtEnd(Silent):
                 part._computed = None
             for name in total:
                 self._parts[name].compute()
-
-
-def not_distributed() -> bool:
-    """Return ``False``, as the ``distributed_available_fn`` of a metric that does not communicate by itself."""
-    return False
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -177,7 +165,7 @@ def _is_same(value: Any, default: Any) -> bool:
     return value.shape == default.shape and bool(((value == default) | ((value != value) & (default != default))).all())
 
 
-def merged(parts: Mapping[str, Any], ranks: Sequence[Contributions | None], owner: str) -> dict[str, Contribution]:
+def merged(parts: Mapping[str, Any], ranks: Sequence[RankStates | None], owner: str) -> dict[str, Contribution]:
     """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``.
 
     The result has no entry for a metric without any contribution.

@@ -1,7 +1,7 @@
 """Temporary changes that adapters make to users' objects: functions, attributes, modes and gradients.
 
-A :class:`Replacement` replaces a function of an object while the object is in a block. :func:`replaced` sets any
-attribute for a while. :func:`keeping_modes` restores the training or eval mode of a module's parts.
+An :class:`Uncopied` is called in place of a function, or as a hook, while its object is in a block. :func:`replaced`
+sets any attribute for a while. :func:`keeping_modes` restores the training or eval mode of a module's parts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def replaced(target: Any, name: str, value: Any) -> Generator[None]:
             delattr(target, name)
 
 
-class Replacement:
-    """Replacement of an object's function. A copy of the object, or an unpickled one, has the original function.
+class Uncopied:
+    """Callable in an object that is in a block. A copy of the object, or an unpickled one, has the original instead.
 
     Args:
-        original: The function.
+        original: The function that a copy has.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -49,8 +49,8 @@ class Replacement:
         return _unchanged, (self.original,)
 
 
-class CallInstead(Replacement):
-    """Replacement that calls ``call`` instead of the original."""
+class CallInstead(Uncopied):
+    """Callable that calls ``call`` instead of the original."""
 
     def __init__(self, original: Callable[..., Any], call: Callable[..., Any]) -> None:
         super().__init__(original)
@@ -61,7 +61,7 @@ class CallInstead(Replacement):
         return self._call(*args, **kwargs)
 
 
-class ModuleHook(Replacement):
+class ModuleHook(Uncopied):
     """Module hook that calls ``call``, which ``torch.compile`` does not compile.
 
     In a copy of the module, the hook does nothing.
@@ -95,6 +95,11 @@ def keeping_modes(module: torch.nn.Module) -> Generator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def zero_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return 0 in the type and on the device of ``like``; a backward, even of NaN, gives ``tensor`` gradients of 0."""
+    return tensor.flatten()[:0].sum().to(like)
 
 
 def tensors_with_grad(tree: Any) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_on_empty_dummy
-from joinables.modules import ModuleHook, tensors_with_grad
+from joinables.modules import ModuleHook, tensors_with_grad, zero_of
 
 
 class ShardedModule(Announcing):
@@ -47,15 +47,10 @@ class ShardedModule(Announcing):
     needs_scale = True
 
     def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
+        super().__init__(module, f"the forward of {type(module).__name__}")
         self._module, self._norms = module, synchronised_norms(module)
-        self._group = group_of(module)
+        self.mixes_ranks, self._group = mixing(self.join_name, self._norms), group_of(module)
         self._is_replaced = False  # whether the current forward runs on other arguments than it was called with
-
-    @property
-    @override
-    def join_name(self) -> str:
-        return f"the forward of {type(self._module).__name__}"
 
     @property
     @override
@@ -67,11 +62,6 @@ class ShardedModule(Announcing):
     @override
     def join_process_group(self) -> Any:
         return self._group
-
-    @property
-    @override
-    def mixes_ranks(self) -> str:
-        return mixing(self.join_name, self._norms)
 
     @override
     def attach(self, join: Join) -> None:
@@ -144,7 +134,7 @@ class ShardedModule(Announcing):
         """
         if not self._channel.step.shadowing:
             return output
-        return output + 0 * sum(tensor.sum() for tensor in (*args, *norm.parameters()))
+        return output + sum(zero_of(tensor, output) for tensor in (*args, *norm.parameters()))
 
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:
@@ -173,7 +163,7 @@ def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchN
 
 
 def mixing(name: str, norms: dict[str, torch.nn.SyncBatchNorm]) -> str:
-    """Return ``Burst.mixes_ranks`` for a burst of this name, of a module that contains these layers."""
+    """Return ``Joinable.mixes_ranks`` for a burst of this name, of a module that contains these layers."""
     return f"{name}, which contains SyncBatchNorm" if norms else ""
 
 

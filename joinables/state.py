@@ -48,6 +48,8 @@ class OptimizerState(Silent):
         super().__init__(optimizer)
         self._optimizer = optimizer
         self._steps_in_loops = 0  # over join.iterate; own_steps counts the steps outside such loops
+        self._ignored: set[int] = set()
+        """The ids of parameters that a listed DDP module ignores, so that each rank has its own."""
 
     @override
     def attach(self, join: Join) -> None:
@@ -60,11 +62,6 @@ class OptimizerState(Silent):
             self._optimizer.register_step_pre_hook(self._check_step),
             self._optimizer.register_step_post_hook(self._count_step),
         ]
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        del self._ignored
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._channel.is_in_loop_body:
@@ -103,7 +100,7 @@ class OptimizerState(Silent):
     @override
     def exchange(self, source: int) -> Exchange:
         optimizer, keeps = self._optimizer, self._channel.keeps_own_state
-        groups, states, parameters = self._groups(), self._states(), self._parameters
+        groups, states, parameters = without_params(optimizer.param_groups), self._states(), self._parameters
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
         why_not = unlike_others((groups, states, parameters))
         values: Mapping[str, Any] = self.equal_values() if keeps else {}
@@ -150,10 +147,6 @@ class OptimizerState(Silent):
     def _parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of all groups, including groups that were added later."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def _states(self) -> dict[Any, Any]:
         """Return the optimizer's state by the index of its parameter over all groups, and other entries by key.
@@ -246,10 +239,14 @@ class State(Silent):
 def group_values(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the plain values in an optimizer's parameter groups, and the number of groups."""
     values: dict[str, Any] = {"number of parameter groups": len(groups)}
-    for index, group in enumerate(groups):
-        plain = plain_values({name: value for name, value in group.items() if name != "params"})
-        values |= {f"value {path} of parameter group {index}": value for path, value in plain.items()}
+    for index, group in enumerate(without_params(groups)):
+        values |= {f"value {path} of parameter group {index}": value for path, value in plain_values(group).items()}
     return values
+
+
+def without_params(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups without parameters, with names in an order that is equal on all ranks."""
+    return [{name: group[name] for name in sorted(group.keys() - {"params"})} for group in groups]
 
 
 def is_compared(stateful: object) -> bool:

@@ -37,7 +37,7 @@ from join.collectives._torch_private import pytree
 from join.transfer import Exchange
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
 from joinables.adapter import Announcing
-from joinables.state import group_values
+from joinables.state import group_values, without_params
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -73,7 +73,7 @@ class ZeroStep(Announcing):
                 f"optimizer is a {type(optimizer).__name__}, but ZeroStep is for a ZeroRedundancyOptimizer. List other"
                 " optimizers without ZeroStep. [J278]"
             )
-        super().__init__(optimizer)
+        super().__init__(optimizer, f"the step of {type(optimizer).__name__}")
         if overlaps_with_ddp(optimizer):
             raise ValueError(
                 "The ZeroRedundancyOptimizer has overlap_with_ddp=True. Its step runs inside DDP's communication hook"
@@ -81,11 +81,8 @@ class ZeroStep(Announcing):
             )
         self._zero, self._shadowing = optimizer, False
         self._transform_gradients = transform_gradients
-
-    @property
-    @override
-    def join_name(self) -> str:
-        return f"the step of {type(self._zero).__name__}"
+        self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step
+        self._sums = torch.zeros(0, device="cpu")  # kept while their all-reduce runs
 
     @override
     def attach(self, join: Join) -> None:
@@ -101,7 +98,7 @@ class ZeroStep(Announcing):
     @override
     def exchange(self, source: int) -> Exchange:
         """Load the hyperparameters that schedulers have changed. The shards are up to date on all ranks."""
-        own = self._hyperparameters()
+        own = without_params(self._zero.param_groups)
         inbox = yield own
         received = inbox.fill(inbox.skeleton, own)
         yield ""
@@ -158,11 +155,6 @@ class ZeroStep(Announcing):
 
     # -- hyperparameters ----------------------------------------------------------------------------------------------
 
-    def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Return the parameter groups without parameters, with names in an order that is equal on all ranks."""
-        groups: list[dict[str, Any]] = self._zero.param_groups  # load_state_dict makes new ones
-        return [{name: group[name] for name in sorted(group.keys() - {"params"})} for group in groups]
-
     def _load_hyperparameters(self, received: list[dict[str, Any]]) -> None:
         for group, values in zip(self._zero.param_groups, received, strict=True):
             group.update(values)
@@ -175,9 +167,9 @@ class ZeroStep(Announcing):
 
     def _send_hyperparameters(self, *, active: bool) -> None:
         is_leader = self._channel.leader_for(self) == self._collective.rank
-        values, structure = pytree.tree_flatten(self._hyperparameters())
+        values, structure = pytree.tree_flatten(without_params(self._zero.param_groups))
         numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
-        self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # kept while the all-reduce runs
+        self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         work = self._collective.all_reduce(self._sums)
         if not active:
             work.wait()

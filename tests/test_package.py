@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import join
@@ -232,6 +233,14 @@ def test_unsupported_torch_is_one_error() -> None:
         assert text.startswith("ImportError: joinables needs ")
         assert missing in text
         assert text.endswith(versions_told)
+
+
+def test_a_package_that_torch_needs_is_not_blamed_on_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match="tensorboard"):
+        versions.require({"torch.utils.tensorboard": ("SummaryWriter",)})
+    with pytest.raises(ImportError, match=r"joinables needs torch\.utils\.cheese, which torch"):
+        versions.require({"torch.utils.cheese": ("cheddar",)})
 
 
 def test_what_is_said_of_versions_of_torch_agrees() -> None:

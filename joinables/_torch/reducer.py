@@ -84,20 +84,12 @@ def copied_buffers(ddp: DistributedDataParallel, but: Container[str] = ()) -> di
     return {name: buffer.clone() for name, buffer in named if name.rpartition(".")[0] not in but}
 
 
-def restore_buffers(ddp: DistributedDataParallel, copies: Mapping[str, torch.Tensor]) -> None:
-    """Restore copies of the module's buffers.
-
-    Buffers that the forward has enlarged stay, such as caches of masks.
-    """
-    set_buffers(ddp.module, copies, reshape=False)
-
-
 @torch.no_grad()
 def set_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *, reshape: bool) -> None:
     """Set buffers to other values in place.
 
-    A buffer of a different shape is replaced if ``reshape``; otherwise it stays. The version counters of buffers are
-    preserved because autograd may have saved them.
+    A buffer of a different shape, such as a cache of masks that a forward has enlarged, is replaced if ``reshape``;
+    otherwise it stays. The version counters of buffers are preserved because autograd may have saved them.
     """
     buffers = dict(module.named_buffers())
     same = [name for name, value in values.items() if name in buffers and buffers[name].shape == value.shape]
@@ -216,7 +208,7 @@ def shadow_backward(
 
     with torch.enable_grad():
         reducer.prepare_for_forward()
-        expect_backward(ddp, [_reaching(parameters)] if ddp.find_unused_parameters else [])
+        expect_backward(ddp, _reaching(parameters) if ddp.find_unused_parameters else [])
         start = torch.zeros((), requires_grad=True, device=parameters[0].device)
         start.register_hook(arrive)
         start.clone().backward()
@@ -224,27 +216,15 @@ def shadow_backward(
         ddp._static_graph_delay_allreduce_enqueued = True
 
 
-def _reaching(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Return an output whose graph reaches every parameter, frozen or not, for ``find_unused_parameters``."""
+def _reaching(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return outputs that reach all parameters, frozen or not, for ``find_unused_parameters``; none runs backward."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
-    output = _Reach.apply(*parameters)
+    outputs = [parameter.view_as(parameter) for parameter in parameters]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    return output
-
-
-class _Reach(torch.autograd.Function):
-    """Graph that touches all parameters. The reducer searches it, and it never runs backward."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        raise AssertionError("this graph is not meant to be run backward")
+    return outputs
 
 
 def has_comm_hook(ddp: DistributedDataParallel) -> bool:

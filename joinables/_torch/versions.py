@@ -38,8 +38,10 @@ def require(needed: Mapping[str, Sequence[str]]) -> None:
     missing: list[str] = []
     for owner, names in needed.items():
         try:
-            resolved = pkgutil.resolve_name(owner)
-        except (ImportError, AttributeError):
+            resolved = pkgutil.resolve_name(owner if ":" in owner else f"{owner}:")
+        except (ModuleNotFoundError, AttributeError) as error:
+            if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith("torch."):
+                raise  # torch has the module, which imports a package that is not installed
             missing.append(owner.replace(":", "."))
         else:
             missing += [f"{owner.replace(':', '.')}.{name}" for name in names if not hasattr(resolved, name)]

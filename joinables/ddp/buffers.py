@@ -32,14 +32,9 @@ class DDPBurst(Announcing):
     breaks_in_time = True  # the process group has a time limit under ``timeout``
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        super().__init__(ddp)
+        module = cast("torch.nn.Module", ddp.module)
+        super().__init__(ddp, f"{self.action} of DistributedDataParallel({type(module).__name__})")
         self._ddp = ddp
-
-    @property
-    @override
-    def join_name(self) -> str:
-        module = cast("torch.nn.Module", self._ddp.module)
-        return f"{self.action} of DistributedDataParallel({type(module).__name__})"
 
 
 class BufferSync(DDPBurst):
@@ -64,7 +59,10 @@ class BufferSync(DDPBurst):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
-        # The names and shapes of buffers whose shape has changed since the last synchronisation.
+        self._source = 0  # the rank whose buffers are broadcast next
+        self._places: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}  # where the module keeps its buffers
+        # The shapes at the last synchronisation, and the names and shapes of buffers whose shape has changed since.
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._changed: list[str] = []
         # In a loop over join.iterate: whether all ranks had data in the last forward, and in the one that changed them.
         self._all_had_data = self._all_changed = True

@@ -1,7 +1,7 @@
 """Gradient reduction of a DDP module, from the requested mean to the reducer's own backward.
 
 :class:`GradientSync` is the burst. The docstring of ``joinables.ddp`` shows its place in a step and the order of
-collectives. It uses two parts:
+collectives. Its parts:
 
 - :class:`Forwards` finds the beginning of a backward.
 - :class:`Contributions` computes the share of each rank and the mean of all shares. It consists of the :class:`Window`
@@ -104,7 +104,7 @@ class GradientSync(DDPBurst):
         self._accumulators = autograd.accumulators(self._parameters)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._forwards = Forwards(ddp, self._parameters, buffers)
-        self.needs_scale = bool(self._forwards.norms)  # otherwise a NaN on a dummy reaches other ranks
+        self.mixes_ranks = mixing(self.join_name, self._forwards.norms)  # a NaN on a dummy would reach other ranks
         self._contributions = Contributions(ddp, self._parameters)
         self._backward = -1  # the number of the last backward in which a gradient entered the module
         self._end_calls: list[Callable[[], None]] | None = None  # at the end of a backward that runs others inside
@@ -137,7 +137,7 @@ class GradientSync(DDPBurst):
     def attach(self, join: Join) -> None:
         self._static_graph.check()
         super().attach(join)
-        self._join, self._scope = join, join.channel.roster.scopes[-1]
+        self._scope = join.channel.roster.scopes[-1]
         self._contributions.attach(join, self)
         self.own_steps = 0
         self._handles = self._forwards.attach(join.channel, self._begin_forward, self._gradient_enters)
@@ -147,12 +147,7 @@ class GradientSync(DDPBurst):
         super().detach()  # a backward through the graphs of this block is an ordinary DDP backward from here on
         self._forwards.detach()
         self._contributions.detach()
-        del self._join, self._scope
-
-    @property
-    @override
-    def mixes_ranks(self) -> str:
-        return mixing(self.join_name, self._forwards.norms)
+        del self._scope
 
     @override
     def exchange(self, source: int) -> Exchange:
@@ -346,7 +341,7 @@ class GradientSync(DDPBurst):
             contributions.enter_step()
         elif contributions.weighted != contributions.was_weighted:
             contributions.agree_on_weights(channel.headers.flags(self)[WEIGHTED])
-        has_data = contributions.window.unreduced or not (self._join.shadowing or channel.has_run_out)
+        has_data = contributions.window.unreduced or not (channel.step.shadowing or channel.has_run_out)
         misses_result = self._contribute_nothing(takes_result=not has_data) and has_data
         self._forwards.reduces_next = False
         if self._rebuild.is_due:
@@ -520,7 +515,7 @@ class Forwards:
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if self._buffers_before:
-            reducer.restore_buffers(self._ddp, self._buffers_before)
+            reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), self._buffers_before, reshape=False)
             self._buffers_before = {}
         if not torch.is_grad_enabled():
             return

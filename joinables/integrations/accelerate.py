@@ -38,7 +38,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, override
 
 from join import Join, JoinError
@@ -48,9 +47,8 @@ from join.collectives._torch_private import pytree
 from join.loop import Batches
 from join.transfer import gather_trees
 from joinables.modules import replaced
-from joinables.wrapped import unwrapped
 
-__all__ = ["AcceleratedJoin", "check_accelerator", "check_wrapping", "gather_rows", "join_uneven_inputs"]
+__all__ = ["AcceleratedJoin", "check_accelerator", "gather_rows", "join_uneven_inputs"]
 
 T = TypeVar("T")
 
@@ -92,15 +90,12 @@ def join_uneven_inputs(
 
     Raises:
         TypeError: If ``accelerator`` is not an ``Accelerator``.
-        ValueError: If it cannot join: FSDP1, DeepSpeed, Megatron, ``sync_each_batch``, or a model that is wrapped
-            twice.
+        ValueError: If it cannot join: FSDP1, DeepSpeed, Megatron, or ``sync_each_batch``.
         ImportError: If the version of Accelerate is too old.
         Exception: All errors of :class:`join.Join`.
     """
     check_accelerator(accelerator)
     objects = list(joinables)
-    for listed in objects:
-        check_wrapping(unwrapped(listed))
     if accelerator.distributed_type.value == "NO":
         return AcceleratedJoin(accelerator, [], even_batches, enable=False, process_group=SingleCollective())
     if accelerator.scaler is not None and all(listed is not accelerator.scaler for listed in objects):
@@ -335,17 +330,4 @@ def check_accelerator(accelerator: Any, caller: str = "join_uneven_inputs") -> N
         raise ValueError(
             "sync_each_batch=True reduces each micro-batch by itself, so gradients cannot be the mean over the window."
             " Remove it from GradientAccumulationPlugin, or from gradient_accumulation_kwargs. [J121]"
-        )
-
-
-def check_wrapping(module: Any, recipient: str = "accelerator.prepare") -> None:
-    """Raise a ``ValueError`` for a module that is wrapped twice.
-
-    Args:
-        module: The module that is trained.
-        recipient: The function or class that wraps the module, for the error.
-    """
-    if isinstance(module, DistributedDataParallel) and isinstance(module.module, DistributedDataParallel):
-        raise ValueError(
-            f"The model is wrapped in DistributedDataParallel twice. Pass the plain model to {recipient}. [J122]"
         )

@@ -51,9 +51,8 @@ from join import Join, JoinReport
 from join.batch import samples_in, tensors_in
 from join.collectives import collective_of
 from join.loop import emptied, length_of
-from joinables.integrations.accelerate import check_accelerator, check_wrapping, counting_no_dummies, scaling_losses
+from joinables.integrations.accelerate import check_accelerator, counting_no_dummies, scaling_losses
 from joinables.modules import replaced
-from joinables.wrapped import unwrapped
 
 __all__ = ["JoinTrainer", "JoinTrainerMixin"]
 
@@ -106,7 +105,7 @@ class JoinTrainerMixin(_Base):
     """
 
     join_report: JoinReport | None = None
-    _windows: Windows | None = None  # the windows of the current epoch
+    _windows: MicroBatchWindows | None = None  # the windows of the current epoch
     _batches_per_rank = 0.0  # the mean number of batches in the current window, without dummies
     _evaluation_group: dist.ProcessGroup | None = None
 
@@ -186,10 +185,10 @@ class JoinTrainerMixin(_Base):
         if not self._is_distributed:
             self._plain._run_epoch(model, *arguments, **named)
             return
-        self._check_arguments(model)
+        self._check_arguments()
         size = self.args.gradient_accumulation_steps
         join = Join([model, self.optimizer, self.lr_scheduler], loss_divided_by=size)
-        self._windows = Windows(join, size)
+        self._windows = MicroBatchWindows(join, size)
         try:
             with join:
                 self._plain._run_epoch(model, *arguments, **named)
@@ -279,9 +278,8 @@ class JoinTrainerMixin(_Base):
     def _is_distributed(self) -> bool:
         return self.args.world_size > 1
 
-    def _check_arguments(self, model: Any) -> None:
+    def _check_arguments(self) -> None:
         check_accelerator(self.accelerator, "JoinTrainer")
-        check_wrapping(unwrapped(model), "the Trainer")
         args = self.args
         if not args.average_tokens_across_devices:
             raise ValueError(
@@ -313,7 +311,7 @@ class JoinTrainer(JoinTrainerMixin, _library.Trainer):
 # -- accumulation windows ---------------------------------------------------------------------------------------------
 
 
-class Windows:
+class MicroBatchWindows:
     """Accumulation windows of an epoch on this rank, all of one size, filled up with dummies.
 
     The object iterates over the current window. A micro-batch is a step of ``Join.iterate`` that begins when it is

@@ -47,8 +47,6 @@ class ModelCheckpoint(Callback):
 
     is_last: ClassVar[bool] = True  # a checkpoint contains the results of the other callbacks
 
-    is_last: ClassVar[bool] = True  # a checkpoint contains the results of the other callbacks
-
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,

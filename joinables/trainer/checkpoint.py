@@ -10,7 +10,7 @@ data and tensors::
     scaler                       of 16-mixed precision, or empty
     callbacks                    by state_key
     metrics                      the latest value of each
-    ranks                        a list, by rank: batches read in the current epoch, its metrics so far, random
+    ranks                        a list, by rank: batches trained on in the current epoch, its metrics so far, random
                                  numbers
 
 An epoch counts as completed after its validation and the steps of its schedulers. A fit that resumes from an earlier
@@ -225,8 +225,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         OSError: If it does not exist, or cannot be read.
-        ValueError: If its bytes have changed since it was written, if it is another kind of file, or if it contains
-            objects other than plain data and tensors.
+        ValueError: If its bytes have changed since it was written, or if it is another kind of file.
     """
     checksum = hashlib.sha256()
     with Path(path).open("rb", buffering=0) as file:
@@ -240,10 +239,4 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of other"
             " files into the module yourself. [J198]"
         )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(
-            f"ckpt_path={str(path)!r} has objects other than plain data and tensors: {error}. Resume from another"
-            " checkpoint. [J199]"
-        ) from error
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from typing_extensions import override
 
+from join import Join
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.joinable import Burst, OnGroup
@@ -96,21 +97,11 @@ class CollectiveCall(OnGroup, Burst, Generic[T]):
     def __init__(self, collective: Collective, function: Callable[..., T]) -> None:
         super().__init__(collective)
         self._function = function
-        self._join: Any = None  # only while a block is open
 
     def __call__(self, *args: Any) -> T:
         """Call the function, and have ranks that are out of data call it too."""
-        if self._join is not None:
-            self._join.channel.announce(self)
+        Join.notify_join_context(self)
         return self._function(True, *args)
-
-    @override
-    def attach(self, join: Any) -> None:
-        self._join = join
-
-    @override
-    def detach(self) -> None:
-        self._join = None
 
     @override
     def main_hook(self) -> None:
@@ -126,13 +117,13 @@ class Position:
 
     Attributes:
         epoch: The current epoch, from 0.
-        batches_read: The number of the epoch's batches that this rank has trained on; 0 between epochs.
+        batches_trained: The number of the epoch's batches that this rank has trained on; 0 between epochs.
         sampler: The sampler that distributes the training samples, if the trainer made one.
         resume_from: This rank's part of the snapshot that the fit resumes from, until the first batches are read.
     """
 
     def __init__(self, metrics: MetricStore, epoch: int) -> None:
-        self._metrics, self.epoch, self.batches_read = metrics, epoch, 0
+        self._metrics, self.epoch, self.batches_trained = metrics, epoch, 0
         self.sampler: UnevenDistributedSampler | None = None
         self.resume_from: dict[str, Any] | None = None
         self._random_at_start: dict[str, Any] | None = None
@@ -149,9 +140,9 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a snapshot taken now."""
         return self.resume_from or {
-            "batches": self.batches_read,
+            "batches": self.batches_trained,
             "start": None if self.sampler is None else self.sampler.start,
-            "used": None if self.sampler is None else self.sampler.used(self.batches_read),
+            "used": None if self.sampler is None else self.sampler.used(self.batches_trained),
             "metrics": self._metrics.state_dict(),
             "random_at_start": self._random_at_start,
             "random_before_read": self._random_before_read,
@@ -195,14 +186,14 @@ class Position:
         """
         part, self.resume_from = self.resume_from, None
         resumed = part if part is not None and part["random_at_start"] is not None else None
-        self.batches_read = 0 if resumed is None else resumed["batches"]
+        self.batches_trained = 0 if resumed is None else resumed["batches"]
         if resumed is not None:
             rng.restore(resumed["random_at_start"])
             self._metrics.clear()
             self._metrics.merge(resumed["metrics"])
         self._random_at_start, self._random_to_resume = rng.capture(), None
         numbered: Iterator[tuple[int, Any]] = islice(enumerate(rng.iterate(loader)), limit)
-        for _ in range(self.batches_read):
+        for _ in range(self.batches_trained):
             next(numbered, None)
         if resumed is not None:
             # The next batch was read before the last step drew random numbers.
@@ -221,12 +212,12 @@ class Position:
 
     def advance(self) -> None:
         """Count a batch as trained on: a fit that resumes from here starts with the next."""
-        self.batches_read += 1
+        self.batches_trained += 1
         self._random_before_read, self._random_to_resume = self._random_to_resume, None
 
     def end_epoch(self) -> None:
         """Forget the epoch after its validation: a fit that resumes from here starts with the next epoch."""
-        self.batches_read = 0
+        self.batches_trained = 0
         self._random_at_start = self._random_before_read = self._random_to_resume = None
         self._metrics.clear()
 
@@ -245,7 +236,7 @@ class Run:
         self.collective: Collective = trainer.strategy.collective
         module.to(self.device, torch.float64 if trainer.dtype is torch.float64 else None)
         self.store = MetricStore()
-        self.takes_metrics = task.stage == "fit"
+        self.takes_metrics = False
         """Whether metrics may be logged now."""
         self.samples = 1
         """The number of samples in the current batch."""

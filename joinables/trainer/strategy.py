@@ -238,13 +238,10 @@ def sharded(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
     """Return a ``ZeroRedundancyOptimizer`` with the class and the groups of ``optimizer``, which has no state yet."""
     from joinables.zero import ZeroRedundancyOptimizer  # its import takes a second, and most programs never need it
 
-    options = {name: value for name, value in optimizer.defaults.items() if name != "differentiable"}
+    only_in_groups = ("differentiable", "decoupled_weight_decay")  # AdamW does not accept the latter as an argument
+    options = {name: value for name, value in optimizer.defaults.items() if name not in only_in_groups}
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    zero = ZeroRedundancyOptimizer(groups[0]["params"], type(optimizer), **options)
-    zero.param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
-    for group in groups[1:]:
-        zero.add_param_group(group)
-    return zero
+    return ZeroRedundancyOptimizer(groups, type(optimizer), **options)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

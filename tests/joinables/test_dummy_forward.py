@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from joinables.modules import zero_of
 from tests.models import assert_same, flat_state
 from tests.pool import Pool
 from tests.selection import all_or_some, by_position
@@ -106,3 +107,12 @@ def test_it_trains_exactly(pool: Pool, family: str, how: str) -> None:
     expected = flat_state(model.state_dict())
     for state in pool.run(train, family, how, timeout=100):
         assert_same(state, expected, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 2)])
+def test_zero_keeps_nothing_of_a_gradient(shape: tuple[int, ...]) -> None:
+    source, like = torch.full(shape, torch.inf, requires_grad=True), torch.ones(2, dtype=torch.float64)
+    zero = zero_of(source, like)
+    assert zero.dtype == like.dtype and zero == 0
+    (zero * torch.nan).backward()
+    assert source.grad is not None and torch.equal(source.grad, torch.zeros(shape))

@@ -119,7 +119,7 @@ class StatefulLoader(Loader):
             self.loader.load_state_dict(self.used)
 
 
-def wrapped(loader: Any) -> Loader:
+def share_length(loader: Any) -> Loader:
     """Wrap this rank's loader; all ranks call this together, each with its own loader.
 
     Args:
@@ -198,9 +198,8 @@ class Fetcher(DataFetcher):
     @override
     def setup(self, combined_loader: Any) -> None:
         super().setup(combined_loader)
-        if (
-            self._trains and combined_loader._mode == "min_size"
-        ):  # its length is the longest of the ranks' shortest loaders
+        if self._trains and combined_loader._mode == "min_size":
+            # Its length is the longest of the ranks' shortest loaders.
             own = min(length_of(part.loader) or 0 for part in combined_loader.flattened)
             longest = max(collective_of(None).all_gather_object(own))
             for part in combined_loader.flattened:

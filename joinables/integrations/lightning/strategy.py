@@ -29,7 +29,7 @@ from join.errors import add_note
 from join.joinable import NothingListed
 from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
-from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, trim, wrapped
+from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
 from joinables.integrations.lightning.names import LOOPS, Callback, DDPStrategy, StrategyRegistry, select_data_fetcher
 from joinables.loss_gate import LossGate
@@ -111,7 +111,7 @@ class JoinStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: Any) -> Loader:
         prepared = super().process_dataloader(dataloader)
         trim(prepared)
-        return wrapped(prepared)
+        return share_length(prepared)
 
     @override
     def teardown(self) -> None:
@@ -176,7 +176,7 @@ class JoinStrategy(DDPStrategy):
             return super().training_step(*args, **kwargs)
         finally:  # a rank with data broadcasts its buffers only with the last backward of an accumulation window
             if restores:
-                reducer.restore_buffers(self.model, before)
+                reducer.set_buffers(self.model.module, before, reshape=False)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -215,9 +215,8 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if (
-            self._trainer is None or not self._trainer.interrupted
-        ):  # after an interruption the other ranks do not call it
+        # After an interruption the other ranks do not call it.
+        if self._trainer is None or not self._trainer.interrupted:
             super().barrier(*args, **kwargs)
 
     @override

@@ -74,7 +74,7 @@ def test_what_is_refused(pool: Pool) -> None:
     starts = [
         "average_tokens_across_devices=False weights the means of all ranks equally",
         "auto_find_batch_size=True restarts the training",
-        "The model is wrapped in DistributedDataParallel twice",
+        "The module is wrapped in DistributedDataParallel twice",
         "The train_dataset of ranks [0] has no length",
     ]
     for told in pool.run(refused, ranks=RANKS, timeout=40):

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from join import EarlyTerminationError, JoinError, PeerError
 from joinables.trainer import Callback, ModelCheckpoint, TrainModule
+from joinables.trainer.strategy import sharded
 from tests.ending import Ending
 from tests.joinables.trainer.modules import Classifier, dataset, loader
 from tests.joinables.trainer.ranks import trainer
@@ -690,6 +691,25 @@ def adds_groups(rank: int, shard: bool) -> Any:
 def test_groups_that_a_hook_adds(pool: Pool, shard: bool) -> None:
     for parts, whole in pool.run(adds_groups, shard, ranks=2):
         assert_same(parts, whole)
+
+
+def steps_sharded(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters after a step of AdamW with groups and names, sharded and whole."""
+    states: list[dict[str, torch.Tensor]] = []
+    for shard in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        groups = [{"params": list(net[place].named_parameters()), "lr": lr} for place, lr in enumerate((0.1, 0.2))]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.5)
+        net(torch.ones(1, 4)).sum().backward()
+        (sharded(optimizer) if shard else optimizer).step()
+        states.append(net.state_dict())
+    return states[0], states[1]
+
+
+def test_groups_with_names_are_sharded(pool: Pool) -> None:
+    for shards, whole in pool.run(steps_sharded, ranks=2):
+        assert_same(shards, whole)
 
 
 class WithLBFGS(Classifier):

@@ -808,6 +808,12 @@ class LogsTooLate(Callback):
         module.log("lost", 1.0)
 
 
-def test_metrics_with_which_nothing_can_be_done() -> None:
+class LogsTooEarly(Callback):
+    def on_start(self, trainer: Any, module: Any, stage: str) -> None:
+        module.log("lost", 1.0)
+
+
+@pytest.mark.parametrize("logs", [LogsTooEarly, LogsTooLate])
+def test_metrics_with_which_nothing_can_be_done(logs: type[Callback]) -> None:
     with pytest.raises(RuntimeError, match="'lost' was logged in a prediction, or in a callback's on_start or on_end"):
-        Trainer(callbacks=LogsTooLate()).fit(Classifier(), loader(12))
+        Trainer(callbacks=logs()).fit(Classifier(), loader(12))

@@ -284,8 +284,7 @@ class OpenBlock:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
             own = OwnTensors(collective, tensors, headers.leader, collective.agreed[self._digest])
         with profiled("compare"):
-            self.channel.guard.wait(work, "has left its block")
-        rows = work.rows()
+            rows = self.channel.guard.wait(work, "has left its block", work.rows)
         outcome = self._compare(outcome, [_End(*_END.unpack_from(row)) for row in rows], values)
         self._restore_limit()  # because a copy of all state may take longer than a burst
         if own is None or outcome.shadowed:

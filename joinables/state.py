@@ -67,8 +67,9 @@ class OptimizerState(Silent):
         del self._ignored
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self, self._channel.step)
+        channel = self._channel
+        if channel.is_in_loop_body and (channel.scaling.is_due or not channel.step.ends_window):
+            channel.scaling.refuse_step(self, channel.step)
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._channel.lockstep is None:

@@ -457,8 +457,7 @@ class Headers:
             self._read(last.before)
         assert last.work is not None
         self._guard.awaits_header = last.number
-        self._guard.wait(last.work)
-        last.header = self.roster.code.unpack(last.work.total())
+        last.header = self.roster.code.unpack(self._guard.wait(last.work, then=last.work.total))
         if last.member is None:
             for index in last.header.announcements:
                 self.roster.announcing[index].announced_in = last

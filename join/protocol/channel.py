@@ -114,7 +114,7 @@ class Channel:
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
-        self.roster = Roster((), collective.world_size)
+        self.roster = self._empty_roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, self._look)
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
@@ -170,7 +170,7 @@ class Channel:
         """Remove the members of a block that is left; return whether it was the last open block of the group."""
         self.has_run_out = False  # a block around this one may continue
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
-        self._set_roster(Roster(scopes, self.collective.world_size))
+        self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         for member in scope.announcing:  # otherwise they and the last header refer to each other
             member.announced_in = LastHeader()
         if not scopes:
@@ -404,16 +404,14 @@ class Channel:
             member.shadowed += 1
             self._run_main_hook(member)
             self._outstanding += member.followers
-            for _, burst in self.roster.bursts:
-                if burst.holds_followers:  # the interjecting burst runs before them
-                    break
-            else:
+            # A burst that interjects runs before the followers.
+            if self._outstanding and not any(burst.holds_followers for _, burst in self.roster.bursts):
                 self.complete_followers()
 
     def _run_main_hook(self, member: Member) -> None:
         outer, self._shadowed = self._shadowed, member.joinable
         try:
-            with profiled("shadow", member.joinable.join_name):
+            with profiled("shadow", member):
                 member.hook.main_hook()
         finally:
             self._shadowed = outer
@@ -479,7 +477,7 @@ class Channel:
         listed = [member.joinable for member in self.roster.listed]
         self.check_equal(values_of(listed))
         tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
-        self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), listed, source)
+        self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), self.roster.listed, source)
 
     def check_equal(self, values: Values) -> None:
         """Check that all ranks hold the same values; called in the same place on all ranks.
@@ -495,19 +493,19 @@ class Channel:
         except ProtocolError as error:
             self.guard.raise_on_all(error)
 
-    def synchronise_own(self, tensors: OwnTensors, joinables: Sequence[Joinable], source: int) -> None:
+    def synchronise_own(self, tensors: OwnTensors, members: Sequence[Member], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
 
         Args:
             tensors: The tensors to receive.
-            joinables: The objects that copy further state by messages of their own.
+            members: The members whose objects copy further state by messages of their own.
             source: The rank to copy from.
         """
         with profiled("copy"):
             tensors.receive()
-        for joinable in joinables:
-            with profiled("synchronise", joinable.join_name):
-                joinable.synchronise_own(source)
+        for member in members:
+            with profiled("synchronise", member):
+                member.joinable.synchronise_own(source)
 
     def end_broken_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""

@@ -66,11 +66,11 @@ def check_same(
 
 
 def start_check(
-    collective: Collective, line: Line, name: str, parts: Sequence[str], wait: Callable[[Work, str], None]
+    collective: Collective, line: Line, name: str, parts: Sequence[str], wait: Callable[..., Any]
 ) -> Callable[[], None]:
     """Start the comparison of :func:`check_same` as one sum on a line.
 
-    The sum ends before the next sum of the line starts.
+    The sum ends before the next sum of the line starts. ``wait`` is ``Guard.wait``.
 
     Returns:
         A function that waits for the sum. It raises as :func:`check_same` does.
@@ -79,8 +79,7 @@ def start_check(
     work = line.sum(number, DIGEST_BITS + size.bit_length())
 
     def finish() -> None:
-        wait(work, f"entered {name} with {', '.join(parts)}")
-        if work.total() != number * size:
+        if wait(work, f"entered {name} with {', '.join(parts)}", work.total) != number * size:
             _raise_not_same(collective, name, parts)
 
     return finish

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from enum import Enum, auto
 from typing import Any, cast
 
@@ -58,14 +58,16 @@ class Step:
     ends_window: bool = True
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a batch, in order."""
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors in a batch, in order."""
+    tensors: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            yield leaf
+            tensors.append(leaf)
         else:
             for _, value in _items(leaf):
-                yield from tensors_in(value)
+                tensors += tensors_in(value)
+    return tensors
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
@@ -87,7 +89,7 @@ def samples_in(batch: Any) -> int:
 
 def has_empty_tensor(batch: Any) -> bool:
     """Return whether a batch has a tensor of length 0, as an empty dummy batch has."""
-    return any(tensor.dim() and not len(tensor) for tensor in tensors_in(batch))
+    return 0 in map(len, filter(torch.Tensor.dim, tensors_in(batch)))
 
 
 def _items(leaf: Any) -> list[tuple[Any, Any]]:

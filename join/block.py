@@ -48,7 +48,7 @@ from join.failure.peers import Peers
 from join.joinable import Joinable, JoinConfig
 from join.loop import Loops
 from join.protocol.channel import Channel, Outcome
-from join.protocol.headers import Scope
+from join.protocol.headers import Member, Scope
 from join.report import JoinReport, RankReport
 from join.transfer import Exchange, OwnTensors, copy_state
 
@@ -66,19 +66,16 @@ def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool
     """Record that these joinables are in the block of ``join``."""
     for position, joinable in enumerate(joinables):
         _joins[id(joinable)] = _joins[id(joinable.join_target)] = join
-        _set_config(joinable, JoinConfig(enable, throw, position == 0))
+        object.__setattr__(joinable, "_join_config", JoinConfig(enable, throw, position == 0))
 
 
 def release(joinables: Sequence[Joinable]) -> None:
     """Record that these joinables are in no block any more."""
+    disabled = JoinConfig.construct_disabled_join_config()
     for joinable in joinables:
         _joins.pop(id(joinable), None)
         _joins.pop(id(joinable.join_target), None)
-        _set_config(joinable, JoinConfig.construct_disabled_join_config())
-
-
-def _set_config(joinable: Joinable, config: JoinConfig) -> None:
-    object.__setattr__(joinable, "_join_config", config)
+        object.__setattr__(joinable, "_join_config", disabled)
 
 
 @atexit.register
@@ -284,15 +281,14 @@ class OpenBlock:
             tensors = [tensor for joinable in joinables for tensor in joinable.own_tensors()]
             own = OwnTensors(collective, tensors, headers.leader, collective.agreed[self._digest])
         with profiled("compare"):
-            self.channel.guard.wait(work, "has left its block")
-        rows = work.rows()
+            rows = self.channel.guard.wait(work, "has left its block", work.rows)
         outcome = self._compare(outcome, [_End(*_END.unpack_from(row)) for row in rows], values)
         self._restore_limit()  # because a copy of all state may take longer than a burst
         if own is None or outcome.shadowed:
             self._copy_all(headers.leader)
         else:
             collective.agreed[self._digest] = own.layout
-            self.channel.synchronise_own(own, joinables, headers.leader)
+            self.channel.synchronise_own(own, self._scope.members, headers.leader)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
         return partial(_report_of, rows, outcome.even)
@@ -339,16 +335,16 @@ class OpenBlock:
 
     def _copy_all(self, source: int) -> None:
         """Copy all state from rank ``source``, with enclosing blocks, whose bursts were shadowed too."""
-        listed, exchanges = self.channel.roster.listed, list[tuple[str, Exchange]]()
+        listed, exchanges = self.channel.roster.listed, list[tuple[Member, Exchange]]()
         for member in listed:
             exchange = member.joinable.exchange(source)
             if exchange is not None:
-                exchanges.append((member.joinable.join_name, exchange))
+                exchanges.append((member, exchange))
         if exchanges:
             with profiled("copy"):
                 copy_state(self._collective, exchanges, source, self.channel.roster.devices())
         for member in listed:
-            with profiled("synchronise", member.joinable.join_name):
+            with profiled("synchronise", member):
                 member.joinable.synchronise(source)
 
     def _restore_limit(self) -> None:

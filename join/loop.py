@@ -360,7 +360,7 @@ class Iteration:
     def _end(self) -> None:
         """End the loop with a last roll call. No rank has a batch left; under ``until="first"``, one has none."""
         self._counts.call(())
-        self._counts.read("reached the end of join.iterate")
+        self._counts.begin_round("reached the end of join.iterate")
         self._lockstep.end()
         self._phase, self.ahead.loop_has_ended = _Phase.OVER, True
         self._release()
@@ -545,8 +545,24 @@ class StepCounts:
         self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, Shares(self._count_bits, windows.weighs))
 
     def begin_round(self, doing: str) -> None:
-        """Begin the next round, which is empty if no roll call was started. For ``doing`` see :meth:`read`."""
-        answers = self.read(doing) if self._is_calling else Answers()
+        """Wait for the current roll call, and begin the next round, which is empty if no roll call was started.
+
+        Args:
+            doing: The action of this rank that waits, as a predicate, for the error messages of other ranks.
+
+        Raises:
+            PeerError: If another rank failed, or skipped a collective.
+            ProtocolError: If this rank skipped a collective.
+        """
+        answers = Answers(issued=0)
+        if self._is_calling:
+            started = time.monotonic()
+            answers: Answers = self._guard.wait(self._roll_call, doing, self._roll_call.result)
+            if self._channel.step.shadowing:
+                self._tally.idle += time.monotonic() - started
+            self._is_calling = False
+        if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
+            self._lockstep.meet()
         self.begun = 0
         self.held, self._called = self._called, 0
         if answers is not self._answers:  # a roll call returns the same object while its answers stay the same
@@ -618,30 +634,9 @@ class StepCounts:
         self._tally.headers += 1
         self._tally.nbytes += self._roll_call.nbytes
 
-    def read(self, doing: str) -> Answers:
-        """Wait for the current roll call, and return the answers of all ranks.
-
-        Args:
-            doing: The action of this rank that waits, as a predicate, for the error messages of other ranks.
-
-        Raises:
-            PeerError: If another rank failed, or skipped a collective.
-            ProtocolError: If this rank skipped a collective.
-        """
-        started = time.monotonic()
-        self._guard.wait(self._roll_call, doing)
-        if self._channel.step.shadowing:
-            self._tally.idle += time.monotonic() - started
-        self._is_calling = False
-        answers = self._roll_call.result()
-        if answers.issued is None:  # a rank may have skipped a collective, for which the others wait at last
-            self._lockstep.meet()
-        return answers
-
     def is_last(self, doing: str) -> bool:
         """Return whether this round is the last one, after waiting for the roll call, which remains to be read."""
-        self._guard.wait(self._roll_call, doing)
-        return not self._steps_to_make(self._roll_call.result())
+        return not self._steps_to_make(self._guard.wait(self._roll_call, doing, self._roll_call.result))
 
 
 # -- reading ahead -----------------------------------------------------------------------------------------------------

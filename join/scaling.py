@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
@@ -51,7 +51,8 @@ class Scaling:
         """Whether the current loop scales its losses; ``None`` before its first backward."""
         self.window = 0
         """Number of the current accumulation window, counted over all loops."""
-        self._has_scaled = False  # whether a backward of the current loop has begun at a scaled loss
+        self.is_due = False
+        """Whether the current loop must scale its losses and has scaled none."""
         self.unit = 1.0
         """Divisor of losses in a plain block: a power of two, the same on all ranks."""
         self._modules = 0  # the number of modules that may change the unit
@@ -74,23 +75,20 @@ class Scaling:
 
     def _begin_backward(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
         if not self.flows:
-            self.flows = self._has_scaled = True
-            after_backward(self._end_backward)
+            self.flows, self.is_due = True, False
+            after_backward(partial(setattr, self, "flows", False))
         return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
-
-    def _end_backward(self) -> None:
-        self.flows = False
 
     # -- in a loop ----------------------------------------------------------------------------------------------------
 
     def begin_loop(self, required: str) -> None:
         """Begin a loop; ``required`` is the reason for which it must scale its losses, as a clause, or ``""``."""
-        self._required, self.in_use, self._has_scaled = required, None, False
+        self._required, self.in_use, self.is_due = required, None, bool(required)
 
     def check_backward(self, burst: Joinable) -> None:
         """Check that a loop scales its losses if it must, and all of them or none.
 
-        It is called when a backward reaches a listed module.
+        It is called when a backward reaches a listed module, unless ``in_use`` already is what ``flows`` is.
 
         Args:
             burst: The backward of the module.
@@ -102,32 +100,31 @@ class Scaling:
             if self._required and not self.flows:
                 raise JoinError(f"The loss of {burst.join_name} is not scaled, but {self._required}. {_CALL} [J460]")
             self.in_use = self.flows
-        if self.in_use != self.flows:
-            now, first = ("is", "was not") if self.flows else ("is not", "was")
-            raise JoinError(
-                f"The loss of {burst.join_name} {now} scaled, but the loss of the first backward in this loop over"
-                f" join.iterate {first}. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
-            )
+            return
+        now, first = ("is", "was not") if self.flows else ("is not", "was")
+        raise JoinError(
+            f"The loss of {burst.join_name} {now} scaled, but the loss of the first backward in this loop over"
+            f" join.iterate {first}. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
+        )
 
-    def check_step(self, joinable: Joinable, step: Step) -> None:
-        """Check that a listed optimizer may step now, in a loop.
+    def refuse_step(self, joinable: Joinable, step: Step) -> NoReturn:
+        """Raise an error because a listed optimizer steps while a window has not ended or scaling is due, in a loop.
 
         Args:
             joinable: The joinable of the optimizer.
             step: The current step of the loop.
 
         Raises:
-            JoinError: Inside an accumulation window, or if the loop must scale its losses and has scaled none.
+            JoinError: In any case.
         """
         if not step.ends_window:
             raise JoinError(
                 f"{joinable.join_name} stepped in step {step.number} of join.iterate, inside an accumulation window"
                 " whose gradients are not complete. Step the optimizer only if join.ends_window is True. [J462]"
             )
-        if self._required and not self._has_scaled:
-            raise JoinError(
-                f"{joinable.join_name} stepped, but no loss was scaled, although {self._required}. {_CALL} [J463]"
-            )
+        raise JoinError(
+            f"{joinable.join_name} stepped, but no loss was scaled, although {self._required}. {_CALL} [J463]"
+        )
 
     # -- in a plain block ---------------------------------------------------------------------------------------------
 

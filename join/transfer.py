@@ -251,10 +251,12 @@ class Inbox:
             keeps: Whether this rank keeps its own tree and only takes part in the broadcast.
         """
         own_at: dict[Any, Any] = dict(pytree.tree_flatten_with_path(own)[0])
-
-        def place(path: Any, slot: Any) -> Any:
+        leaves, structure = cast("tuple[list[tuple[Any, Any]], Any]", pytree.tree_flatten_with_path(skeleton))
+        filled: list[Any] = []
+        for path, slot in leaves:
             if not isinstance(slot, Slot):
-                return slot
+                filled.append(slot)
+                continue
             if slot.number not in self.tensors:
                 held: Any = own_at.get(path)
                 is_on_device = isinstance(held, torch.Tensor) and held.device.type == slot.device
@@ -275,9 +277,8 @@ class Inbox:
                     tensor = torch.empty_like(base, dtype=slot.dtype, device=device)
                 self._used.add(id(tensor))
                 self.tensors[slot.number] = tensor
-            return self.tensors[slot.number]
-
-        return pytree.tree_map_with_path(place, skeleton)
+            filled.append(self.tensors[slot.number])
+        return pytree.tree_unflatten(filled, structure)
 
 
 def _skeleton_of(tree: Any, tensors: list[torch.Tensor]) -> Any:
@@ -305,13 +306,13 @@ cannot copy the state, or "". If all ranks can, the generator resumes once the t
 
 
 def copy_state(
-    collective: Collective, exchanges: Sequence[tuple[str, Exchange]], source: int, devices: Iterable[torch.device]
+    collective: Collective, exchanges: Sequence[tuple[object, Exchange]], source: int, devices: Iterable[torch.device]
 ) -> None:
     """Copy the state of several objects from rank ``source``. The docstring of the module has the order of collectives.
 
     Args:
         collective: The ranks.
-        exchanges: For each object, its name and its part.
+        exchanges: For each object, what has its name as a text, and its part.
         source: The rank whose state is copied.
         devices: As for :func:`broadcast_tree`.
 
@@ -333,7 +334,7 @@ def copy_state(
         next(part, None)
 
 
-def _raise_not_copied(names: Sequence[str], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
+def _raise_not_copied(names: Sequence[object], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
     """Raise the error for the first object whose state some ranks cannot copy."""
     for name, *reasons in zip(names, *reasons_of_ranks, strict=True):
         why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)

@@ -11,7 +11,7 @@ may have issued some of its collectives by then, so it is never called with an e
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ from join import JoinError, ProtocolError
 from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
-from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled
+from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled, uncompiled
 from joinables.modules import Uncopied, hides_tensors, zero_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -66,17 +66,12 @@ class DummyForward:
         return map_tensors(linked, instead)
 
 
-def check_backward_on_dummy(channel: Channel, module: object) -> None:
-    """Check that the backward of a forward on a dummy runs inside the dummy's loop, where it does not count.
-
-    Raises:
-        ProtocolError: On this rank, if it runs later.
-    """
-    if not channel.is_in_loop_body:
-        raise ProtocolError(
-            f"A backward of {type(module).__name__} ran after the loop over join.iterate in which its forward ran on a"
-            " dummy, so it would count as data. Run the backward in the loop body. [J294]"
-        )
+def refuse_backward_on_dummy(module: object) -> NoReturn:
+    """Raise a ``ProtocolError`` because a backward of a forward on a dummy runs outside the loop body."""
+    raise ProtocolError(
+        f"A backward of {type(module).__name__} ran after the loop over join.iterate in which its forward ran on a"
+        " dummy, so it would count as data. Run the backward in the loop body. [J294]"
+    )
 
 
 def is_on_empty_dummy(channel: Channel, arguments: Any) -> bool:
@@ -97,7 +92,8 @@ def emptied_output(output: Any) -> Any:
     Raises:
         JoinError: If ``output`` may contain tensors, but none is found.
     """
-    if next(tensors_in(output), None) is None and hides_tensors(output):
+    tensors = tensors_in(output)
+    if not tensors and hides_tensors(output):
         raise JoinError(
             f"A module that cannot take an empty batch returns a {type(output).__name__}, in which Join finds no tensor"
             " to empty. Return tensors, containers of them, or a dataclass, or use join.iterate(..., dummy='last')."
@@ -149,7 +145,7 @@ class InnerForward(Uncopied):
         self.remove()
         compiled, arguments = compiler_under_way() is not None, (args, kwargs)
         if call_uncompiled(self._look, arguments) if compiled else self._look(arguments):
-            return call_uncompiled(self._run_on_dummy, arguments)
+            return self._run_on_dummy(arguments)
         return self.original(*args, **kwargs)
 
     def _look(self, arguments: Arguments) -> bool:
@@ -157,6 +153,7 @@ class InnerForward(Uncopied):
         self._dummy_forward.called(arguments)
         return self._stands_in and is_on_empty_dummy(self._channel, arguments)
 
+    @uncompiled
     def _run_on_dummy(self, arguments: Arguments) -> Any:
         args, kwargs = arguments
         if not self._refuses_empty:

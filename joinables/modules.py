@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import compress
 from typing import Any, cast
 
 import torch
+from typing_extensions import override
 
 from join.batch import tensors_in
 from join.collectives._torch_private import pytree
@@ -61,20 +63,21 @@ class CallInstead(Uncopied):
         return self._call(*args, **kwargs)
 
 
-class ModuleHook(Uncopied):
-    """Module hook that calls ``call``, which ``torch.compile`` does not compile.
+class ModuleHook(partial[Any]):
+    """Module hook that calls a function. In a copy of the module, the hook does nothing.
 
-    In a copy of the module, the hook does nothing.
+    Pass :func:`run_uncompiled` and the function, unless ``torch.compile`` does not compile the function anyway.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__(_do_nothing)
-        self._call = call
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (_do_nothing,)
 
-    @not_compiled
-    def __call__(self, *args: Any) -> Any:
-        """Call ``call``."""
-        return self._call(*args) if compiler_under_way() is None else call_uncompiled(self._call, *args)
+
+@not_compiled
+def run_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """Call ``call``, which ``torch.compile`` does not compile."""
+    return call(*args) if compiler_under_way() is None else call_uncompiled(call, *args)
 
 
 def _do_nothing(*_: Any) -> None:

@@ -31,8 +31,8 @@ from join.protocol.channel import Channel
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
-from joinables.dummy_forward import Arguments, DummyForward, check_backward_on_dummy, emptied_output, is_on_empty_dummy
-from joinables.modules import ModuleHook, tensors_with_grad, zero_of
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_on_empty_dummy, refuse_backward_on_dummy
+from joinables.modules import ModuleHook, run_uncompiled, tensors_with_grad, zero_of
 
 
 class ShardedModule(Announcing):
@@ -67,12 +67,12 @@ class ShardedModule(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         self._dummy_forward = DummyForward(join.channel)
-        check, before, after = [cast("Any", ModuleHook(hook)) for hook in (self._check, self._before, self._after)]
+        hooks = self._check, self._before, self._after, self._reach_all
+        check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
         parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
         self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in parts]
         self._handles.append(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(self._module.register_forward_hook(after))
-        reach = cast("Any", ModuleHook(self._reach_all))
         self._handles += [norm.register_forward_hook(reach) for norm in self._norms.values()]
 
     @override
@@ -100,8 +100,8 @@ class ShardedModule(Announcing):
         channel, arguments = self._channel, (args, kwargs)
         self._is_replaced = False
         watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
-        if watches:
-            channel.module_called()
+        if channel.late_use is not None:
+            channel.late_use = channel.late_use.called()
         channel.announce(self)
         if not watches:
             return None
@@ -121,8 +121,8 @@ class ShardedModule(Announcing):
         return output
 
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
-        if self._handles:  # they are removed when the block ends
-            check_backward_on_dummy(self._channel, self._module)
+        if self._handles and not self._channel.is_in_loop_body:  # handles are removed when the block ends
+            refuse_backward_on_dummy(self._module)
 
     def _reach_all(
         self, norm: torch.nn.SyncBatchNorm, args: tuple[torch.Tensor, ...], output: torch.Tensor

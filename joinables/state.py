@@ -64,8 +64,9 @@ class OptimizerState(Silent):
         ]
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self, self._channel.step)
+        channel = self._channel
+        if channel.is_in_loop_body and (channel.scaling.is_due or not channel.step.ends_window):
+            channel.scaling.refuse_step(self, channel.step)
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._channel.lockstep is None:
@@ -84,7 +85,7 @@ class OptimizerState(Silent):
         values = group_values(self._optimizer.param_groups)
         values["number of steps made on gradients in loops over join.iterate"] = self._steps_in_loops
         counts: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the device, and the index of the parameter
-        for index, state in self._states().items():
+        for index, state in self._states(self._parameters).items():
             count: Any = state.get("step") if hasattr(state, "get") else None
             if isinstance(count, torch.Tensor) and count.numel() == 1:
                 counts.setdefault(count.device, {})[index] = count.detach().reshape(())
@@ -100,7 +101,8 @@ class OptimizerState(Silent):
     @override
     def exchange(self, source: int) -> Exchange:
         optimizer, keeps = self._optimizer, self._channel.keeps_own_state
-        groups, states, parameters = without_params(optimizer.param_groups), self._states(), self._parameters
+        groups, parameters = without_params(optimizer.param_groups), self._parameters
+        states = self._states(parameters)
         shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
         why_not = unlike_others((groups, states, parameters))
         values: Mapping[str, Any] = self.equal_values() if keeps else {}
@@ -119,16 +121,17 @@ class OptimizerState(Silent):
             states = {key: fill(state, states.get(key), of_key[key]) for key, state in their_states.items()}
         yield why_not
         if not keeps:
-            self._load(groups, states)
+            self._load(groups, states, parameters)
             if stepped:
                 mark_stepped(optimizer)
 
-    def _load(self, groups: list[dict[str, Any]], states: dict[Any, Any]) -> None:
+    def _load(
+        self, groups: list[dict[str, Any]], states: dict[Any, Any], parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             for name in group.keys() - values.keys() - {"params"}:
                 del group[name]
             group.update(values)
-        parameters = self._parameters
         for key, state in states.items():
             self._optimizer.state[parameters[key] if isinstance(key, int) else key] = state
 
@@ -148,12 +151,12 @@ class OptimizerState(Silent):
         """Parameters of all groups, including groups that were added later."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def _states(self) -> dict[Any, Any]:
-        """Return the optimizer's state by the index of its parameter over all groups, and other entries by key.
+    def _states(self, parameters: Sequence[torch.nn.Parameter]) -> dict[Any, Any]:
+        """Return the optimizer's state by the index of its parameter in ``parameters``, and other entries by key.
 
         The parameters that a listed DDP module ignores are each rank's own, and so is their state.
         """
-        index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         states: dict[Any, Any] = {}
         held = cast("dict[Any, Any]", self._optimizer.state)
         for key, state in held.items():
@@ -274,14 +277,17 @@ def plain_values(tree: Any) -> dict[str, Any]:
     return values
 
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
+
+
 def unlike_others(tree: Any) -> str:
     """Return the reason why a tensor in ``tree`` cannot be sent, such as a shard of several ranks; "" if all can."""
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and not is_plain(leaf):
+        if isinstance(leaf, torch.Tensor) and (type(leaf) not in _PLAIN or leaf.layout is not torch.strided):
             return f"it holds a {type(leaf).__name__} of layout {leaf.layout}, which is not a plain tensor"
     return ""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is dense, and not of a subclass."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return not unlike_others(tensor)

@@ -109,8 +109,9 @@ class ZeroStep(Announcing):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        if self._channel.is_in_loop_body:
-            self._channel.scaling.check_step(self, self._channel.step)
+        channel = self._channel
+        if channel.is_in_loop_body and (channel.scaling.is_due or not channel.step.ends_window):
+            channel.scaling.refuse_step(self, channel.step)
         if not self._shadowing and not has_closure:
             self._announce()
 

@@ -24,23 +24,23 @@ ROOT = Path(join.__file__).parent.parent
 OURS = str(ROOT / "join"), str(ROOT / "joinables")
 COUNTS = 8, 4
 # Called only where a rank has to wait, or the more often, the longer it waits.
-POLLS = {"_ended", "_is_done_within", "_wait_and_look", "_wait_for_missing", "has_ended", "is_completed", "look"}
+POLLS = {"_ended", "_wait_and_look", "_wait_for_missing", "has_ended", "is_completed", "look"}
 POLLS |= {"profiled", "timeouts", "wait"}
 MEASURED = 6  # the step, counted from 0, in which both ranks are past their first ones
 LIMITS = {
     # calls, files, crossings; the exit is that of the rank that runs out first: four shadowed steps, and the end
-    ("step", ""): (35, 11, 23),
-    ("step", "norm"): (56, 12, 34),
-    ("step", "weighed"): (58, 13, 34),
-    ("exit", ""): (384, 25, 140),
-    ("exit", "norm"): (503, 25, 197),
-    ("exit", "weighed"): (414, 25, 161),
-    ("step with data", ""): (49, 16, 32),
-    ("step with data", "norm"): (57, 17, 38),
-    ("step with data", "weighed"): (53, 17, 35),
-    ("step on a dummy", ""): (70, 18, 44),
-    ("step on a dummy", "norm"): (87, 19, 53),
-    ("step on a dummy", "weighed"): (74, 20, 47),
+    ("step", ""): (26, 7, 16),
+    ("step", "norm"): (40, 8, 23),
+    ("step", "weighed"): (42, 10, 24),
+    ("exit", ""): (285, 25, 130),
+    ("exit", "norm"): (370, 25, 175),
+    ("exit", "weighed"): (303, 25, 142),
+    ("step with data", ""): (40, 10, 19),
+    ("step with data", "norm"): (47, 11, 24),
+    ("step with data", "weighed"): (43, 12, 22),
+    ("step on a dummy", ""): (55, 12, 28),
+    ("step on a dummy", "norm"): (71, 13, 36),
+    ("step on a dummy", "weighed"): (58, 15, 31),
 }
 
 

@@ -40,7 +40,10 @@ _WORD_BITS = 63  # of an int64 without its sign
 
 
 class Work(Protocol):
-    """A collective that has been started. ``torch.distributed.Work`` is one."""
+    """A collective that has been started. ``torch.distributed.Work`` is one.
+
+    Once it is done, a method that returns its result raises RuntimeError if it has failed, as ``wait`` does.
+    """
 
     def wait(self, timeout: timedelta = ..., /) -> bool:
         """Block until the operation is done.
@@ -327,10 +330,9 @@ class Collective(ABC):
             RuntimeError: On every rank, if ``source`` cannot pickle it.
             ValueError: If ``source`` is not a rank.
         """
-        self._check_source(source)
         data, ok = _pickled(value) if self.rank == source else (bytearray(), True)
         head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
-        self.broadcast(head, source).wait()
+        self.broadcast(head, source).wait()  # checks the source
         size, ok = int(head[0]), bool(head[1])
         data = data or bytearray(size)
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source).wait()
@@ -538,6 +540,7 @@ class _GroupGather:
         self.wait, self.is_completed = work.wait, work.is_completed
 
     def rows(self) -> list[bytes]:
+        self.wait()
         return [bytes(self._data[begin : begin + self._size]) for begin in range(0, len(self._data), self._size)]
 
 
@@ -549,6 +552,7 @@ class _GroupSum:
         self._words, self._size = words, size
 
     def total(self) -> int:
+        self.wait()
         return sum(word << place * self._size for place, word in enumerate(cast("list[int]", self._words.tolist())))
 
 
@@ -556,8 +560,11 @@ class _GroupFloatSum:
     """All-reduce of one floating-point number."""
 
     def __init__(self, work: Work, number: torch.Tensor) -> None:
-        self.wait, self.is_completed = work.wait, work.is_completed
-        self.total = number.item
+        self.wait, self.is_completed, self._number = work.wait, work.is_completed, number
+
+    def total(self) -> float:
+        self.wait()
+        return self._number.item()
 
 
 class _GroupRollCall(Generic[V]):

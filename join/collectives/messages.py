@@ -352,6 +352,7 @@ class _Fold(Generic[V]):
 @final
 class _Sum(_Fold[int]):
     def total(self) -> int:
+        self.wait()
         return self.value
 
 
@@ -362,12 +363,14 @@ def _plus(one: Any, other: Any) -> Any:
 @final
 class _FloatSum(_Fold[Exact]):
     def total(self) -> float:
+        self.wait()
         return float(self.value)
 
 
 @final
 class _Gather(_Fold[list[bytes]]):
     def rows(self) -> list[bytes]:
+        self.wait()
         first = self._mesh.rank + 1  # the rows are in the order of the circle, in which this rank is the last
         return self.value[-first:] + self.value[:-first]
 
@@ -387,6 +390,7 @@ class _RollCall(Generic[V]):
         self.wait, self.is_completed, self.nbytes = work.wait, work.is_completed, work.nbytes
 
     def result(self) -> V:
+        self.wait()
         if self._last != self._work.value:
             self._last = self._work.value
         return self._last

@@ -31,6 +31,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple
 
@@ -214,14 +215,14 @@ class SharedMemoryLine(Line):
         width = -(-bits // BITS)
         if width > CELLS:
             return self._fallback().sum(number, bits)
-        work = _Sum(self._lane, width)
-        work.call(number)
+        work = _Sum()
+        work.start(self._lane, width, number)
         return work
 
     @override
     def sum_float(self, number: float) -> FloatSum:
-        work = _FloatSum(self._lane, 2)
-        work.call(*struct.unpack("Q", struct.pack("d", number)))
+        work = _FloatSum()
+        work.start(self._lane, 2, *struct.unpack("Q", struct.pack("d", number)))
         return work
 
     @override
@@ -236,8 +237,8 @@ class SharedMemoryLine(Line):
         width = -(-8 * len(data) // BITS)
         if width > CELLS:
             return self._fallback().gather(data)
-        work = _Gather(self._lane, width, len(data))
-        work.call(int.from_bytes(data, "little"))
+        work = _Gather(len(data))
+        work.start(self._lane, width, int.from_bytes(data, "little"))
         return work
 
     @override
@@ -254,18 +255,14 @@ class _Numbers:
     This class makes as few function calls as it can, because each of them costs more in a step, whose caches are cold.
     """
 
-    def __init__(self, lane: Lane, width: int) -> None:
-        self._lane, self._width = lane, width
-        self.nbytes = 8 * width
-
-    def call(self, number: int, /) -> None:
+    def start(self, lane: Lane, width: int, number: int, /) -> None:
         """Write this rank's number, and start to wait for the numbers of the others."""
-        lane = self._lane
+        self._lane, self._width, self.nbytes = lane, width, 8 * width
         count = self._count = lane.count = lane.count + 1
         self._numbers = [0] * lane.world_size
         self._numbers[lane.rank] = number
         first = lane.places[count % PLACES][lane.rank]
-        for cell in range(first, first + self._width):
+        for cell in range(first, first + width):
             lane.cells[cell] = (number & LOW) << BITS | count & LOW
             number >>= BITS
         self._others = iter(lane.others)
@@ -297,24 +294,23 @@ class _Numbers:
             RuntimeError: If ``timeout`` expires first. You may then wait again.
             BrokenCollective: If a rank is gone, or does not arrive within the time limit of the group.
         """
-        if self._missing is not None and not self.is_completed():
-            started, limit = time.monotonic(), self._lane.timeout if timeout is None else timeout.total_seconds()
-            self._waits_since = self._waits_since or started
-            while not self.is_completed():
-                with profiled("wait for rank", self._missing):
-                    self._wait_for_missing(started, limit)
+        started, limit = time.monotonic(), self._lane.timeout if timeout is None else timeout.total_seconds()
+        self._waits_since = self._waits_since or started
+        while self._missing is not None and self._failure is None:
+            with profiled("wait for rank", self._missing):
+                self._wait_for_missing(started, limit)
         if self._failure is not None:
             raise self._failure
         return True
 
     def _wait_for_missing(self, started: float, limit: float) -> None:
         """Wait until the missing rank has written its number, or ``limit`` seconds after ``started`` have passed."""
-        lane, rank, last_look = self._lane, self._missing, 0.0
+        lane, rank, look, last_look = self._lane, self._missing, timeouts().look, 0.0
         assert rank is not None and self._waits_since is not None
         while self._missing == rank and not self.is_completed():
             now = time.monotonic()
             waited = now - started
-            if waited >= min(last_look + timeouts().look, limit):
+            if waited >= min(last_look + look, limit):
                 last_look, ended = waited, self._ended()
                 if self.is_completed() or self._missing != rank:
                     return
@@ -342,12 +338,14 @@ class _RollCall(_Numbers, Generic[V]):
     """Roll call over a lane."""
 
     def __init__(self, lane: Lane, width: int, fold: Fold[V]) -> None:
-        super().__init__(lane, width)
+        self.call = partial(self.start, lane, width)
         self._fold, self._folded = fold, list[int]()
         self._result: V
 
     def result(self) -> V:
         """Return the folded answers of all ranks."""
+        if self._failure is not None:
+            raise self._failure
         if self._numbers != self._folded:
             self._folded, self._result = self._numbers, folded(self._fold, self._numbers)
         return self._result
@@ -359,6 +357,8 @@ class _Sum(_Numbers):
 
     def total(self) -> int:
         """Return the sum."""
+        if self._failure is not None:
+            raise self._failure
         return sum(self._numbers)
 
 
@@ -368,6 +368,8 @@ class _FloatSum(_Numbers):
 
     def total(self) -> float:
         """Return the sum."""
+        if self._failure is not None:
+            raise self._failure
         return sum(struct.unpack(f"{len(self._numbers)}d", struct.pack(f"{len(self._numbers)}Q", *self._numbers)))
 
 
@@ -375,12 +377,12 @@ class _FloatSum(_Numbers):
 class _Gather(_Numbers):
     """Gathered bytes of each rank."""
 
-    def __init__(self, lane: Lane, width: int, size: int) -> None:
-        super().__init__(lane, width)
+    def __init__(self, size: int) -> None:
         self._size = size
 
     def rows(self) -> list[bytes]:
         """Return the bytes of each rank."""
+        self.wait()
         return [number.to_bytes(self._size, "little") for number in self._numbers]
 
 

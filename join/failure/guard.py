@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
@@ -67,12 +66,16 @@ class Guard:
         now = time.monotonic()
         self._busy_for, self._arrived_at = now - self._arrived_at, now
 
-    def wait(self, work: Work, doing: str = "") -> None:
+    def wait(self, work: Work, doing: str = "", then: Callable[[], Any] | None = None) -> Any:
         """Wait for a message of this package, and check meanwhile whether other ranks fail.
 
         Args:
             work: A sum on a line, or an all-reduce.
             doing: The activity of this rank, for the errors of other ranks; "" for the last header.
+            then: A method of the work that returns its result, and raises an exception if the work has failed.
+
+        Returns:
+            The result of ``then``.
 
         Raises:
             PeerError: If another rank has failed or is gone.
@@ -80,16 +83,16 @@ class Guard:
                 long.
         """
         try:
-            if work.is_completed():
-                work.wait()
-            else:
+            if not work.is_completed():
                 self.doing = doing
                 with profiled("wait"):
                     self._wait_and_look(work)
                 self.doing = ""
+            result = (then or work.wait)()
             # After so long, the other ranks may have raised an error about this rank.
             if self.timeout is not None and self._busy_for >= self.timeout / 2:
                 self.peers.look_again()
+            return result
         except (PeerError, JoinTimeoutError) as error:
             self.raise_on_all(error)
         except JoinError:
@@ -101,9 +104,16 @@ class Guard:
             raise cause from error
 
     def _wait_and_look(self, work: Work) -> None:
-        started = time.monotonic()
-        limit = float("inf") if self.timeout is None else self.timeout
-        while not _is_done_within(work, min(timeouts().look, limit)):
+        """Wait until ``work`` is done or has failed."""
+        started, limit = time.monotonic(), float("inf") if self.timeout is None else self.timeout
+        interval = timedelta(seconds=max(min(timeouts().look, limit), _LEAST_SECONDS))
+        while True:
+            try:
+                work.wait(interval)
+                return
+            except RuntimeError:  # the interval is over, or the work has failed
+                if work.is_completed():
+                    return
             self.peers.look()
             self._look()
             if time.monotonic() - started >= limit:
@@ -202,23 +212,6 @@ class Guard:
             self.closed = self.closed or described(cause)
             self.is_lost = True
         return cause
-
-
-def _is_done_within(work: Work, seconds: float) -> bool:
-    """Wait at most ``seconds`` for ``work``, and return whether it is done.
-
-    Raises:
-        RuntimeError: If the collective itself fails.
-    """
-    deadline = time.monotonic() + seconds
-    while not work.is_completed():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        with suppress(RuntimeError):  # a timeout, or a failure, which the last wait raises again
-            work.wait(timedelta(seconds=max(left, _LEAST_SECONDS)))
-    work.wait()
-    return True
 
 
 def _is_behind(other: Progress, own: Progress) -> bool:

@@ -114,7 +114,7 @@ class Channel:
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
-        self.roster = Roster((), collective.world_size)
+        self.roster = self._empty_roster = Roster((), collective.world_size)
         self.guard = Guard(collective, self.progress, self._look)
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
@@ -162,14 +162,15 @@ class Channel:
     def agree(self) -> None:
         """Set up the lines that carry messages; called when all ranks have entered the group's first block."""
         self.headers.agree()
-        self._sums = self.collective.line(SUMS)
+        self.sums = self.collective.line(SUMS)
+        """Line for sums between the collectives of a burst: one of these, if the ranks have no line beside them."""
         self.guard.peers.use(self.collective.board())
 
     def close(self, scope: Scope) -> bool:
         """Remove the members of a block that is left; return whether it was the last open block of the group."""
         self.has_run_out = False  # a block around this one may continue
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
-        self._set_roster(Roster(scopes, self.collective.world_size))
+        self._set_roster(Roster(scopes, self.collective.world_size) if scopes else self._empty_roster)
         for member in scope.announcing:  # otherwise they and the last header refer to each other
             member.announced_in = LastHeader()
         if not scopes:
@@ -235,10 +236,16 @@ class Channel:
             now = time.monotonic()
             took, member.announced_at = now - member.announced_at, now
             member.times[bisect(EDGES, took, 1, BINS) - 1] += 1
-        if self.lockstep is not None:
-            self.lockstep.announce(member, index)
+        headers, lockstep, step = self.headers, self.lockstep, self.step
+        if lockstep is not None:  # all ranks run the burst, and can compute the contents of the header
+            if not member.interjects:
+                lockstep.progress.bursts, lockstep.progress.last_member = lockstep.progress.bursts + 1, member
+            if lockstep.barrier is not None:
+                lockstep.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
+            lockstep.last_burst = step.first_with_data, step.has_data
+            # The leader may have no data: lower ranks have data again in a second loop.
+            headers.set_announced_by_all(index, leader_alive=headers.leader == step.first_with_data)
             return DONE
-        headers = self.headers
         work = headers.send((), index)
         if index != headers.last.expected or self.roster.throws:
             headers.confirm()  # first, since ranks that run the expected burst take part in nothing else
@@ -397,16 +404,14 @@ class Channel:
             member.shadowed += 1
             self._run_main_hook(member)
             self._outstanding += member.followers
-            for _, burst in self.roster.bursts:
-                if burst.holds_followers:  # the interjecting burst runs before them
-                    break
-            else:
+            # A burst that interjects runs before the followers.
+            if self._outstanding and not any(burst.holds_followers for _, burst in self.roster.bursts):
                 self.complete_followers()
 
     def _run_main_hook(self, member: Member) -> None:
         outer, self._shadowed = self._shadowed, member.joinable
         try:
-            with profiled("shadow", member.joinable.join_name):
+            with profiled("shadow", member):
                 member.hook.main_hook()
         finally:
             self._shadowed = outer
@@ -472,7 +477,7 @@ class Channel:
         listed = [member.joinable for member in self.roster.listed]
         self.check_equal(values_of(listed))
         tensors = [tensor for joinable in listed for tensor in joinable.own_tensors()]
-        self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), listed, source)
+        self.synchronise_own(OwnTensors(self.collective, tensors, source, ()), self.roster.listed, source)
 
     def check_equal(self, values: Values) -> None:
         """Check that all ranks hold the same values; called in the same place on all ranks.
@@ -488,57 +493,26 @@ class Channel:
         except ProtocolError as error:
             self.guard.raise_on_all(error)
 
-    def synchronise_own(self, tensors: OwnTensors, joinables: Sequence[Joinable], source: int) -> None:
+    def synchronise_own(self, tensors: OwnTensors, members: Sequence[Member], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
 
         Args:
             tensors: The tensors to receive.
-            joinables: The objects that copy further state by messages of their own.
+            members: The members whose objects copy further state by messages of their own.
             source: The rank to copy from.
         """
         with profiled("copy"):
             tensors.receive()
-        for joinable in joinables:
-            with profiled("synchronise", joinable.join_name):
-                joinable.synchronise_own(source)
+        for member in members:
+            with profiled("synchronise", member):
+                member.joinable.synchronise_own(source)
 
     def end_broken_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
         if self.lockstep is not None and self.lockstep.leave is not None:
             self.lockstep.leave()
 
-    def module_called(self) -> None:
-        """Check that a module may be called now, before it sends anything.
-
-        Raises:
-            ProtocolError: If the module is called in another thread than the one that takes the batches.
-        """
-        if self.late_use is not None:
-            self.late_use.called()
-            if self.late_use.is_ruled_out:
-                self.late_use = None
-
     # -- for joinables ------------------------------------------------------------------------------------------------
-
-    def sum(self, number: float) -> Callable[[], float]:
-        """Start to sum a number over all ranks, between the collectives of a burst.
-
-        The sum uses a line beside the process group's collectives if the ranks have such a line. Otherwise it is one
-        of these collectives.
-
-        Args:
-            number: The number of this rank.
-
-        Returns:
-            A function that waits for the sum and returns it.
-        """
-        work = self._sums.sum_float(number)
-
-        def total() -> float:
-            self.guard.wait(work, "sums weights or contributors")
-            return work.total()
-
-        return total
 
     def elect(self, candidate: bool) -> int:
         """Return the lowest rank among the candidates.
@@ -590,22 +564,6 @@ class Lockstep:
         """The line that carries the loop's roll calls."""
         for line in (self.roll_calls, self._meetings):  # all ranks meet once more before they use these lines
             line.restart()
-
-    def announce(self, member: Member, index: int) -> None:
-        """Record that all ranks run a burst now, without sending the header, whose contents all ranks can compute.
-
-        Args:
-            member: The announcing member that issues the burst.
-            index: The index of the member in the roster.
-        """
-        step, headers = self._channel.step, self._channel.headers
-        if not member.interjects:
-            self.progress.bursts, self.progress.last_member = self.progress.bursts + 1, member
-        if self.barrier is not None:
-            self.wait_for_all(f"announced {member.joinable.join_name} in step {step.number} of join.iterate")
-        self.last_burst = step.first_with_data, step.has_data
-        # The leader may have no data: lower ranks have data again in a second loop.
-        headers.set_announced_by_all(index, leader_alive=headers.leader == step.first_with_data)
 
     def wait_for_all(self, doing: str) -> None:
         """Wait for all ranks; called only with a ``timeout``.

@@ -48,6 +48,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
@@ -85,10 +86,13 @@ class Header:
         self.counts = counts
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
-        self.announcements = {index: counts[offset] for index, offset in enumerate(offsets) if counts[offset]}
+        self.announcements: dict[int, int] = {}
+        self.flags: list[Sequence[int]] = []
+        for index, (begin, end) in enumerate(pairwise((*offsets, len(counts)))):
+            if counts[begin]:
+                self.announcements[index] = counts[begin]
+            self.flags.append(counts[begin + 1 : end])
         self.diverged = not {self.active}.issuperset(self.announcements.values())
-        ends = (*offsets[1:], len(counts))
-        self.flags = [counts[begin + 1 : end] for begin, end in zip(offsets, ends, strict=False)]
 
 
 class HeaderCode:
@@ -154,6 +158,9 @@ class Member:
     def __post_init__(self) -> None:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
         self.interjects = self.burst is not None and self.burst.interjects
+
+    def __str__(self) -> str:
+        return self.joinable.join_name
 
 
 @dataclass(eq=False)
@@ -457,8 +464,7 @@ class Headers:
             self._read(last.before)
         assert last.work is not None
         self._guard.awaits_header = last.number
-        self._guard.wait(last.work)
-        last.header = self.roster.code.unpack(last.work.total())
+        last.header = self.roster.code.unpack(self._guard.wait(last.work, then=last.work.total))
         if last.member is None:
             for index in last.header.announcements:
                 self.roster.announcing[index].announced_in = last

@@ -129,28 +129,30 @@ class LateUse:
         self._steps = self._calls_after = 0  # steps of the loop; calls of modules since its end
         self.has_ended = False
         """Whether the loop has ended."""
-        self.is_ruled_out = False
-        """Whether no consumer reads ahead, or every batch that it has read is used."""
 
     def begin_step(self) -> None:
         """Record that the loop yields a batch, and in which thread."""
         self._steps, self._thread = self._steps + 1, threading.get_ident()
 
-    def called(self) -> None:
+    def called(self) -> LateUse | None:
         """Check the thread in which a module is called, before the call sends anything.
+
+        Returns:
+            This object; ``None`` if no consumer reads ahead, or every batch that it has read is used.
 
         Raises:
             ProtocolError: If the batches are taken in another thread.
         """
         if self.has_ended:
             self._calls_after += 1
-            self.is_ruled_out = self._calls_after > self._steps
+            is_ruled_out = self._calls_after > self._steps
         elif threading.get_ident() != self._thread:
             self._refuse(
                 f"in step {self._steps} of join.iterate, in another thread than the one that takes the batches"
             )
         else:
-            self.is_ruled_out = self._steps == 1
+            is_ruled_out = self._steps == 1
+        return None if is_ruled_out else self
 
     def used(self, arguments: Any) -> None:
         """Check the arguments that a module is called with.
@@ -164,7 +166,7 @@ class LateUse:
         if self.has_ended and has_empty_tensor(arguments):
             self._refuse(f"on an empty batch after step {self._steps}, the last step of join.iterate")
 
-    def _refuse(self, call: str) -> None:
+    def _refuse(self, call: str) -> NoReturn:
         raise ProtocolError(
             f"On rank {self._rank}, a module was called {call}. The batches are read ahead of the loop body, so"
             " dummies are confused with data. Move the prefetcher inside, as in for batch in"

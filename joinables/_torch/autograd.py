@@ -49,17 +49,18 @@ def hook_gradients(
     handles: dict[int, Any],
     hook_of: Callable[[int], Callable[[torch.Tensor], torch.Tensor | None]],
 ) -> None:
-    """Register hooks for the gradients of parameters that have none yet. Parameters may be frozen in some backwards.
+    """Register hooks for the gradients of parameters, if there are fewer hooks than parameters.
+
+    Parameters may be frozen in some backwards.
 
     Args:
         parameters: The parameters of a module.
         handles: The handles of earlier hooks, by the number of the parameter. New handles are added.
         hook_of: Returns the hook for the parameter of a number.
     """
-    if len(handles) < len(parameters):
-        for index, parameter in enumerate(parameters):
-            if parameter.requires_grad and index not in handles:
-                handles[index] = parameter.register_hook(hook_of(index))
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad and index not in handles:
+            handles[index] = parameter.register_hook(hook_of(index))
 
 
 def remove_hooks(handles: dict[int, Any]) -> None:
@@ -76,15 +77,12 @@ def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
     ]
 
 
-def will_run(nodes: Sequence[Any]) -> bool:
-    """Return whether the current backward pass runs any of these accumulators; ``torch.autograd.grad`` runs none.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the current backward pass runs an accumulator; ``torch.autograd.grad`` runs none.
 
-    Replaces a public query, which ``torch.autograd.graph.register_multi_grad_hook`` makes in the same way.
-    """
-    try:
-        return any(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
-        return False
+Replaces a public query, which ``torch.autograd.graph.register_multi_grad_hook`` makes in the same way. It raises
+RuntimeError if ``torch.autograd.grad`` computes the gradient of the parameter.
+"""
 
 
 def once_before(nodes: Sequence[Any], hook: Callable[[], None]) -> None:

@@ -54,12 +54,18 @@ def not_compiled(function: F) -> F:
     return cast("F", decorators.skip(function))
 
 
-def _run(call: Callable[..., Any], *args: Any) -> Any:
+def uncompiled(function: F) -> F:
+    """Exclude a function, and the functions that it calls, from compilation.
+
+    Calls are slow even if nothing is compiled.
+    """
+    return cast("F", torch.compiler.disable(function))
+
+
+@uncompiled
+def call_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without compiling it or the functions that it calls."""
     return call(*args)
-
-
-call_uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
-"""Call a function without compiling it or the functions that it calls. This is slow even if nothing is compiled."""
 
 
 # -- DataLoader -------------------------------------------------------------------------------------------------------

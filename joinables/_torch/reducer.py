@@ -80,8 +80,11 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
 
 def copied_buffers(ddp: DistributedDataParallel, but: Container[str] = ()) -> dict[str, torch.Tensor]:
     """Return copies of the module's buffers by name, without the buffers of the layers in ``but``."""
-    named = ddp.module.named_buffers()
-    return {name: buffer.clone() for name, buffer in named if name.rpartition(".")[0] not in but}
+    copies: dict[str, torch.Tensor] = {}
+    for name, buffer in ddp.module.named_buffers():
+        if name.rpartition(".")[0] not in but:
+            copies[name] = buffer.clone()
+    return copies
 
 
 @torch.no_grad()

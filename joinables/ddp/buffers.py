@@ -108,9 +108,11 @@ class BufferSync(DDPBurst):
     @override
     def main_hook(self) -> None:
         self.look()
-        self._run(shadows=True)
+        self.fulfil(shadows=True)
 
-    def _run(self, *, shadows: bool = False) -> None:
+    @override
+    def fulfil(self, *, shadows: bool = False) -> None:
+        """Broadcast the buffers; ``shadows`` says whether this rank shadows the burst."""
         self.is_pending = False
         channel = self._channel
         if (shadows or self._changed) and not self._after_forward and self._all_have_new_shapes():
@@ -155,20 +157,11 @@ class BufferSync(DDPBurst):
         reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
         self._changed, self._shapes = [], self._shapes_now()
 
-    @override
-    def fulfil(self) -> None:
-        self._run()
-
     def announced(self) -> None:
         """Broadcast the buffers, whose header was sent, or leave that to the end of the forward if a comm hook asks."""
         self.is_pending = True
         if not self._after_forward:
-            self._run()
-
-    def forward_ended(self) -> None:
-        """Broadcast the buffers if they had to wait for the end of the forward."""
-        if self.is_pending:
-            self._run()
+            self.fulfil()
 
     @override
     def exchange(self, source: int) -> Exchange:

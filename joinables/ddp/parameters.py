@@ -54,7 +54,8 @@ class Factors:
         if factor == 1.0:
             autograd.remove_hooks(self._handles)
             return
-        autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
+        if len(self._handles) < len(self._parameters):
+            autograd.hook_gradients(self._parameters, self._handles, lambda _: self._multiply)
 
     def _multiply(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None:  # SyncBatchNorm passes None instead of zeros for an empty batch
@@ -92,7 +93,7 @@ class UsedParameters:
 
     def watch(self) -> None:
         """Register hooks on the parameters before a forward, in a loop over ``Join.iterate``."""
-        if self.counts:
+        if self.counts and len(self._handles) < len(self._parameters):
             autograd.hook_gradients(self._parameters, self._handles, lambda index: partial(self._mark_used, index))
 
     def _mark_used(self, index: int, gradient: torch.Tensor) -> None:

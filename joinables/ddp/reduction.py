@@ -41,13 +41,14 @@ from typing_extensions import override
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
+from join.collectives.base import FloatSum
 from join.protocol.channel import Channel
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
-from joinables.dummy_forward import InnerForward, check_backward_on_dummy
-from joinables.modules import ModuleHook, adopt_gradients, tensors_with_grad
+from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
+from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, tensors_with_grad
 from joinables.own_collectives import mixing, refuse_synchronised_norms, synchronised_norms
 
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
@@ -234,7 +235,11 @@ class GradientSync(DDPBurst):
         if backward == self._backward or not self._handles:
             return
         self._backward, self._end_calls = backward, None
-        if autograd.will_run(self._accumulators):
+        try:
+            reaches_parameters = any(map(autograd.will_run, self._accumulators))
+        except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
+            reaches_parameters = False
+        if reaches_parameters:
             self._begin_backward(synchronised)
             return
         # This is torch.autograd.grad, or the parameters are behind reentrant checkpoints. These run backwards of their
@@ -258,7 +263,8 @@ class GradientSync(DDPBurst):
             contributions.resume_window()
         weight = channel.step.weight if in_loop else self._scope.weight
         if in_loop:
-            channel.scaling.check_backward(self)
+            if channel.scaling.in_use is not channel.scaling.flows:
+                channel.scaling.check_backward(self)
         elif (weight is not None) != channel.scaling.flows:
             raise JoinError(
                 f"join.weight is {weight}, which does not match the scaling of the loss in {self.join_name}. Set the"
@@ -266,8 +272,7 @@ class GradientSync(DDPBurst):
             )
         contributions.record_backward(weight, in_loop=in_loop)
         reduces, result = self._forwards.reduces_next or synchronised, contributions.last_result
-        # A loop that does not scale needs no look: every rank contributes its gradients, the last result or None.
-        if result.may_remain and not (reduces and channel.lockstep is not None and not contributions.scales_in_loop):
+        if result.may_remain:
             result.look()
         if reduces:
             self._begin_reduction(weight)
@@ -300,9 +305,8 @@ class GradientSync(DDPBurst):
         if self._ddp.static_graph:
             self._static_graph.watch(self._collective)
         if channel.guard.timeout is not None and channel.lockstep is None:
-            autograd.after_backward(
-                channel.headers.read
-            )  # before the reducer waits, which does not look for missing ranks
+            # This is before the reducer waits, which does not look for missing ranks.
+            autograd.after_backward(channel.headers.read)
         if needs_end or self._rebuild.is_due or channel.lockstep is None:
             if self._end_calls is None:  # one call less than after_reduction
                 autograd.after_backward(partial(autograd.after_backward, self._finish_reduction))
@@ -335,7 +339,8 @@ class GradientSync(DDPBurst):
         """
         self.is_pending = False
         contributions, channel = self._contributions, self._channel
-        contributions.resume_window()
+        if self._ddp in _open_windows:
+            contributions.resume_window()
         if channel.lockstep is not None:
             contributions.last_result.look()
             contributions.enter_step()
@@ -377,7 +382,7 @@ class GradientSync(DDPBurst):
                 contributions.end()
                 gradients = [parameter.grad for parameter in self._parameters]
             else:
-                contributions.wait()
+                contributions.summed()  # which must be complete before the next sum begins
                 if contributions.used.with_dummies:
                     contributions.used.end_reduction()
         finally:
@@ -457,7 +462,7 @@ class Forwards:
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
         self._inner = InnerForward(inner, channel, stands_in=not self.norms)
-        self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(self._before_inner))
+        self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(run_uncompiled, self._before_inner))
         # The user's hooks run between these two.
         before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
@@ -486,7 +491,10 @@ class Forwards:
                 " itself: ddp(...). [J108]"
             )
 
-    def _before(self, *_: Any) -> None:
+    @objects.not_compiled
+    def _before(self, *args: Any) -> None:
+        if objects.compiler_under_way() is not None:
+            return objects.call_uncompiled(self._before, *args)
         if self._direct_call_hook is not None:
             self._direct_call_hook.remove()  # the module itself is called, and will be in later steps
             self._direct_call_hook = None
@@ -498,8 +506,8 @@ class Forwards:
         if self.norms:
             refuse_synchronised_norms(self._ddp, self.norms, channel)
         watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
-        if watches:
-            channel.module_called()
+        if channel.late_use is not None:
+            channel.late_use = channel.late_use.called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
             if torch.is_grad_enabled():
@@ -513,14 +521,17 @@ class Forwards:
         if watches:
             self._inner.put()
 
+    @objects.not_compiled
     def _after(self, module: Any, args: Any, output: Any) -> None:
+        if objects.compiler_under_way() is not None:
+            return objects.call_uncompiled(self._after, module, args, output)
         if self._buffers_before:
             reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), self._buffers_before, reshape=False)
             self._buffers_before = {}
         if not torch.is_grad_enabled():
             return
-        if self._buffers is not None:
-            self._buffers.forward_ended()
+        if self._buffers is not None and self._buffers.is_pending:
+            self._buffers.fulfil()  # the broadcast had to wait for the end of the forward
         is_one = isinstance(output, torch.Tensor) and output.requires_grad  # the usual case
         outputs = [output] if is_one else tensors_with_grad(output)
         if self._may_run_backward_inside:
@@ -537,17 +548,15 @@ class Forwards:
             if tensor.is_leaf:  # the user's own tensor, returned unchanged, outlives the graph
                 self._handles.append(handle)
         if not outputs:  # they are hidden in an object, so the first gradient of a parameter marks the backward
-            self._watch_gradients(hook)
+            if self._parameter_hook is not None:
+                self._parameter_hook.remove()  # the hook of an earlier forward would run first
+            self._parameter_hook = torch.autograd.graph.register_multi_grad_hook(self._parameters, hook, mode="any")
 
     def _on_backward_of_dummy(self, synchronises: bool, gradient: torch.Tensor) -> None:
         if "_channel" in vars(self):  # otherwise the block has ended, and this is an ordinary DDP module
-            check_backward_on_dummy(self._channel, cast("object", self._ddp.module))
+            if not self._channel.is_in_loop_body:
+                refuse_backward_on_dummy(cast("object", self._ddp.module))
             self._on_backward(synchronises, gradient)
-
-    def _watch_gradients(self, hook: Callable[[torch.Tensor], None]) -> None:
-        if self._parameter_hook is not None:
-            self._parameter_hook.remove()  # the hook of an earlier forward would run first
-        self._parameter_hook = torch.autograd.graph.register_multi_grad_hook(self._parameters, hook, mode="any")
 
     def _refuse_backward_inside(self) -> None:
         if autograd.gradient_writes(self._parameters) != self._writes_before:
@@ -582,8 +591,8 @@ class Contributions:
         """Whether the header announces the buffers too. It is then sent in the forward, and does not show which ranks
         will run a backward."""
         self._scales = False  # whether the result of the current reduction is multiplied
-        self._await_total: Callable[[], float] | None = None  # waits for the current sum of weights or contributors
-        self._total: float | None = None  # this sum, once it is known
+        self._sum: FloatSum | None = None  # the current sum of weights or contributors, until it is known
+        self._total: float | None = None  # its result
         self._unit = 1.0  # the unit of the weights in the current reduction
         self._are_parts = False  # whether the gradients are parts of the mean already
 
@@ -673,14 +682,12 @@ class Contributions:
             self.last_result.taken_out.clear()
 
     def resume_window(self) -> None:
-        """Resume the window that the last block left open; called when the first backward begins.
+        """Resume the window that the last block has left open; called when the first backward begins.
 
         The window is dropped if ``zero_grad`` was called since, which sets gradients to ``None`` or writes 0 to them. A
         rank that only shadows does not call this, since it cannot know whether the loop would have called
         ``zero_grad``.
         """
-        if self._ddp not in _open_windows:
-            return
         window, writes = _open_windows.pop(self._ddp)
         was_zeroed = writes != autograd.gradient_writes(self._parameters) and self.last_result.is_zero
         if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
@@ -764,12 +771,6 @@ class Contributions:
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
-    @property
-    def scales_in_loop(self) -> bool:
-        """Whether this step of a loop over ``Join.iterate`` multiplies the result, since its losses are not scaled."""
-        in_use, contributors = self._channel.scaling.in_use, self._channel.step.contributors
-        return not (self.over_all_ranks or in_use) and 0 < (contributors or 0) < self._world_size
-
     def begin(self, weight: float) -> bool:
         """Begin a reduction, and start to sum the contributors or their weights if the sum is needed and not known.
 
@@ -779,16 +780,17 @@ class Contributions:
         Returns:
             Whether :meth:`end` has to be called after the reduction.
         """
-        self._await_total = self._total = None
-        if self._channel.step.contributors is not None:
-            self._scales, self._are_parts = self.scales_in_loop, False
+        self._sum = self._total = None
+        if (in_loop := self._channel.step.contributors) is not None:
+            has_unscaled_losses = not (self.over_all_ranks or self._channel.scaling.in_use)
+            self._scales, self._are_parts = has_unscaled_losses and 0 < in_loop < self._world_size, False
         else:
             self._unit = self._channel.scaling.unit if self.weighted else 1.0
             self._are_parts = self.weighted and self._has_comm_hook
             self._scales = self.weighted or not self.over_all_ranks
             if self.weighted or (self.with_buffers and self._scales):
-                self._await_total = self._channel.sum(weight)
-            if self._are_parts and (total := self._summed()):
+                self._sum = self._channel.sums.sum_float(weight)
+            if self._are_parts and (total := self.summed()):
                 factor = self._world_size * self._unit / total
                 if self.factors.factor:
                     self.factors.multiply_by(factor)
@@ -796,21 +798,17 @@ class Contributions:
         self.used.with_dummies, self.window = self.used.counts and self.window.with_dummies, Window()
         return self._scales or self.used.with_dummies or bool(self.last_result.taken_out)
 
-    def _summed(self) -> float:
+    def summed(self) -> float:
         """Return the sum of weights or contributors in the current reduction, and wait for it if needed."""
-        if self._await_total is not None:
-            self.wait()
+        if self._sum is not None:
+            total = self._channel.guard.wait(self._sum, "sums weights or contributors", self._sum.total)
+            self._total, self._sum = total, None
+            if self.weighted:
+                self._channel.scaling.learn(total / self._world_size)
         if self._total is not None:
             return self._total
         in_loop = self._channel.step.contributors
         return self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop
-
-    def wait(self) -> None:
-        """Wait for the current sum, if any, which must be complete before the next sum begins."""
-        if self._await_total is not None:
-            self._total, self._await_total = self._await_total(), None
-            if self.weighted:
-                self._channel.scaling.learn(self._total / self._world_size)
 
     def end(self) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the requested mean."""
@@ -821,7 +819,7 @@ class Contributions:
             self.last_result.end_reduction(touched)
         if self._are_parts:
             self.factors.multiply_by(1.0)
-        elif self._scales and (total := self._summed()) and (factor := self._world_size * self._unit / total) != 1:
+        elif self._scales and (total := self.summed()) and (factor := self._world_size * self._unit / total) != 1:
             reducer.multiply_gradients(self._parameters, factor, touched)
         if self.used.with_dummies:
             self.used.end_reduction()

@@ -140,17 +140,14 @@ def test_extra_collectives(pool: Pool, setup: str) -> None:
 
 
 class Watched:
-    """A sum or the like under way, which notes when it is waited for."""
+    """A sum or the like under way, which notes when it is waited for, or read."""
 
     def __init__(self, work: Any, recorder: Recorder) -> None:
         self._work, self._recorder = work, recorder
 
-    def wait(self, *args: Any) -> bool:
-        if self._recorder.log[-1:] != ["wait"]:
-            self._recorder.log.append("wait")
-        return self._work.wait(*args)
-
     def __getattr__(self, name: str) -> Any:
+        if name in ("wait", "total", "rows") and self._recorder.log[-1:] != ["wait"]:
+            self._recorder.log.append("wait")
         return getattr(self._work, name)
 
 

@@ -46,7 +46,7 @@ from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
 from join.joinable import Joinable, JoinConfig
-from join.loop import Loops
+from join.loop import Iteration
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Scope
 from join.report import JoinReport, RankReport
@@ -66,7 +66,7 @@ def claim(join: Any, joinables: Sequence[Joinable], *, enable: bool, throw: bool
     """Record that these joinables are in the block of ``join``."""
     for position, joinable in enumerate(joinables):
         _joins[id(joinable)] = _joins[id(joinable.join_target)] = join
-        _set_config(joinable, JoinConfig(enable, throw, position == 0))
+        object.__setattr__(joinable, "_join_config", JoinConfig(enable, throw, position == 0))
 
 
 def release(joinables: Sequence[Joinable]) -> None:
@@ -74,11 +74,7 @@ def release(joinables: Sequence[Joinable]) -> None:
     for joinable in joinables:
         _joins.pop(id(joinable), None)
         _joins.pop(id(joinable.join_target), None)
-        _set_config(joinable, JoinConfig.construct_disabled_join_config())
-
-
-def _set_config(joinable: Joinable, config: JoinConfig) -> None:
-    object.__setattr__(joinable, "_join_config", config)
+        object.__setattr__(joinable, "_join_config", JoinConfig.construct_disabled_join_config())
 
 
 @atexit.register
@@ -147,6 +143,8 @@ class OpenBlock:
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
         self._previous_limit: timedelta | None = None  # time limit of the group's operations outside the block
+        self.loop: Iteration | None = None
+        """Last loop over ``Join.iterate`` in the block, if any."""
         self.undo = ExitStack()
         """Callbacks that run when the block is left, whatever happened in it; the one added last runs first."""
         self.undo.callback(self._close_channel)
@@ -236,12 +234,11 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, loops: Loops) -> Callable[[], JoinReport] | None:
+    def end(self, error: BaseException | None) -> Callable[[], JoinReport] | None:
         """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:
             error: The exception that the code raised, if any; the caller raises it after this call.
-            loops: The loops over ``Join.iterate`` in this block.
 
         Returns:
             A function that returns the report of all ranks; ``None`` after an error.
@@ -249,16 +246,17 @@ class OpenBlock:
         Raises:
             PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
         """
+        loop = self.loop
         if error is not None:
-            if loops.running is not None:
-                loops.running.fail(error)
+            if loop is not None and loop.running:
+                loop.fail(error)
             self._fail(error)
             return None
         try:
-            if loops.running is not None:
-                loops.running.leave()
-            out_of_data_at = time.monotonic() if loops.joined_at is None else loops.joined_at
-            return self._finish(self.channel.drain(), out_of_data_at, loops)
+            if loop is not None and loop.running:
+                loop.leave()
+            out_of_data_at = time.monotonic() if loop is None or loop.joined_at is None else loop.joined_at
+            return self._finish(self.channel.drain(), out_of_data_at)
         except BaseException as failure:
             self._fail(failure)  # other ranks may wait for this one
             raise
@@ -269,10 +267,10 @@ class OpenBlock:
         if cause is not None:
             raise cause from error
 
-    def _finish(self, outcome: Outcome, out_of_data_at: float, loops: Loops) -> Callable[[], JoinReport]:
+    def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
         """Gather the report and synchronise state; called when all ranks are out of data."""
         headers, collective = self.channel.headers, self._collective
-        row = self._row(out_of_data_at, loops)
+        row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self._scope.members]
         end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
@@ -297,7 +295,7 @@ class OpenBlock:
             member.hook.post_hook(outcome.last)
         return partial(_report_of, rows, outcome.even)
 
-    def _row(self, out_of_data_at: float, loops: Loops) -> RankReport:
+    def _row(self, out_of_data_at: float) -> RankReport:
         """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
@@ -305,7 +303,7 @@ class OpenBlock:
         busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
         steps, shadowed = sum(busiest.times), busiest.shadowed
         if not (steps or shadowed):  # no rank has announced anything in its loops, as in an evaluation
-            steps, shadowed = loops.steps
+            steps, shadowed = spent.batches, spent.dummies
         sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
 

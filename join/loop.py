@@ -8,7 +8,7 @@ data gets dummy batches, which weigh nothing. The file has four parts, to be rea
 - :class:`StepCounts` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
   accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights.
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
-- :class:`Loops` records the loops of a block; :class:`LoopAlone` is a loop in a block with ``enable=False``.
+- :class:`LoopAlone` is a loop in a block with ``enable=False``; :class:`Batches` is what ``Join.iterate`` returns.
 
 These are the collectives of a loop::
 
@@ -164,7 +164,6 @@ class Iteration:
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
         self._step = 0  # counted from the beginning of the loop
-        self._dummies = 0  # the number of these steps that were on a dummy
         self.joined_at: float | None = None
         """Time of this rank's first step without data, on the monotonic clock."""
 
@@ -172,11 +171,6 @@ class Iteration:
     def running(self) -> bool:
         """Whether the loop has begun and not ended."""
         return self._phase is _Phase.RUNNING
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Numbers of steps that this rank has begun with a batch and with a dummy."""
-        return self._step - self._dummies, self._dummies
 
     @property
     def is_last_step(self) -> bool:
@@ -255,6 +249,7 @@ class Iteration:
         if may_be_last or dummies_follow:  # dummies are made of this batch as it was before the loop body
             self._template = duplicate(batch)
         self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
+        self._channel.headers.tally.batches += 1
         return batch
 
     def _make_dummy(self) -> Any:
@@ -262,7 +257,7 @@ class Iteration:
             self.joined_at = time.monotonic()
             if self._options.dummy == "empty":
                 self._template = emptied(self._template)
-        self._dummies += 1
+        self._channel.headers.tally.dummies += 1
         self._channel.step.batch = StepBatch.EMPTY if self._options.dummy == "empty" else StepBatch.DUMMY
         with profiled("dummy"):
             dummy = duplicate(self._template)
@@ -775,7 +770,7 @@ def duplicate(batch: Any) -> Any:
         return batch
 
 
-# -- the loops of a block ---------------------------------------------------------------------------------------------
+# -- what Join.iterate returns ----------------------------------------------------------------------------------------
 
 
 class LoopAlone:
@@ -840,34 +835,3 @@ class Batches(Iterable[T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._loop)
-
-
-class Loops:
-    """Last loop of a block, and the steps of all its loops."""
-
-    def __init__(self) -> None:
-        self.last: Iteration | LoopAlone | None = None
-        """Loop that began last, if any."""
-        self._before = (0, 0)  # the steps of the loops before it
-
-    def begin(self, loop: Iteration | LoopAlone) -> Batches[Any]:
-        """Begin another loop, and return its batches."""
-        self._before, self.last = self.steps, loop
-        return Batches(loop)
-
-    @property
-    def running(self) -> Iteration | None:
-        """Loop that has begun on all ranks and not ended."""
-        last = self.last
-        return last if isinstance(last, Iteration) and last.running else None
-
-    @property
-    def joined_at(self) -> float | None:
-        """Time of this rank's first step without data in the last loop, on the monotonic clock."""
-        return self.last.joined_at if isinstance(self.last, Iteration) else None
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Numbers of steps that this rank has begun with a batch and with a dummy, in all loops."""
-        (batches, dummies), last = self._before, self.last
-        return (batches + last.steps[0], dummies + last.steps[1]) if isinstance(last, Iteration) else self._before

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from typing import NoReturn
 
@@ -248,15 +248,25 @@ class Roster:
 
 @dataclass
 class Tally:
-    """Count of the headers that a rank has sent, their bytes, and the seconds it waited for headers while joined."""
+    """Counts of one rank, over all blocks of a process group.
+
+    Attributes:
+        headers: The number of headers that it has sent.
+        nbytes: Their size in bytes.
+        idle: The seconds that it waited for headers while it was joined.
+        batches: The number of steps of loops over ``Join.iterate`` that it has begun with a batch.
+        dummies: The number of such steps on a dummy batch.
+    """
 
     headers: int = 0
     nbytes: int = 0
     idle: float = 0.0
+    batches: int = 0
+    dummies: int = 0
 
     def since(self, earlier: Tally) -> Tally:
         """Return the difference to an earlier tally."""
-        return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
+        return Tally(*(count - before for count, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
 
 This begins with the next announcement, or at the end of the block, because a generator cannot raise an exception when
 it is dropped. ``Lockstep.leave`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``), waits
-for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Lockstep.end``).
+for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class Iteration:
         """End the loop with a last roll call. No rank has a batch left; under ``until="first"``, one has none."""
         self._counts.call(())
         self._counts.read("reached the end of join.iterate")
-        self._lockstep.end()
+        self._channel.end_loop(self._lockstep)
         self._phase, self.ahead.loop_has_ended = _Phase.OVER, True
         self._release()
 
@@ -390,7 +390,7 @@ class Iteration:
                     self._end()
                     return
             lockstep.agree_to_leave()
-            lockstep.end()
+            self._channel.end_loop(lockstep)
         finally:
             self._release()
 
@@ -579,7 +579,7 @@ class StepCounts:
         """Begin a step; ``weight`` is the weight of this rank's batch, if it has one."""
         index, size, step, lockstep = self.begun, self._windows.size, self._channel.step, self._lockstep
         lockstep.progress.steps += 1
-        if lockstep.barrier is not None:
+        if self._guard.timeout is not None:
             lockstep.wait_for_all(f"reached step {lockstep.progress.steps} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()

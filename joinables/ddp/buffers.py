@@ -120,7 +120,7 @@ class BufferSync(DDPBurst):
         else:
             # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader
             # of the step before still has the buffers that all ranks need to start with.
-            source = channel.headers.find_leader(channel.elect) if self._is_changed_by_forward else self._source
+            source = channel.headers.find_leader() if self._is_changed_by_forward else self._source
             reducer.sync_buffers(self._ddp, source)
         channel.headers.when_leader_is_known(self.set_source)
 

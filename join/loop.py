@@ -51,7 +51,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
@@ -269,9 +269,8 @@ class Iteration:
     def _begin(self) -> None:
         """Begin the loop and its first round, with all ranks."""
         channel, options = self._channel, self._options
-        self._lockstep = channel.begin_loop()
+        lockstep = self._lockstep = channel.begin_loop()
         self._phase = _Phase.RUNNING
-        until_first = options.until == "first"
         try:
             lengths = check_same(
                 channel.collective, "join.iterate", options.to_compare(), self._guard.wait, self._own_length
@@ -279,15 +278,14 @@ class Iteration:
         except ProtocolError as error:
             self._guard.raise_on_all(error)
         window = self._read_all() if options.window == "all" else options.window
-        windows = Windows(window, options.fill_window, options.weigh is not None, self._over_all_ranks)
         if lengths is not None:
-            self._length = lengths[0] if until_first or self._throw else lengths[1]
+            self._length = lengths[0] if options.until == "first" or self._throw else lengths[1]
             if options.fill_window:
                 self._length = -(-self._length // window) * window
-        size = -(-options.lookahead // window) * window
-        counts = self._counts = StepCounts(
-            channel, self._lockstep, size, windows, until_first=until_first and not self._throw
-        )
+        over_all_ranks = self._over_all_ranks and options.weigh is None
+        if self._throw:  # which ends the loop earlier, with an error
+            options = replace(options, until="all")
+        counts = self._counts = StepCounts(lockstep, options, window, over_all_ranks=over_all_ranks)
         channel.scaling.begin_loop(self._reason_to_scale())
         self._call_next_round()
         counts.begin_round("reached step 1 of join.iterate")
@@ -426,24 +424,6 @@ def check_loader(loader: Any) -> None:
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Accumulation windows of a loop: their size, and the weights that their gradients are divided by.
-
-    Attributes:
-        size: The number of steps whose gradients one optimizer step averages.
-        fills: Whether a window that is not full is filled with dummies on all ranks.
-        weighs: Whether a function weighs the batches. Otherwise each batch weighs 1.
-        over_all_ranks: Whether a rank without data counts as if it had a batch of weight 1. It has no effect if a
-            function weighs the batches.
-    """
-
-    size: int
-    fills: bool
-    weighs: bool
-    over_all_ranks: bool
-
-
 class Share(NamedTuple):
     """Batches of one step on all ranks, or on some ranks.
 
@@ -508,19 +488,18 @@ class StepCounts:
     """Rounds of one loop, and the roll calls of its ranks.
 
     Args:
-        channel: The protocol of the block's process group.
         lockstep: The loop, which all ranks have begun.
-        size: The largest number of batches that a rank may have for a round; a multiple of the window size.
-        windows: The accumulation windows of the loop.
-        until_first: Whether the loop, and so its last round, ends when the first rank is out of data.
+        options: The arguments of ``Join.iterate``.
+        window: The number of steps of an accumulation window.
+        over_all_ranks: Whether a rank without data counts as if it had a batch of weight 1.
     """
 
-    def __init__(self, channel: Channel, lockstep: Lockstep, size: int, windows: Windows, *, until_first: bool) -> None:
-        self._lockstep, self._windows, self._until_first = lockstep, windows, until_first
-        self._channel, self._guard, self._tally = channel, channel.guard, channel.headers.tally
-        self._world_size, self._count_bits = channel.collective.world_size, size.bit_length()
-        self.size = size
-        """Largest number of batches that a rank may have for a round, which are read ahead for it."""
+    def __init__(self, lockstep: Lockstep, options: Options, window: int, *, over_all_ranks: bool) -> None:
+        self._lockstep, self._options, self._window, self._over_all_ranks = lockstep, options, window, over_all_ranks
+        self._channel = channel = lockstep.channel
+        self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
+        self.size = -(-options.lookahead // window) * window
+        """Largest number of batches that a rank may have for a round, which are read ahead for it: whole windows."""
         self._answers = Answers()  # of all ranks, for this round
         self._shares: Sequence[Share] = ()  # those of its steps that are made
         self._called = 0  # the number of batches that this rank announced for the next round
@@ -535,8 +514,9 @@ class StepCounts:
         self._totals: list[float] = []  # for each window: the sum of the weights of its batches
         self._is_calling = False  # whether a call was started and not read
         self._issued = channel.collective.issued()  # at the last call
-        bits = _ISSUED_BITS + self._count_bits + (_WEIGHT_BITS * size if windows.weighs else 0)
-        self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, Shares(self._count_bits, windows.weighs))
+        fold = Shares(self.size.bit_length(), options.weigh is not None)
+        bits = _ISSUED_BITS + fold.count_bits + (_WEIGHT_BITS * self.size if fold.weighs else 0)
+        self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, fold)
 
     def begin_round(self, doing: str) -> None:
         """Begin the next round, which is empty if no roll call was started. For ``doing`` see :meth:`read`."""
@@ -560,24 +540,25 @@ class StepCounts:
 
     def _steps_to_make(self, answers: Answers) -> Sequence[Share]:
         """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
-        shares = answers.shares
-        return [share for share in shares if share.ranks == self._world_size] if self._until_first else shares
+        if self._options.until == "all":
+            return answers.shares
+        return [share for share in answers.shares if share.ranks == self._world_size]
 
     def _plan_round(self) -> None:
         """Compute the number of steps of the round, and the total weight of each of its windows."""
-        windows, shares = self._windows, self._steps_to_make(self._answers)
+        window, shares = self._window, self._steps_to_make(self._answers)
         self._shares, self.steps = shares, len(shares)
-        if windows.fills:
-            self.steps = -(-self.steps // windows.size) * windows.size
+        if self._options.fill_window:
+            self.steps = -(-self.steps // window) * window
         weights = [share.weight for share in shares]
-        if windows.over_all_ranks and not windows.weighs:
+        if self._over_all_ranks:
             weights = [self._world_size] * self.steps
-        starts = range(0, self.steps, windows.size)
-        self._totals = [float(sum(weights[start : start + windows.size])) for start in starts]
+        starts = range(0, self.steps, window)
+        self._totals = [float(sum(weights[start : start + window])) for start in starts]
 
     def begin_step(self, weight: float) -> None:
         """Begin a step; ``weight`` is the weight of this rank's batch, if it has one."""
-        index, size, step, lockstep = self.begun, self._windows.size, self._channel.step, self._lockstep
+        index, size, step, lockstep = self.begun, self._window, self._channel.step, self._lockstep
         lockstep.progress.steps += 1
         if self._guard.timeout is not None:
             lockstep.wait_for_all(f"reached step {lockstep.progress.steps} of join.iterate")
@@ -602,8 +583,8 @@ class StepCounts:
     def call(self, weights: Sequence[float]) -> None:
         """Start a roll call, in which this rank announces batches with these ``weights``."""
         number, before, self._issued = len(weights), self._issued, self._channel.collective.issued()
-        if self._windows.weighs:
-            number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self._count_bits
+        if self._options.weigh is not None:
+            number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self.size.bit_length()
         number = number << _ISSUED_BITS | self._issued - before & (1 << _ISSUED_BITS) - 1
         with profiled("roll call"):
             self._roll_call.call(number)

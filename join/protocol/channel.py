@@ -539,7 +539,9 @@ class Lockstep:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._guard = channel, channel.guard
+        self.channel = channel
+        """The channel of the process group."""
+        self._guard = channel.guard
         self.progress = LoopProgress(channel.collective, channel.loops)
         """The progress of this rank in the loop."""
         self.leave: Callable[[], None] | None = None
@@ -563,7 +565,7 @@ class Lockstep:
             member: The announcing member that issues the burst.
             index: The index of the member in the roster.
         """
-        step, headers = self._channel.step, self._channel.headers
+        step, headers = self.channel.step, self.channel.headers
         if not member.interjects:
             self.progress.bursts, self.progress.last_member = self.progress.bursts + 1, member
         if self._guard.timeout is not None:
@@ -584,7 +586,7 @@ class Lockstep:
 
     def end_step(self) -> None:
         """End a step, after running a backward that this rank has skipped and the other ranks wait in."""
-        self._channel.prepare()
+        self.channel.prepare()
         progress = self.progress
         progress.ended_steps, progress.bursts_in_ended_steps = progress.steps, progress.bursts
 
@@ -607,12 +609,12 @@ class Lockstep:
             leave: The function that leaves the loop; called before anything else is announced.
         """
         self.leave = leave
-        self._channel.is_in_loop_body = self._channel.step.shadowing = False
+        self.channel.is_in_loop_body = self.channel.step.shadowing = False
 
     def return_to_body(self) -> None:
         """Return to the step that this rank left by ``break``, to leave the loop with all ranks or to fail in it."""
         self.leave = None
-        self._channel.is_in_loop_body, self._channel.step.shadowing = True, not self._channel.step.has_data
+        self.channel.is_in_loop_body, self.channel.step.shadowing = True, not self.channel.step.has_data
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop in the same place before its end.

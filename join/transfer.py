@@ -12,8 +12,8 @@ message, or several of 64 MiB each. All state that is copied at the end of an un
     if one cannot: all-gather of reasons; all raise  the same
     tensors: one broadcast for each message          the same, into its own tensors if these fit
 
-A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), there is
-one all-gather of skeletons and another one of tensors.
+A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), trees are
+pickled together with copies of their tensors.
 """
 
 from __future__ import annotations
@@ -114,18 +114,17 @@ class _Parcel:
         in_place = is_source or not (aside or id(first) in self._kept)
         if len(self.tensors) == 1 and first.is_contiguous() and in_place:
             return collective.broadcast(as_bytes(first), source).wait
-        flat = self.flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
+        flat = self._flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
         work = collective.broadcast(flat, source)
-        return work.wait if is_source else lambda: (work.wait(), self.unpack(flat))
+        return work.wait if is_source else lambda: (work.wait(), self._unpack(flat))
 
-    def flat(self) -> torch.Tensor:
+    def _flat(self) -> torch.Tensor:
         """Return the bytes of all tensors in one tensor."""
-        parts = [as_bytes(tensor.detach().contiguous()) for tensor in self.tensors]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in self.tensors])
 
     @torch.no_grad()
-    def unpack(self, flat: torch.Tensor) -> None:
-        """Copy the bytes that :meth:`flat` made into the tensors."""
+    def _unpack(self, flat: torch.Tensor) -> None:
+        """Copy the bytes that :meth:`_flat` made into the tensors."""
         parts = cast("Sequence[torch.Tensor]", flat.split(self._sizes))
         for tensor, part in zip(self.tensors, parts, strict=True):
             if id(tensor) not in self._kept:
@@ -357,17 +356,6 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
     Raises:
         RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
     """
-    tensors: list[torch.Tensor] = []
-    skeleton = _skeleton_of(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, tree), tensors)
-    skeletons = collective.all_gather_object(skeleton)
-    received = collective.all_gather_uneven(_in_one(tensors).flat())
-    trees: list[Any] = []
-    for skeleton, data in zip(skeletons, received, strict=True):
-        inbox = Inbox(skeleton)
-        trees.append(inbox.fill(skeleton))
-        _in_one([inbox.tensors[number] for number in sorted(inbox.tensors)]).unpack(data)
-    return trees
-
-
-def _in_one(tensors: Tensors) -> _Parcel:
-    return _Parcel([tensors[number] for numbers in _plan(tensors) for number in numbers])
+    # A tensor is pickled with all of its storage, so each one is sent as a copy.
+    copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), tree)
+    return collective.all_gather_object(copied)

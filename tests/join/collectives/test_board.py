@@ -12,9 +12,9 @@ import torch.distributed as dist
 from join.collectives import Collective, SingleCollective, collective_of, run_threads
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import SharedBoard
-from join.collectives.timeouts import using
 from join.failure.peers import Peers, Watch
 from tests.pool import Pool
+from tests.shorter import using
 
 RANKS = 3
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from join.collectives.board import Note, Progress, StoreBoard
-from join.collectives.timeouts import using
 from join.failure.peers import Watch
+from tests.shorter import using
 
 SECONDS = 10.0  # for what comes at once, on a slow machine, too
 

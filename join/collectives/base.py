@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from fractions import Fraction
 from functools import reduce
+from itertools import count
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -244,8 +245,6 @@ class Collective(ABC):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter in the store and return its new value."""
 
-    _blocks = 0
-
     @property
     def agreed(self) -> dict[int, Any]:
         """Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments (``join.block``).
@@ -259,8 +258,7 @@ class Collective(ABC):
 
         Ranks enter blocks in one order, so it is equal on all ranks.
         """
-        self._blocks += 1
-        return self._blocks
+        return next(vars(self).setdefault("_blocks", count(1)))
 
     def companion(self) -> Collective:
         """Return a second collective of the same ranks, whose operations do not mix with the operations of this one.
@@ -470,7 +468,9 @@ class Collective(ABC):
         self._rank, self._world_size, self.is_set_up = rank, world_size, True
 
     def _check_is_set_up(self) -> None:
-        """Raise a ``RuntimeError`` if the ranks have to be connected and are not."""
+        """Raise a ``RuntimeError`` if the ranks are not connected. A single rank that needs no setup overrides this."""
+        if not self.is_set_up:
+            raise RuntimeError(f"{type(self).__name__} is not set up. Call setup(rank, world_size) first. [J042]")
 
     @final
     def _check_source(self, source: int) -> None:

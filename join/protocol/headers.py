@@ -276,7 +276,7 @@ class LastHeader:
         header: The summed header, once it is read.
         is_applied: Whether the header is applied, or needs no action.
         knows_leader: Whether the leader as of its burst is known.
-        waiting: The functions to call with that leader, once it is known.
+        leader: That leader, once the header is applied.
     """
 
     number: int = 0
@@ -287,7 +287,7 @@ class LastHeader:
     header: Header | None = None
     is_applied: bool = True
     knows_leader: bool = True
-    waiting: list[Callable[[int], None]] = field(default_factory=list[Callable[[int], None]])
+    leader: int = 0
 
 
 class Foresight:
@@ -447,7 +447,7 @@ class Headers:
         if self.roster.tracks_leader:
             self.leader = leader
         total = code.ones[LEADER] + self._world_size * (code.ones[ACTIVE] + code.ones[code.offsets[index]])
-        member.announced_in = self.last = LastHeader(member=member, header=code.unpack(total))
+        member.announced_in = self.last = LastHeader(member=member, header=code.unpack(total), leader=self.leader)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -577,8 +577,7 @@ class Headers:
         last.before = None
         if not (last.knows_leader or header.leader_alive):
             self.find_leader(last)
-        for use in last.waiting:
-            use(self.leader)
+        last.leader = self.leader
 
     def find_leader(self, last: LastHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
@@ -598,17 +597,6 @@ class Headers:
                     self._collective.all_reduce(vote, "min").wait()
                 self.leader = int(vote.item())
         return self.leader
-
-    def when_leader_is_known(self, use: Callable[[int], None]) -> None:
-        """Call a function with the leader as of the burst of the last header, once the leader is known.
-
-        Args:
-            use: The function. It is called at once if the header is applied, and otherwise when it is applied.
-        """
-        if self.last.is_applied:
-            use(self.leader)
-        else:
-            self.last.waiting.append(use)
 
     def raise_diverged(self, last: LastHeader) -> NoReturn:
         """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""

@@ -116,14 +116,14 @@ class _Parcel:
             return collective.broadcast(as_bytes(first), source).wait
         flat = self._flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
         work = collective.broadcast(flat, source)
-        return work.wait if is_source else lambda: (work.wait(), self._unpack(flat))
+        return work.wait if is_source else lambda: (work.wait(), self.unpack(flat))
 
     def _flat(self) -> torch.Tensor:
         """Return the bytes of all tensors in one tensor."""
         return torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in self.tensors])
 
     @torch.no_grad()
-    def _unpack(self, flat: torch.Tensor) -> None:
+    def unpack(self, flat: torch.Tensor) -> None:
         """Copy the bytes that :meth:`_flat` made into the tensors."""
         parts = cast("Sequence[torch.Tensor]", flat.split(self._sizes))
         for tensor, part in zip(self.tensors, parts, strict=True):

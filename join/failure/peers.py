@@ -86,9 +86,9 @@ class _Starter(threading.Thread):
     def run(self) -> None:
         while True:
             time.sleep(timeouts().look)
-            for watch in list(self.waiting):
-                with suppress(RuntimeError):  # the interpreter is being shut down
-                    watch.start()
+            while self.waiting:  # without a variable for the watch, which would keep its process group alive
+                with suppress(KeyError, RuntimeError):  # it has just ended, or the interpreter is being shut down
+                    self.waiting.pop().start()
 
 
 _starters: list[_Starter] = []

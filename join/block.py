@@ -36,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 from join.agreement import Values, check_same, digest, digest_of, raise_difference, start_check, values_of
@@ -118,10 +117,6 @@ class _End(NamedTuple):
 
 
 _END = struct.Struct("<?4q")
-
-
-def _report_of(rows: Sequence[bytes], even: bool) -> JoinReport:
-    return JoinReport(tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), even)
 
 
 class OpenBlock:
@@ -293,7 +288,9 @@ class OpenBlock:
             self.channel.synchronise_own(own, joinables, headers.leader)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
-        return partial(_report_of, rows, outcome.even)
+        return lambda: JoinReport(
+            tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), outcome.even
+        )
 
     def _row(self, out_of_data_at: float) -> RankReport:
         """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""

@@ -175,12 +175,9 @@ class Iteration:
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
-        if not self.running:
+        if not self.running or self._counts.begun < self._counts.steps:
             return False
-        counts = self._counts
-        if counts.begun < counts.steps:
-            return False
-        return counts.is_last(f"asked in step {self._step} whether it is the last")
+        return self._counts.is_last(f"asked in step {self._step} whether it is the last")
 
     def __len__(self) -> int:
         if self._phase is _Phase.NEW:

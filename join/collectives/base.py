@@ -521,7 +521,7 @@ class GroupLine(Line):
 
     @override
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest, fold)
+        return _GroupRollCall(self, largest, fold)
 
     @override
     def gather(self, data: bytes) -> Gather:
@@ -561,27 +561,21 @@ class _GroupFloatSum:
 
 
 class _GroupRollCall(Generic[V]):
-    """Roll call in which each call is one sum. Each rank fills bits of its own.
+    """Roll call in which each call gathers the bytes of the answers."""
 
-    With 31 ranks and answers up to 3, the sum has 62 bits.
-    """
-
-    def __init__(self, line: Line, rank: int, world_size: int, largest: int, fold: Fold[V]) -> None:
-        self._fold, self._answers = fold, list[int]()
+    def __init__(self, line: Line, largest: int, fold: Fold[V]) -> None:
+        self._line, self._fold, self._rows = line, fold, list[bytes]()
         self._result: V
-        self._line, self._size, self._world_size = line, largest.bit_length(), world_size
-        self._shift, self._bits = rank * self._size, world_size * self._size
-        self.nbytes = 0
+        self.nbytes = -(-largest.bit_length() // 8)
 
     def call(self, number: int, /) -> None:
-        self._sum = self._line.sum(number << self._shift, self._bits)
-        self.wait, self.is_completed, self.nbytes = self._sum.wait, self._sum.is_completed, self._sum.nbytes
+        self._gather = self._line.gather(number.to_bytes(self.nbytes, "little"))
+        self.wait, self.is_completed = self._gather.wait, self._gather.is_completed
 
     def result(self) -> V:
-        total, mask = self._sum.total(), (1 << self._size) - 1
-        answers = [total >> self._size * rank & mask for rank in range(self._world_size)]
-        if answers != self._answers:
-            self._answers, self._result = answers, folded(self._fold, answers)
+        rows = self._gather.rows()
+        if rows != self._rows:
+            self._rows, self._result = rows, folded(self._fold, [int.from_bytes(row, "little") for row in rows])
         return self._result
 
 

@@ -166,17 +166,13 @@ class StoreBoard(Board):
             store.set(_key_of(kind, self.rank), "")
         return store
 
-    @property
-    def _bell(self) -> str:
-        return f"board/{self.block}/bell"
-
     @override
     def ring(self) -> None:
-        self._store.set(self._bell, "")
+        self._store.set(_key_of("bell", self.block), "")
 
     @override
     def is_rung(self) -> bool:
-        return self._store.check([self._bell])
+        return self._store.check([_key_of("bell", self.block)])
 
     @override
     def ended(self) -> list[int]:
@@ -209,5 +205,6 @@ class StoreBoard(Board):
         return [text.removeprefix(block) for text in texts if text.startswith(block)]
 
 
-def _key_of(kind: str, rank: int) -> str:
-    return f"board/{kind}/{rank}"  # the same in all blocks, so that the number of keys stays bounded
+def _key_of(kind: str, number: int) -> str:
+    # The number of a rank, the same in all blocks, so that the number of keys stays bounded; for a bell, of the block.
+    return f"board/{kind}/{number}"

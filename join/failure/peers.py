@@ -289,10 +289,7 @@ class Peers:
     def post(self, error: BaseException) -> None:
         """Post a note that this rank fails with ``error``."""
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
-        self._post(Note(self._rank, self._rank, type(error).__name__, text))
-
-    def _post(self, note: Note) -> None:
-        self._watch.post(note, timeouts().note)
+        self._watch.post(Note(self._rank, self._rank, type(error).__name__, text), timeouts().note)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -395,7 +392,7 @@ class Peers:
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:
-            self._post(Note(self._rank, cause, kind, text))
+            self._watch.post(Note(self._rank, cause, kind, text), timeouts().note)
         return error
 
 

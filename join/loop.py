@@ -53,6 +53,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -69,6 +70,7 @@ from join.transfer import broadcast_tree
 
 T = TypeVar("T")
 _WEIGHT_BITS, _ISSUED_BITS = 64, 16
+_WEIGHT_OF = itemgetter(1)  # of an item of ReadAhead.held
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,8 @@ class Iteration:
             if self._throw and counts.begun >= counts.fewest:
                 self._guard.raise_early_termination(exhausted=counts.own_batches <= counts.begun)
             self._step += 1
-            weights = self.ahead.weights
-            counts.begin_step(weights[0] if weights else 0.0)  # from here on, an error belongs to this step
+            held = self.ahead.held
+            counts.begin_step(held[0][1] if held else 0.0)  # from here on, an error belongs to this step
         except Exception:  # not an interrupt, which only this rank gets: it is handled at the end of the block
             self._release()
             raise
@@ -239,7 +241,7 @@ class Iteration:
 
     def _next_batch(self) -> Any:
         batch = self.ahead.take()
-        may_be_last = self.ahead.ended and not self.ahead.batches
+        may_be_last = self.ahead.ended and not self.ahead.held
         counts = self._counts
         # Dummies may follow in this round even if the loader has more batches.
         dummies_follow = counts.own_batches == counts.begun < counts.steps
@@ -307,8 +309,8 @@ class Iteration:
     def _call_next_round(self) -> None:
         """Read the batches of the next round, and start the roll call that announces them."""
         ahead, held = self.ahead, self._counts.held  # held for the current round
-        ahead.read(self._counts.size - (len(ahead.batches) - held))
-        weights = list(ahead.weights)[held:]
+        ahead.read(self._counts.size - (len(ahead.held) - held))
+        weights = list(map(_WEIGHT_OF, ahead.held))[held:]
         if ahead.error is not None:
             raise ahead.error
         self._counts.call(weights)
@@ -335,7 +337,7 @@ class Iteration:
 
     def _own_template(self) -> tuple[Any, JoinError | None]:
         """Return this rank's first batch, emptied if dummies are empty; or the error to raise if that fails."""
-        first = self.ahead.batches[0]
+        first, _, _ = self.ahead.held[0]
         try:
             return emptied(first) if self._options.dummy == "empty" else first, None
         except Exception as error:
@@ -643,20 +645,17 @@ class ReadAhead:
         self._source: Iterator[Any] = iter(loader)
         self.ended = False
         """Whether the loader has no batches beyond those read."""
-        self.batches: deque[Any] = deque()
-        """Batches that were read and not yet used, the oldest first."""
-        self.weights: deque[float] = deque()
-        """Weights of these batches."""
+        self.held: deque[tuple[Any, float, Any]] = deque()
+        """Batches that were read and not yet used, the oldest first; each with its weight, and the loader's state after
+        it if the loader has one."""
         self._weigh = weigh
         self.error: BaseException | None = None
         """Exception or interrupt of the loader, which is not asked for batches again."""
         self.loop_has_ended = False
         """Whether the loop has ended on all ranks."""
         self._has_state = callable(getattr(loader, "state_dict", None))
-        self._states: deque[Any] = deque()  # the loader's states after each of these batches
         self._state_at_end: Any = None
-        if self._has_state:
-            self._state = self._copy_state()  # after the batch that was taken last
+        self._state = self._copy_state() if self._has_state else None  # after the batch that was taken last
 
     def close(self) -> None:
         """Release the loader, so that its workers can end, and keep the batches that were read."""
@@ -675,10 +674,7 @@ class ReadAhead:
                         self._state_at_end = self._copy_state()
                     return count
                 weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
-                if self._has_state:
-                    self._states.append(self._copy_state())
-                self.batches.append(batch)
-                self.weights.append(weight)
+                self.held.append((batch, weight, self._copy_state() if self._has_state else None))
             except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it
                 self.ended, self.error = True, error
                 return count
@@ -686,10 +682,8 @@ class ReadAhead:
 
     def take(self) -> Any:
         """Remove and return the next batch."""
-        self.weights.popleft()
-        if self._has_state:
-            self._state = self._states.popleft()
-        return self.batches.popleft()
+        batch, _, self._state = self.held.popleft()
+        return batch
 
     def loader_state(self) -> Any:
         """Return the loader's state as of the batch that was taken last.
@@ -706,7 +700,7 @@ class ReadAhead:
                 f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
                 " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
             )
-        is_final = self.loop_has_ended and self._state_at_end is not None and not self.batches
+        is_final = self.loop_has_ended and self._state_at_end is not None and not self.held
         state = self._state_at_end if is_final else self._state
         if isinstance(state, Exception):
             raise JoinError(
@@ -778,15 +772,15 @@ class LoopAlone:
         size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
         try:
             while True:
-                ahead.read(size + 1 - len(ahead.batches))
-                weights = list(ahead.weights)[:size]
+                ahead.read(size + 1 - len(ahead.held))
+                weights = list(map(_WEIGHT_OF, ahead.held))[:size]
                 total = sum(weights) * self._world_size
                 for place, weight in enumerate(weights, 1):
                     number += 1
                     self.step = Step(number, weight=weight, total=total, ends_window=place == len(weights))
-                    self.is_last_step = len(ahead.batches) == 1 and ahead.error is None
+                    self.is_last_step = len(ahead.held) == 1 and ahead.error is None
                     yield ahead.take()
-                if not ahead.batches:
+                if not ahead.held:
                     break
             if ahead.error is not None:
                 raise ahead.error

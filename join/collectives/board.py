@@ -81,14 +81,7 @@ class Board(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.block = 0
-
-    @final
-    def begin(self, block: int) -> None:
-        """Begin the block of this number, which is positive and equal on all ranks.
-
-        Messages of earlier blocks are ignored.
-        """
-        self.block = block
+        """Number of the open block, which is positive and equal on all ranks. Messages of other blocks are ignored."""
 
     @final
     def post(self, note: Note) -> None:

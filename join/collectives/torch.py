@@ -126,15 +126,9 @@ class TorchCollective(StoreCollective):
             RuntimeError: If the collective is not set up.
         """
         if self._group is None:
-            raise RuntimeError(
-                "TorchCollective is not set up. Call setup(rank, world_size) first, or pass a process group to its"
-                " constructor. [J047]"
-            )
+            self._check_is_set_up()
+        assert self._group is not None
         return self._group
-
-    @override
-    def _check_is_set_up(self) -> None:
-        _ = self.group
 
     @override
     def setup(self, rank: int, world_size: int) -> None:

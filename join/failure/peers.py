@@ -270,7 +270,7 @@ class Peers:
         self._begin(collective.board())
 
     def _begin(self, board: Board) -> None:
-        board.begin(self._block)
+        board.block = self._block
         self._board, self._watch = board, Watch(board, self._progress, self._abort, self._keeps_store)
         self._watch.begin()
 

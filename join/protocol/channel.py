@@ -494,10 +494,8 @@ class Channel:
         Raises:
             ProtocolError: If the module is called in another thread than the one that takes the batches.
         """
-        if self.late_use is not None:
-            self.late_use.called()
-            if self.late_use.is_ruled_out:
-                self.late_use = None
+        if self.late_use is not None and self.late_use.called():
+            self.late_use = None
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,6 @@ class Header:
     """
 
     def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
-        self.counts = counts
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements = {index: counts[offset] for index, offset in enumerate(offsets) if counts[offset]}

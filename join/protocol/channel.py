@@ -130,9 +130,8 @@ class Channel:
         Raises:
             JoinError: If the channel is closed, or followers of the last burst did not notify.
         """
-        is_first = not self.roster.scopes
         roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
-        if is_first:
+        if not self.roster.scopes:
             self.guard.begin()
         self.prepare()
         if not self.headers.last.is_applied:

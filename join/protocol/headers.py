@@ -388,11 +388,10 @@ class Headers:
         """
         started = time.monotonic()
         self.send(fields, active=active)
-        try:
-            return self._read(self.last)
-        finally:
-            if not active:
-                self.tally.idle += time.monotonic() - started
+        header = self._read(self.last)
+        if not active:
+            self.tally.idle += time.monotonic() - started
+        return header
 
     def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
         """Start the sum of a header.
@@ -504,11 +503,6 @@ class Headers:
         index = self.roster.index[id(burst)]
         last = self.roster.announcing[index].announced_in
         return (last.header or self._read(last)).flags[index]
-
-    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
-        """Wait for the last header, and return how many ranks set each flag of this burst, and how many announced."""
-        header = self.read()
-        return header.flags[self.roster.index[id(burst)]], header.active
 
     def confirm(self) -> None:
         """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.

@@ -142,7 +142,8 @@ class BufferSync(DDPBurst):
                 self._refuse_shapes("while another rank had no data")
             self._changed, self._shapes = [], self._shapes_now()
             return False
-        (changed,), active = self._channel.headers.flags_beside(self)
+        header, index = self._channel.headers.read(), self._channel.roster.index[id(self)]
+        (changed,), active = header.flags[index], header.active
         if changed != active and (changed or self._changed):
             self._refuse_shapes(f"on {changed} of {active} ranks with data")
         return changed == active

@@ -269,7 +269,7 @@ class Collective(ABC):
         return self
 
     def line(self, number: int = HEADERS) -> Line:
-        """Return the line of this number, the same object at every call.
+        """Return the line of this number. Objects of several calls continue one sequence of sums.
 
         Args:
             number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Several lines may be used at the same time: all ranks

@@ -33,7 +33,7 @@ from join.block import OpenBlock, channels, claim, join_of, release, report_fail
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Batches, Iteration, LoopAlone, Options
+from join.loop import Batches, Iteration, LoopAlone, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -457,6 +457,7 @@ class Join:
             raise JoinError(
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
+        check_loader(loader)
         block = self._block
         if block is None:  # with enable=False
             self._loop = LoopAlone(loader, options, self._collective.world_size)

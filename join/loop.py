@@ -8,7 +8,7 @@ data gets dummy batches, which weigh nothing. The file has four parts, to be rea
 - :class:`StepCounts` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
   accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights.
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
-- :class:`LoopAlone` is a loop in a block with ``enable=False``; :class:`Batches` is what ``Join.iterate`` returns.
+- :class:`LoopAlone` is a loop in a block with ``enable=False``; :class:`Batches` is the result of ``Join.iterate``.
 
 These are the collectives of a loop::
 
@@ -150,7 +150,6 @@ class Iteration:
     def __init__(
         self, channel: Channel, loader: Iterable[Any], options: Options, *, throw: bool, over_all_ranks: bool
     ) -> None:
-        check_loader(loader)
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if options.dummy == "last" and mixed:
             raise ValueError(
@@ -742,7 +741,7 @@ def duplicate(batch: Any) -> Any:
         return batch
 
 
-# -- what Join.iterate returns ----------------------------------------------------------------------------------------
+# -- the result of Join.iterate ----------------------------------------------------------------------------------------
 
 
 class LoopAlone:
@@ -758,7 +757,6 @@ class LoopAlone:
     """
 
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
-        check_loader(loader)
         self._loader, self._window, self._world_size = loader, options.window, world_size
         self.ahead = ReadAhead(loader, options.weigh)
         self.step: Step | None = None

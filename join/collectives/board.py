@@ -174,7 +174,7 @@ class StoreBoard(Board):
             self._next_beat = now + timeouts().beat
             self._beats += 1
             self._put("beat", str(self._beats))
-            beat = self._messages_of("beat", [self._watched])  # empty if that rank has not entered the block yet
+            beat = self._messages("beat", [self._watched])  # empty if that rank has not entered the block yet
             # The time is counted in beats of this rank, not in seconds, because all ranks may have been suspended.
             self._unheard = self._unheard + 1 if beat and beat == self._last_beat else 0
             self._last_beat = beat
@@ -185,12 +185,9 @@ class StoreBoard(Board):
         self._store.set(_key_of(kind, self.rank), f"{self.block} {text}")
 
     @override
-    def _messages(self, kind: Kind) -> list[str]:
-        return self._messages_of(kind, range(self.world_size))
-
-    def _messages_of(self, kind: Kind | Literal["beat"], ranks: Sequence[int]) -> list[str]:
-        """Return the messages of these ranks in this block, with two requests for any number of ranks."""
-        keys = [_key_of(kind, rank) for rank in ranks]
+    def _messages(self, kind: Kind | Literal["beat"], ranks: Sequence[int] | None = None) -> list[str]:
+        """Return the messages of these ranks, or of all, in this block, with two requests for any number of ranks."""
+        keys = [_key_of(kind, rank) for rank in (range(self.world_size) if ranks is None else ranks)]
         if not self._store.check(keys):  # some rank has not entered a block yet
             keys = [key for key in keys if self._store.check([key])]
         texts = [value.decode() for value in self._store.multi_get(keys)] if keys else []

@@ -241,7 +241,7 @@ class Roster:
 
 @dataclass
 class Tally:
-    """Counts of one rank, over all blocks of a process group.
+    """Counts of one rank, since it entered the first of the blocks that are open on a process group.
 
     Attributes:
         headers: The number of headers that it has sent.

@@ -12,8 +12,8 @@ message, or several of 64 MiB each. All state that is copied at the end of an un
     if one cannot: all-gather of reasons; all raise  the same
     tensors: one broadcast for each message          the same, into its own tensors if these fit
 
-A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), trees are
-pickled together with copies of their tensors.
+A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), there is
+one all-gather of skeletons, each with the bytes of its tensors.
 """
 
 from __future__ import annotations
@@ -356,6 +356,17 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
     Raises:
         RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
     """
-    # A tensor is pickled with all of its storage, so each one is sent as a copy.
-    copied = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), tree)
-    return collective.all_gather_object(copied)
+    tensors: list[torch.Tensor] = []
+    skeleton = _skeleton_of(tree, tensors)
+    # In one tensor of bytes, since pickle takes long for small tensors, and does not support every dtype.
+    parts = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors]
+    sent = skeleton, [len(part) for part in parts], torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+    return [_filled(*received) for received in collective.all_gather_object(sent)]
+
+
+def _filled(skeleton: Any, sizes: list[int], data: torch.Tensor) -> Any:
+    parts = cast("Sequence[torch.Tensor]", data.split(sizes))
+    # Without the clone, a part may begin at an address that its dtype does not allow.
+    return pytree.tree_map_only(
+        Slot, lambda slot: parts[slot.number].clone().view(slot.dtype).view(slot.shape), skeleton
+    )

@@ -174,16 +174,15 @@ class OpenBlock:
                     else:
                         check()
                 agreed.setdefault(self._digest, ())
-        except JoinError:
-            raise
-        except BaseException as error:  # only this rank has it, and the other ranks wait
-            channel.guard.peers.post(error)
+        except BaseException as error:
+            if not isinstance(error, JoinError):  # only this rank has it, and the other ranks wait
+                channel.guard.peers.post(error)
             raise
         if self._scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
             self._previous_limit = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
 
     def attach(self, join: Any) -> None:
-        """Attach each joinable to ``join``, the ``Join`` of this block."""
+        """Attach each joinable to ``join``, the ``Join`` of this block, and start the clocks of the report."""
         try:
             for member in self._scope.members:
                 member.joinable.attach(join)
@@ -191,9 +190,6 @@ class OpenBlock:
         except BaseException as error:
             self._fail(error)
             raise
-
-    def start(self) -> None:
-        """Start the clocks of the report, right before the user's code runs."""
         self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
         for member in self._scope.members:

@@ -559,7 +559,6 @@ class Join:
         except BaseException:
             block.undo.close()
             raise
-        block.start()
         return self
 
     def __exit__(

@@ -334,14 +334,13 @@ def copy_state(
 
 def _raise_not_copied(names: Sequence[str], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
     """Raise the error for the first object whose state some ranks cannot copy."""
-    for name, *reasons in zip(names, *reasons_of_ranks, strict=True):
-        why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
-        if why:
-            raise JoinError(
-                f"The state of {name} cannot be copied from the last rank with data to the others: {why}. Loop over"
-                " join.iterate, which copies no state. [J440]"
-            )
-    raise AssertionError("no rank has a reason")
+    rows = zip(names, *reasons_of_ranks, strict=True)
+    name, *reasons = next(row for row in rows if any(row[1:]))
+    why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise JoinError(
+        f"The state of {name} cannot be copied from the last rank with data to the others: {why}. Loop over"
+        " join.iterate, which copies no state. [J440]"
+    )
 
 
 # -- from all to all ---------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import NoReturn
 
 import torch
@@ -99,11 +100,7 @@ class HeaderCode:
     """
 
     def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
-        self.offsets: list[int] = []
-        fields = _FIXED
-        for flag_count in flag_counts:
-            self.offsets.append(fields)
-            fields += 1 + flag_count
+        *self.offsets, fields = accumulate((1 + flag_count for flag_count in flag_counts), initial=_FIXED)
         self._size = world_size.bit_length()
         self.ones = [1 << self._size * place for place in range(fields)]
         """The number to add for each counter in order to add 1 to the counter."""

@@ -117,7 +117,7 @@ class Channel:
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
         self._last_place = Progress()  # of this rank at the end of the last loop
-        self._last_data: tuple[int, bool] | None = None  # ``Lockstep.last_data`` of that loop, if it was uneven
+        self._last_burst: tuple[int, bool] | None = None  # ``Lockstep.last_burst`` of that loop, if it was uneven
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -339,12 +339,12 @@ class Channel:
         self.prepare()
         if self._outstanding and (error := self._missing_follower_error("the block ended")):
             raise error
-        last_data, headers = self._last_data, self.headers.tally.headers
+        last_burst, headers = self._last_burst, self.headers.tally.headers
         outcome = self._shadow_all()
-        if last_data is None or not outcome.even or headers > self._last_place.headers:
+        if last_burst is None or not outcome.even or headers > self._last_place.headers:
             return outcome
         # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
-        self.headers.leader, had_data = last_data
+        self.headers.leader, had_data = last_burst
         return Outcome(even=False, last=had_data, shadowed=False)
 
     def _shadow_all(self) -> Outcome:
@@ -441,9 +441,9 @@ class Channel:
         """
         loop.end_step()
         if not loop.progress.bursts:
-            loop.last_data = self.step.first_with_data, self.step.has_data
-        source, _ = loop.last_data
-        self._last_data = loop.last_data if loop.is_uneven else None
+            loop.last_burst = self.step.first_with_data, self.step.has_data
+        source, _ = loop.last_burst
+        self._last_burst = loop.last_burst if loop.is_uneven else None
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
         self.lockstep, self.is_in_loop_body, self.step = None, False, Step()
         if self.late_use is not None:
@@ -493,8 +493,10 @@ class Channel:
         Raises:
             ProtocolError: If the module is called in another thread than the one that takes the batches.
         """
-        if self.late_use is not None and self.late_use.called():
-            self.late_use = None
+        if self.late_use is not None:
+            self.late_use.called()
+            if self.late_use.is_ruled_out:
+                self.late_use = None
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 
@@ -544,7 +546,7 @@ class Lockstep:
         self.leave: Callable[[], None] | None = None
         """The function that leaves the loop together with all ranks, called before the next announcement; ``None``
         unless this rank has left the body by ``break``."""
-        self.last_data = 0, True
+        self.last_burst = 0, True
         """The lowest rank that had data in the last burst, and whether this rank had data in it. Once the loop has
         ended without a burst, this is about its last step."""
         self.is_uneven = False
@@ -567,7 +569,7 @@ class Lockstep:
             self.progress.bursts, self.progress.last_member = self.progress.bursts + 1, member
         if self._guard.timeout is not None:
             self.wait_for_all(f"announced {member.joinable.join_name} in step {step.number} of join.iterate")
-        self.last_data = step.first_with_data, step.has_data
+        self.last_burst = step.first_with_data, step.has_data
         headers.set_announced_by_all(index, step.first_with_data)
 
     def wait_for_all(self, doing: str) -> None:

@@ -129,28 +129,28 @@ class LateUse:
         self._steps = self._calls_after = 0  # steps of the loop; calls of modules since its end
         self.has_ended = False
         """Whether the loop has ended."""
+        self.is_ruled_out = False
+        """Whether no consumer reads ahead, or every batch that it has read is used."""
 
     def begin_step(self) -> None:
         """Record that the loop yields a batch, and in which thread."""
         self._steps, self._thread = self._steps + 1, threading.get_ident()
 
-    def called(self) -> bool:
+    def called(self) -> None:
         """Check the thread in which a module is called, before the call sends anything.
-
-        Returns:
-            Whether the search is over: no consumer reads ahead, or every batch that it has read is used.
 
         Raises:
             ProtocolError: If the batches are taken in another thread.
         """
         if self.has_ended:
             self._calls_after += 1
-            return self._calls_after > self._steps
-        if threading.get_ident() != self._thread:
+            self.is_ruled_out = self._calls_after > self._steps
+        elif threading.get_ident() != self._thread:
             self._refuse(
                 f"in step {self._steps} of join.iterate, in another thread than the one that takes the batches"
             )
-        return self._steps == 1
+        else:
+            self.is_ruled_out = self._steps == 1
 
     def used(self, arguments: Any) -> None:
         """Check the arguments that a module is called with.

@@ -36,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 from join.agreement import Values, check_same, digest, digest_of, raise_difference, start_check, values_of
@@ -46,7 +45,7 @@ from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
 from join.failure.peers import Peers
 from join.joinable import Joinable, JoinConfig
-from join.loop import Loops
+from join.loop import Iteration
 from join.protocol.channel import Channel, Outcome
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport, RankReport
@@ -121,10 +120,6 @@ class _End(NamedTuple):
 _END = struct.Struct("<?4q")
 
 
-def _report_of(rows: Sequence[bytes], even: bool) -> JoinReport:
-    return JoinReport(tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), even)
-
-
 class OpenBlock:
     """Block that this rank has entered and not left.
 
@@ -144,6 +139,8 @@ class OpenBlock:
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
         self._previous_limit: timedelta | None = None  # time limit of the group's operations outside the block
+        self.loop: Iteration | None = None
+        """Last loop over ``Join.iterate`` in the block, if any."""
         self.undo = ExitStack()
         """Callbacks that run when the block is left, whatever happened in it; the one added last runs first."""
         self.undo.callback(self._close_channel)
@@ -178,16 +175,15 @@ class OpenBlock:
                     else:
                         check()
                 agreed.setdefault(self._digest, ())
-        except JoinError:
-            raise
-        except BaseException as error:  # only this rank has it, and the other ranks wait
-            channel.guard.peers.post(error)
+        except BaseException as error:
+            if not isinstance(error, JoinError):  # only this rank has it, and the other ranks wait
+                channel.guard.peers.post(error)
             raise
         if self._scope.timeout is not None:  # no burst begins before all ranks have reached it, so the limit is safe
             self._previous_limit = self._collective.limit(timedelta(seconds=2 * self._scope.timeout))
 
     def attach(self, join: Any) -> None:
-        """Attach each joinable to ``join``, the ``Join`` of this block."""
+        """Attach each joinable to ``join``, the ``Join`` of this block, and start the clocks of the report."""
         try:
             for member in self._scope.members:
                 member.joinable.attach(join)
@@ -195,9 +191,6 @@ class OpenBlock:
         except BaseException as error:
             self._fail(error)
             raise
-
-    def start(self) -> None:
-        """Start the clocks of the report, right before the user's code runs."""
         self._tally = replace(self.channel.headers.tally)
         self._started = time.monotonic()
         for member in self._scope.members:
@@ -233,12 +226,11 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None, loops: Loops) -> Callable[[], JoinReport] | None:
+    def end(self, error: BaseException | None) -> Callable[[], JoinReport] | None:
         """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:
             error: The exception that the code raised, if any; the caller raises it after this call.
-            loops: The loops over ``Join.iterate`` in this block.
 
         Returns:
             A function that returns the report of all ranks; ``None`` after an error.
@@ -246,16 +238,17 @@ class OpenBlock:
         Raises:
             PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
         """
+        loop = self.loop
         if error is not None:
-            if loops.running is not None:
-                loops.running.fail(error)
+            if loop is not None and loop.running:
+                loop.fail(error)
             self._fail(error)
             return None
         try:
-            if loops.running is not None:
-                loops.running.leave()
-            out_of_data_at = time.monotonic() if loops.joined_at is None else loops.joined_at
-            return self._finish(self.channel.drain(), out_of_data_at, loops)
+            if loop is not None and loop.running:
+                loop.leave()
+            out_of_data_at = time.monotonic() if loop is None or loop.joined_at is None else loop.joined_at
+            return self._finish(self.channel.drain(), out_of_data_at)
         except BaseException as failure:
             self._fail(failure)  # other ranks may wait for this one
             raise
@@ -266,10 +259,10 @@ class OpenBlock:
         if cause is not None:
             raise cause from error
 
-    def _finish(self, outcome: Outcome, out_of_data_at: float, loops: Loops) -> Callable[[], JoinReport]:
+    def _finish(self, outcome: Outcome, out_of_data_at: float) -> Callable[[], JoinReport]:
         """Gather the report and synchronise state; called when all ranks are out of data."""
         headers, collective = self.channel.headers, self._collective
-        row = self._row(out_of_data_at, loops)
+        row = self._row(out_of_data_at)
         joinables = [member.joinable for member in self._scope.members]
         end, values = _End(outcome.last, row.headers), list[tuple[str, Mapping[str, Any]]]()
         if not outcome.shadowed:
@@ -291,9 +284,11 @@ class OpenBlock:
             self.channel.synchronise_own(own, self._scope.members, headers.leader)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
-        return partial(_report_of, rows, outcome.even)
+        return lambda: JoinReport(
+            tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), outcome.even
+        )
 
-    def _row(self, out_of_data_at: float, loops: Loops) -> RankReport:
+    def _row(self, out_of_data_at: float) -> RankReport:
         """Return this rank's row of the report; ``out_of_data_at`` is on the monotonic clock."""
         joined_at, ended_at = out_of_data_at - self._started, time.monotonic() - self._started
         spent, announcing = self.channel.headers.tally.since(self._tally), self._scope.announcing
@@ -301,7 +296,7 @@ class OpenBlock:
         busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
         steps, shadowed = sum(busiest.times), busiest.shadowed
         if not (steps or shadowed):  # no rank has announced anything in its loops, as in an evaluation
-            steps, shadowed = loops.steps
+            steps, shadowed = spent.batches, spent.dummies
         sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)
 

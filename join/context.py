@@ -33,7 +33,7 @@ from join.block import OpenBlock, channels, claim, join_of, release, report_fail
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
 from join.joinable import NothingListed
-from join.loop import Batches, Iteration, LoopAlone, Loops, Options
+from join.loop import Batches, Iteration, LoopAlone, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
@@ -132,7 +132,7 @@ class Join:
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._enable = self._enable and any(joinable.communicates for joinable in self._joinables)
-        self._loops = Loops()
+        self._loop: Iteration | LoopAlone | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Join:
     def _step(self) -> Step | None:
         """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``None``."""
         if self._block is None:  # with enable=False, or outside a block
-            return self._loops.last.step if isinstance(self._loops.last, LoopAlone) else None
+            return self._loop.step if isinstance(self._loop, LoopAlone) else None
         return self._block.channel.step if self._block.channel.is_in_loop_body else None
 
     @property
@@ -356,7 +356,7 @@ class Join:
                     optimizer.step()
                     optimizer.zero_grad()
         """
-        return self._loops.last is not None and self._loops.last.is_last_step
+        return self._loop is not None and self._loop.is_last_step
 
     @property
     def pending(self) -> list[Any]:
@@ -368,7 +368,7 @@ class Join:
                 train(batch)
             unused = join.pending  # of the ranks that still had data
         """
-        return [] if self._loops.last is None else list(self._loops.last.ahead.batches)
+        return [] if self._loop is None else [batch for batch, _, _ in self._loop.ahead.held]
 
     def loader_state(self) -> Any:
         """Return the state of the loader as of the batch that :meth:`iterate` yielded last.
@@ -392,9 +392,9 @@ class Join:
                 exception.
             TypeError: If the loader has no ``state_dict``.
         """
-        if self._loops.last is None:
+        if self._loop is None:
             raise JoinError("No loop over join.iterate has begun. Call join.loader_state() in one, or after it. [J054]")
-        return self._loops.last.ahead.loader_state()
+        return self._loop.ahead.loader_state()
 
     def iterate(
         self,
@@ -457,13 +457,17 @@ class Join:
             raise JoinError(
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
-        if self._block is None:  # with enable=False
-            return self._loops.begin(LoopAlone(loader, options, self._collective.world_size))
-        if self._loops.running is not None:
-            self._loops.running.leave(superseded=True)
-        return self._loops.begin(
-            Iteration(self._block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
-        )
+        check_loader(loader)
+        block = self._block
+        if block is None:  # with enable=False
+            self._loop = LoopAlone(loader, options, self._collective.world_size)
+        else:
+            if block.loop is not None and block.loop.running:
+                block.loop.leave(superseded=True)
+            self._loop = block.loop = Iteration(
+                block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks
+            )
+        return Batches(self._loop)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -555,7 +559,6 @@ class Join:
         except BaseException:
             block.undo.close()
             raise
-        block.start()
         return self
 
     def __exit__(
@@ -567,8 +570,8 @@ class Join:
         assert self._block is not None
         block = self._block
         try:
-            self._report = block.end(error, self._loops)
-            if error is None and self._loops.last is None and not self._objects:
+            self._report = block.end(error)
+            if error is None and self._loop is None and not self._objects:
                 warnings.warn(
                     "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch"
                     " in join.iterate(loader).",

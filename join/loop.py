@@ -8,7 +8,7 @@ data gets dummy batches, which weigh nothing. The file has four parts, to be rea
 - :class:`StepCounts` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
   accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights.
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
-- :class:`Loops` records the loops of a block; :class:`LoopAlone` is a loop in a block with ``enable=False``.
+- :class:`LoopAlone` is a loop in a block with ``enable=False``; :class:`Batches` is the result of ``Join.iterate``.
 
 These are the collectives of a loop::
 
@@ -40,7 +40,7 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
 
 This begins with the next announcement, or at the end of the block, because a generator cannot raise an exception when
 it is dropped. ``Lockstep.leave`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``), waits
-for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Lockstep.end``).
+for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -69,6 +70,7 @@ from join.transfer import broadcast_tree
 
 T = TypeVar("T")
 _WEIGHT_BITS, _ISSUED_BITS = 64, 16
+_WEIGHT_OF = itemgetter(1)  # of an item of ReadAhead.held
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,6 @@ class Iteration:
     def __init__(
         self, channel: Channel, loader: Iterable[Any], options: Options, *, throw: bool, over_all_ranks: bool
     ) -> None:
-        check_loader(loader)
         mixed = [burst.mixes_ranks for _, burst in channel.roster.bursts if burst.mixes_ranks]
         if options.dummy == "last" and mixed:
             raise ValueError(
@@ -164,7 +165,6 @@ class Iteration:
         self._template: Any = None  # the batch that dummies are made of
         self._length: int | None = None  # the number of steps, once the loop has begun, if all loaders have a length
         self._step = 0  # counted from the beginning of the loop
-        self._dummies = 0  # the number of these steps that were on a dummy
         self.joined_at: float | None = None
         """Time of this rank's first step without data, on the monotonic clock."""
 
@@ -174,19 +174,11 @@ class Iteration:
         return self._phase is _Phase.RUNNING
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Numbers of steps that this rank has begun with a batch and with a dummy."""
-        return self._step - self._dummies, self._dummies
-
-    @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
-        if not self.running:
+        if not self.running or self._counts.begun < self._counts.steps:
             return False
-        counts = self._counts
-        if counts.begun < counts.steps:
-            return False
-        return counts.is_last(f"asked in step {self._step} whether it is the last")
+        return self._counts.is_last(f"asked in step {self._step} whether it is the last")
 
     def __len__(self) -> int:
         if self._phase is _Phase.NEW:
@@ -239,8 +231,8 @@ class Iteration:
             if self._throw and counts.begun >= counts.fewest:
                 self._guard.raise_early_termination(exhausted=counts.own_batches <= counts.begun)
             self._step += 1
-            weights = self.ahead.weights
-            counts.begin_step(weights[0] if weights else 0.0)  # from here on, an error belongs to this step
+            held = self.ahead.held
+            counts.begin_step(held[0][1] if held else 0.0)  # from here on, an error belongs to this step
         except Exception:  # not an interrupt, which only this rank gets: it is handled at the end of the block
             self._release()
             raise
@@ -248,13 +240,14 @@ class Iteration:
 
     def _next_batch(self) -> Any:
         batch = self.ahead.take()
-        may_be_last = self.ahead.ended and not self.ahead.batches
+        may_be_last = self.ahead.ended and not self.ahead.held
         counts = self._counts
         # Dummies may follow in this round even if the loader has more batches.
         dummies_follow = counts.own_batches == counts.begun < counts.steps
         if may_be_last or dummies_follow:  # dummies are made of this batch as it was before the loop body
             self._template = duplicate(batch)
         self._channel.step.batch = StepBatch.LAST if may_be_last else StepBatch.DATA
+        self._channel.headers.tally.batches += 1
         return batch
 
     def _make_dummy(self) -> Any:
@@ -262,7 +255,7 @@ class Iteration:
             self.joined_at = time.monotonic()
             if self._options.dummy == "empty":
                 self._template = emptied(self._template)
-        self._dummies += 1
+        self._channel.headers.tally.dummies += 1
         self._channel.step.batch = StepBatch.EMPTY if self._options.dummy == "empty" else StepBatch.DUMMY
         with profiled("dummy"):
             dummy = duplicate(self._template)
@@ -274,9 +267,8 @@ class Iteration:
     def _begin(self) -> None:
         """Begin the loop and its first round, with all ranks."""
         channel, options = self._channel, self._options
-        self._lockstep = channel.begin_loop()
+        lockstep = self._lockstep = channel.begin_loop()
         self._phase = _Phase.RUNNING
-        until_first = options.until == "first"
         try:
             lengths = check_same(
                 channel.collective, "join.iterate", options.to_compare(), self._guard.wait, self._own_length
@@ -284,15 +276,14 @@ class Iteration:
         except ProtocolError as error:
             self._guard.raise_on_all(error)
         window = self._read_all() if options.window == "all" else options.window
-        windows = Windows(window, options.fill_window, options.weigh is not None, self._over_all_ranks)
         if lengths is not None:
-            self._length = lengths[0] if until_first or self._throw else lengths[1]
+            self._length = lengths[0] if options.until == "first" or self._throw else lengths[1]
             if options.fill_window:
                 self._length = -(-self._length // window) * window
-        size = -(-options.lookahead // window) * window
-        counts = self._counts = StepCounts(
-            channel, self._lockstep, size, windows, until_first=until_first and not self._throw
-        )
+        over_all_ranks = self._over_all_ranks and options.weigh is None
+        if self._throw:  # which ends the loop earlier, with an error
+            options = replace(options, until="all")
+        counts = self._counts = StepCounts(lockstep, options, window, over_all_ranks=over_all_ranks)
         channel.scaling.begin_loop(self._reason_to_scale())
         self._call_next_round()
         counts.begin_round("reached step 1 of join.iterate")
@@ -318,8 +309,8 @@ class Iteration:
     def _call_next_round(self) -> None:
         """Read the batches of the next round, and start the roll call that announces them."""
         ahead, held = self.ahead, self._counts.held  # held for the current round
-        ahead.read(self._counts.size - (len(ahead.batches) - held))
-        weights = list(ahead.weights)[held:]
+        ahead.read(self._counts.size - (len(ahead.held) - held))
+        weights = list(map(_WEIGHT_OF, ahead.held))[held:]
         if ahead.error is not None:
             raise ahead.error
         self._counts.call(weights)
@@ -346,7 +337,7 @@ class Iteration:
 
     def _own_template(self) -> tuple[Any, JoinError | None]:
         """Return this rank's first batch, emptied if dummies are empty; or the error to raise if that fails."""
-        first = self.ahead.batches[0]
+        first, _, _ = self.ahead.held[0]
         try:
             return emptied(first) if self._options.dummy == "empty" else first, None
         except Exception as error:
@@ -361,7 +352,7 @@ class Iteration:
         """End the loop with a last roll call. No rank has a batch left; under ``until="first"``, one has none."""
         self._counts.call(())
         self._counts.begin_round("reached the end of join.iterate")
-        self._lockstep.end()
+        self._channel.end_loop(self._lockstep)
         self._phase, self.ahead.loop_has_ended = _Phase.OVER, True
         self._release()
 
@@ -396,7 +387,7 @@ class Iteration:
                     self._end()
                     return
             lockstep.agree_to_leave()
-            lockstep.end()
+            self._channel.end_loop(lockstep)
         finally:
             self._release()
 
@@ -430,24 +421,6 @@ def check_loader(loader: Any) -> None:
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Accumulation windows of a loop: their size, and the weights that their gradients are divided by.
-
-    Attributes:
-        size: The number of steps whose gradients one optimizer step averages.
-        fills: Whether a window that is not full is filled with dummies on all ranks.
-        weighs: Whether a function weighs the batches. Otherwise each batch weighs 1.
-        over_all_ranks: Whether a rank without data counts as if it had a batch of weight 1. It has no effect if a
-            function weighs the batches.
-    """
-
-    size: int
-    fills: bool
-    weighs: bool
-    over_all_ranks: bool
 
 
 class Share(NamedTuple):
@@ -514,19 +487,18 @@ class StepCounts:
     """Rounds of one loop, and the roll calls of its ranks.
 
     Args:
-        channel: The protocol of the block's process group.
         lockstep: The loop, which all ranks have begun.
-        size: The largest number of batches that a rank may have for a round; a multiple of the window size.
-        windows: The accumulation windows of the loop.
-        until_first: Whether the loop, and so its last round, ends when the first rank is out of data.
+        options: The arguments of ``Join.iterate``.
+        window: The number of steps of an accumulation window.
+        over_all_ranks: Whether a rank without data counts as if it had a batch of weight 1.
     """
 
-    def __init__(self, channel: Channel, lockstep: Lockstep, size: int, windows: Windows, *, until_first: bool) -> None:
-        self._lockstep, self._windows, self._until_first = lockstep, windows, until_first
-        self._channel, self._guard, self._tally = channel, channel.guard, channel.headers.tally
-        self._world_size, self._count_bits = channel.collective.world_size, size.bit_length()
-        self.size = size
-        """Largest number of batches that a rank may have for a round, which are read ahead for it."""
+    def __init__(self, lockstep: Lockstep, options: Options, window: int, *, over_all_ranks: bool) -> None:
+        self._lockstep, self._options, self._window, self._over_all_ranks = lockstep, options, window, over_all_ranks
+        self._channel = channel = lockstep.channel
+        self._guard, self._tally, self._world_size = channel.guard, channel.headers.tally, channel.collective.world_size
+        self.size = -(-options.lookahead // window) * window
+        """Largest number of batches that a rank may have for a round, which are read ahead for it: whole windows."""
         self._answers = Answers()  # of all ranks, for this round
         self._shares: Sequence[Share] = ()  # those of its steps that are made
         self._called = 0  # the number of batches that this rank announced for the next round
@@ -541,8 +513,9 @@ class StepCounts:
         self._totals: list[float] = []  # for each window: the sum of the weights of its batches
         self._is_calling = False  # whether a call was started and not read
         self._issued = channel.collective.issued()  # at the last call
-        bits = _ISSUED_BITS + self._count_bits + (_WEIGHT_BITS * size if windows.weighs else 0)
-        self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, Shares(self._count_bits, windows.weighs))
+        fold = Shares(self.size.bit_length(), options.weigh is not None)
+        bits = _ISSUED_BITS + fold.count_bits + (_WEIGHT_BITS * self.size if fold.weighs else 0)
+        self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, fold)
 
     def begin_round(self, doing: str) -> None:
         """Wait for the current roll call, and begin the next round, which is empty if no roll call was started.
@@ -582,26 +555,27 @@ class StepCounts:
 
     def _steps_to_make(self, answers: Answers) -> Sequence[Share]:
         """Return the shares of the steps to make: under ``until="first"``, only steps where all ranks have a batch."""
-        shares = answers.shares
-        return [share for share in shares if share.ranks == self._world_size] if self._until_first else shares
+        if self._options.until == "all":
+            return answers.shares
+        return [share for share in answers.shares if share.ranks == self._world_size]
 
     def _plan_round(self) -> None:
         """Compute the number of steps of the round, and the total weight of each of its windows."""
-        windows, shares = self._windows, self._steps_to_make(self._answers)
+        window, shares = self._window, self._steps_to_make(self._answers)
         self._shares, self.steps = shares, len(shares)
-        if windows.fills:
-            self.steps = -(-self.steps // windows.size) * windows.size
+        if self._options.fill_window:
+            self.steps = -(-self.steps // window) * window
         weights = [share.weight for share in shares]
-        if windows.over_all_ranks and not windows.weighs:
+        if self._over_all_ranks:
             weights = [self._world_size] * self.steps
-        starts = range(0, self.steps, windows.size)
-        self._totals = [float(sum(weights[start : start + windows.size])) for start in starts]
+        starts = range(0, self.steps, window)
+        self._totals = [float(sum(weights[start : start + window])) for start in starts]
 
     def begin_step(self, weight: float) -> None:
         """Begin a step; ``weight`` is the weight of this rank's batch, if it has one."""
-        index, size, step, lockstep = self.begun, self._windows.size, self._channel.step, self._lockstep
+        index, size, step, lockstep = self.begun, self._window, self._channel.step, self._lockstep
         lockstep.progress.steps += 1
-        if lockstep.barrier is not None:
+        if self._guard.timeout is not None:
             lockstep.wait_for_all(f"reached step {lockstep.progress.steps} of join.iterate")
         if self._guard.closed:
             self._guard.raise_closed()
@@ -624,8 +598,8 @@ class StepCounts:
     def call(self, weights: Sequence[float]) -> None:
         """Start a roll call, in which this rank announces batches with these ``weights``."""
         number, before, self._issued = len(weights), self._issued, self._channel.collective.issued()
-        if self._windows.weighs:
-            number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self._count_bits
+        if self._options.weigh is not None:
+            number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self.size.bit_length()
         number = number << _ISSUED_BITS | self._issued - before & (1 << _ISSUED_BITS) - 1
         with profiled("roll call"):
             self._roll_call.call(number)
@@ -666,20 +640,17 @@ class ReadAhead:
         self._source: Iterator[Any] = iter(loader)
         self.ended = False
         """Whether the loader has no batches beyond those read."""
-        self.batches: deque[Any] = deque()
-        """Batches that were read and not yet used, the oldest first."""
-        self.weights: deque[float] = deque()
-        """Weights of these batches."""
+        self.held: deque[tuple[Any, float, Any]] = deque()
+        """Batches that were read and not yet used, the oldest first; each with its weight, and the loader's state after
+        it if the loader has one."""
         self._weigh = weigh
         self.error: BaseException | None = None
         """Exception or interrupt of the loader, which is not asked for batches again."""
         self.loop_has_ended = False
         """Whether the loop has ended on all ranks."""
         self._has_state = callable(getattr(loader, "state_dict", None))
-        self._states: deque[Any] = deque()  # the loader's states after each of these batches
         self._state_at_end: Any = None
-        if self._has_state:
-            self._state = self._copy_state()  # after the batch that was taken last
+        self._state = self._copy_state() if self._has_state else None  # after the batch that was taken last
 
     def close(self) -> None:
         """Release the loader, so that its workers can end, and keep the batches that were read."""
@@ -698,10 +669,7 @@ class ReadAhead:
                         self._state_at_end = self._copy_state()
                     return count
                 weight = 1.0 if self._weigh is None else checked_weight(self._weigh(batch), "weigh(batch)")
-                if self._has_state:
-                    self._states.append(self._copy_state())
-                self.batches.append(batch)
-                self.weights.append(weight)
+                self.held.append((batch, weight, self._copy_state() if self._has_state else None))
             except BaseException as error:  # even Ctrl-C, which usually arrives here, so that other ranks get it
                 self.ended, self.error = True, error
                 return count
@@ -709,10 +677,8 @@ class ReadAhead:
 
     def take(self) -> Any:
         """Remove and return the next batch."""
-        self.weights.popleft()
-        if self._has_state:
-            self._state = self._states.popleft()
-        return self.batches.popleft()
+        batch, _, self._state = self.held.popleft()
+        return batch
 
     def loader_state(self) -> Any:
         """Return the loader's state as of the batch that was taken last.
@@ -729,7 +695,7 @@ class ReadAhead:
                 f"join.loader_state() needs a loader with state_dict and load_state_dict, but {self._name} has no"
                 " state_dict. Use torchdata's StatefulDataLoader, or count the batches in your loop. [J075]"
             )
-        is_final = self.loop_has_ended and self._state_at_end is not None and not self.batches
+        is_final = self.loop_has_ended and self._state_at_end is not None and not self.held
         state = self._state_at_end if is_final else self._state
         if isinstance(state, Exception):
             raise JoinError(
@@ -771,7 +737,7 @@ def duplicate(batch: Any) -> Any:
         return batch
 
 
-# -- the loops of a block ---------------------------------------------------------------------------------------------
+# -- the result of Join.iterate ----------------------------------------------------------------------------------------
 
 
 class LoopAlone:
@@ -787,7 +753,6 @@ class LoopAlone:
     """
 
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
-        check_loader(loader)
         self._loader, self._window, self._world_size = loader, options.window, world_size
         self.ahead = ReadAhead(loader, options.weigh)
         self.step: Step | None = None
@@ -801,15 +766,15 @@ class LoopAlone:
         size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
         try:
             while True:
-                ahead.read(size + 1 - len(ahead.batches))
-                weights = list(ahead.weights)[:size]
+                ahead.read(size + 1 - len(ahead.held))
+                weights = list(map(_WEIGHT_OF, ahead.held))[:size]
                 total = sum(weights) * self._world_size
                 for place, weight in enumerate(weights, 1):
                     number += 1
                     self.step = Step(number, weight=weight, total=total, ends_window=place == len(weights))
-                    self.is_last_step = len(ahead.batches) == 1 and ahead.error is None
+                    self.is_last_step = len(ahead.held) == 1 and ahead.error is None
                     yield ahead.take()
-                if not ahead.batches:
+                if not ahead.held:
                     break
             if ahead.error is not None:
                 raise ahead.error
@@ -836,34 +801,3 @@ class Batches(Iterable[T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._loop)
-
-
-class Loops:
-    """Last loop of a block, and the steps of all its loops."""
-
-    def __init__(self) -> None:
-        self.last: Iteration | LoopAlone | None = None
-        """Loop that began last, if any."""
-        self._before = (0, 0)  # the steps of the loops before it
-
-    def begin(self, loop: Iteration | LoopAlone) -> Batches[Any]:
-        """Begin another loop, and return its batches."""
-        self._before, self.last = self.steps, loop
-        return Batches(loop)
-
-    @property
-    def running(self) -> Iteration | None:
-        """Loop that has begun on all ranks and not ended."""
-        last = self.last
-        return last if isinstance(last, Iteration) and last.running else None
-
-    @property
-    def joined_at(self) -> float | None:
-        """Time of this rank's first step without data in the last loop, on the monotonic clock."""
-        return self.last.joined_at if isinstance(self.last, Iteration) else None
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Numbers of steps that this rank has begun with a batch and with a dummy, in all loops."""
-        (batches, dummies), last = self._before, self.last
-        return (batches + last.steps[0], dummies + last.steps[1]) if isinstance(last, Iteration) else self._before

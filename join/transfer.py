@@ -13,7 +13,7 @@ message, or several of 64 MiB each. All state that is copied at the end of an un
     tensors: one broadcast for each message          the same, into its own tensors if these fit
 
 A single tree is sent in the same way, without the all-reduce. From all ranks to all (:func:`gather_trees`), there is
-one all-gather of skeletons and another one of tensors.
+one all-gather of skeletons, each with the bytes of its tensors.
 """
 
 from __future__ import annotations
@@ -114,18 +114,17 @@ class _Parcel:
         in_place = is_source or not (aside or id(first) in self._kept)
         if len(self.tensors) == 1 and first.is_contiguous() and in_place:
             return collective.broadcast(as_bytes(first), source).wait
-        flat = self.flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
+        flat = self._flat() if is_source else torch.empty(self.nbytes, dtype=torch.uint8, device=first.device)
         work = collective.broadcast(flat, source)
         return work.wait if is_source else lambda: (work.wait(), self.unpack(flat))
 
-    def flat(self) -> torch.Tensor:
+    def _flat(self) -> torch.Tensor:
         """Return the bytes of all tensors in one tensor."""
-        parts = [as_bytes(tensor.detach().contiguous()) for tensor in self.tensors]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in self.tensors])
 
     @torch.no_grad()
     def unpack(self, flat: torch.Tensor) -> None:
-        """Copy the bytes that :meth:`flat` made into the tensors."""
+        """Copy the bytes that :meth:`_flat` made into the tensors."""
         parts = cast("Sequence[torch.Tensor]", flat.split(self._sizes))
         for tensor, part in zip(self.tensors, parts, strict=True):
             if id(tensor) not in self._kept:
@@ -336,14 +335,13 @@ def copy_state(
 
 def _raise_not_copied(names: Sequence[object], reasons_of_ranks: Sequence[Sequence[str]]) -> NoReturn:
     """Raise the error for the first object whose state some ranks cannot copy."""
-    for name, *reasons in zip(names, *reasons_of_ranks, strict=True):
-        why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
-        if why:
-            raise JoinError(
-                f"The state of {name} cannot be copied from the last rank with data to the others: {why}. Loop over"
-                " join.iterate, which copies no state. [J440]"
-            )
-    raise AssertionError("no rank has a reason")
+    rows = zip(names, *reasons_of_ranks, strict=True)
+    name, *reasons = next(row for row in rows if any(row[1:]))
+    why = "; ".join(f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise JoinError(
+        f"The state of {name} cannot be copied from the last rank with data to the others: {why}. Loop over"
+        " join.iterate, which copies no state. [J440]"
+    )
 
 
 # -- from all to all ---------------------------------------------------------------------------------------------------
@@ -359,16 +357,16 @@ def gather_trees(collective: Collective, tree: Any) -> list[Any]:
         RuntimeError: On every rank, if a leaf that is not a tensor cannot be pickled.
     """
     tensors: list[torch.Tensor] = []
-    skeleton = _skeleton_of(pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, tree), tensors)
-    skeletons = collective.all_gather_object(skeleton)
-    received = collective.all_gather_uneven(_in_one(tensors).flat())
-    trees: list[Any] = []
-    for skeleton, data in zip(skeletons, received, strict=True):
-        inbox = Inbox(skeleton)
-        trees.append(inbox.fill(skeleton))
-        _in_one([inbox.tensors[number] for number in sorted(inbox.tensors)]).unpack(data)
-    return trees
+    skeleton = _skeleton_of(tree, tensors)
+    # In one tensor of bytes, since pickle takes long for small tensors, and does not support every dtype.
+    parts = [as_bytes(tensor.detach().cpu().contiguous()) for tensor in tensors]
+    sent = skeleton, [len(part) for part in parts], torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
+    return [_filled(*received) for received in collective.all_gather_object(sent)]
 
 
-def _in_one(tensors: Tensors) -> _Parcel:
-    return _Parcel([tensors[number] for numbers in _plan(tensors) for number in numbers])
+def _filled(skeleton: Any, sizes: list[int], data: torch.Tensor) -> Any:
+    parts = cast("Sequence[torch.Tensor]", data.split(sizes))
+    # Without the clone, a part may begin at an address that its dtype does not allow.
+    return pytree.tree_map_only(
+        Slot, lambda slot: parts[slot.number].clone().view(slot.dtype).view(slot.shape), skeleton
+    )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from fractions import Fraction
 from functools import reduce
+from itertools import count
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 import torch
@@ -247,8 +248,6 @@ class Collective(ABC):
     def add(self, key: str, amount: int) -> int:
         """Add to a counter in the store and return its new value."""
 
-    _blocks = 0
-
     @property
     def agreed(self) -> dict[int, Any]:
         """Results on which the ranks agreed in earlier blocks, by the digest of a block's arguments (``join.block``).
@@ -262,8 +261,7 @@ class Collective(ABC):
 
         Ranks enter blocks in one order, so it is equal on all ranks.
         """
-        self._blocks += 1
-        return self._blocks
+        return next(vars(self).setdefault("_blocks", count(1)))
 
     def companion(self) -> Collective:
         """Return a second collective of the same ranks, whose operations do not mix with the operations of this one.
@@ -274,7 +272,7 @@ class Collective(ABC):
         return self
 
     def line(self, number: int = HEADERS) -> Line:
-        """Return the line of this number, the same object at every call.
+        """Return the line of this number. Objects of several calls continue one sequence of sums.
 
         Args:
             number: ``HEADERS``, ``ROLL_CALLS`` or ``BARRIERS``. Several lines may be used at the same time: all ranks
@@ -472,7 +470,9 @@ class Collective(ABC):
         self._rank, self._world_size, self.is_set_up = rank, world_size, True
 
     def _check_is_set_up(self) -> None:
-        """Raise a ``RuntimeError`` if the ranks have to be connected and are not."""
+        """Raise a ``RuntimeError`` if the ranks are not connected. A single rank that needs no setup overrides this."""
+        if not self.is_set_up:
+            raise RuntimeError(f"{type(self).__name__} is not set up. Call setup(rank, world_size) first. [J042]")
 
     @final
     def _check_source(self, source: int) -> None:
@@ -523,7 +523,7 @@ class GroupLine(Line):
 
     @override
     def roll_call(self, largest: int, fold: Fold[V]) -> RollCall[V]:
-        return _GroupRollCall(self, self._collective.rank, self._collective.world_size, largest, fold)
+        return _GroupRollCall(self, largest, fold)
 
     @override
     def gather(self, data: bytes) -> Gather:
@@ -568,27 +568,21 @@ class _GroupFloatSum:
 
 
 class _GroupRollCall(Generic[V]):
-    """Roll call in which each call is one sum. Each rank fills bits of its own.
+    """Roll call in which each call gathers the bytes of the answers."""
 
-    With 31 ranks and answers up to 3, the sum has 62 bits.
-    """
-
-    def __init__(self, line: Line, rank: int, world_size: int, largest: int, fold: Fold[V]) -> None:
-        self._fold, self._answers = fold, list[int]()
+    def __init__(self, line: Line, largest: int, fold: Fold[V]) -> None:
+        self._line, self._fold, self._rows = line, fold, list[bytes]()
         self._result: V
-        self._line, self._size, self._world_size = line, largest.bit_length(), world_size
-        self._shift, self._bits = rank * self._size, world_size * self._size
-        self.nbytes = 0
+        self.nbytes = -(-largest.bit_length() // 8)
 
     def call(self, number: int, /) -> None:
-        self._sum = self._line.sum(number << self._shift, self._bits)
-        self.wait, self.is_completed, self.nbytes = self._sum.wait, self._sum.is_completed, self._sum.nbytes
+        self._gather = self._line.gather(number.to_bytes(self.nbytes, "little"))
+        self.wait, self.is_completed = self._gather.wait, self._gather.is_completed
 
     def result(self) -> V:
-        total, mask = self._sum.total(), (1 << self._size) - 1
-        answers = [total >> self._size * rank & mask for rank in range(self._world_size)]
-        if answers != self._answers:
-            self._answers, self._result = answers, folded(self._fold, answers)
+        rows = self._gather.rows()
+        if rows != self._rows:
+            self._rows, self._result = rows, folded(self._fold, [int.from_bytes(row, "little") for row in rows])
         return self._result
 
 

@@ -81,14 +81,7 @@ class Board(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.block = 0
-
-    @final
-    def begin(self, block: int) -> None:
-        """Begin the block of this number, which is positive and equal on all ranks.
-
-        Messages of earlier blocks are ignored.
-        """
-        self.block = block
+        """Number of the open block, which is positive and equal on all ranks. Messages of other blocks are ignored."""
 
     @final
     def post(self, note: Note) -> None:
@@ -166,17 +159,13 @@ class StoreBoard(Board):
             store.set(_key_of(kind, self.rank), "")
         return store
 
-    @property
-    def _bell(self) -> str:
-        return f"board/{self.block}/bell"
-
     @override
     def ring(self) -> None:
-        self._store.set(self._bell, "")
+        self._store.set(_key_of("bell", self.block), "")
 
     @override
     def is_rung(self) -> bool:
-        return self._store.check([self._bell])
+        return self._store.check([_key_of("bell", self.block)])
 
     @override
     def ended(self) -> list[int]:
@@ -185,7 +174,7 @@ class StoreBoard(Board):
             self._next_beat = now + timeouts().beat
             self._beats += 1
             self._put("beat", str(self._beats))
-            beat = self._messages_of("beat", [self._watched])  # empty if that rank has not entered the block yet
+            beat = self._messages("beat", [self._watched])  # empty if that rank has not entered the block yet
             # The time is counted in beats of this rank, not in seconds, because all ranks may have been suspended.
             self._unheard = self._unheard + 1 if beat and beat == self._last_beat else 0
             self._last_beat = beat
@@ -196,12 +185,9 @@ class StoreBoard(Board):
         self._store.set(_key_of(kind, self.rank), f"{self.block} {text}")
 
     @override
-    def _messages(self, kind: Kind) -> list[str]:
-        return self._messages_of(kind, range(self.world_size))
-
-    def _messages_of(self, kind: Kind | Literal["beat"], ranks: Sequence[int]) -> list[str]:
-        """Return the messages of these ranks in this block, with two requests for any number of ranks."""
-        keys = [_key_of(kind, rank) for rank in ranks]
+    def _messages(self, kind: Kind | Literal["beat"], ranks: Sequence[int] | None = None) -> list[str]:
+        """Return the messages of these ranks, or of all, in this block, with two requests for any number of ranks."""
+        keys = [_key_of(kind, rank) for rank in (range(self.world_size) if ranks is None else ranks)]
         if not self._store.check(keys):  # some rank has not entered a block yet
             keys = [key for key in keys if self._store.check([key])]
         texts = [value.decode() for value in self._store.multi_get(keys)] if keys else []
@@ -209,5 +195,6 @@ class StoreBoard(Board):
         return [text.removeprefix(block) for text in texts if text.startswith(block)]
 
 
-def _key_of(kind: str, rank: int) -> str:
-    return f"board/{kind}/{rank}"  # the same in all blocks, so that the number of keys stays bounded
+def _key_of(kind: str, number: int) -> str:
+    # The number of a rank, the same in all blocks, so that the number of keys stays bounded; for a bell, of the block.
+    return f"board/{kind}/{number}"

@@ -104,11 +104,6 @@ class HorovodCollective(StoreCollective):
             self._hvd.shutdown()
 
     @override
-    def _check_is_set_up(self) -> None:
-        if not self.is_set_up:
-            raise RuntimeError("HorovodCollective is not set up. Call setup(rank, world_size) first. [J038]")
-
-    @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_op(op)
         self._check_is_set_up()

@@ -106,11 +106,6 @@ class ThreadCollective(StoreCollective):
         self.is_set_up = False
 
     @override
-    def _check_is_set_up(self) -> None:
-        if not self.is_set_up:
-            raise RuntimeError("ThreadCollective is not set up. Call setup(rank, world_size) first. [J042]")
-
-    @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_op(op)
         reduction = _REDUCTIONS[op]

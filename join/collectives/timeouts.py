@@ -5,9 +5,7 @@ No time limit has an effect while no rank fails. The user's time limit, ``Join(.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -43,20 +41,9 @@ class Timeouts:
     term: float = 5.0
 
 
-_current = Timeouts()
+_current = Timeouts()  # tests replace it
 
 
 def timeouts() -> Timeouts:
     """Return the times that are in effect in this process."""
     return _current
-
-
-@contextmanager
-def using(**changes: float) -> Generator[None]:
-    """Change the times of this process for the duration of a context, for tests."""
-    global _current
-    before, _current = _current, replace(_current, **changes)
-    try:
-        yield
-    finally:
-        _current = before

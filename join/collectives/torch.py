@@ -8,10 +8,11 @@ synchronisation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import count
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -51,7 +52,8 @@ class _Shared:
 
     timeout: float
     """Seconds that an operation may take, by the group's own limit."""
-    blocks: int = 0
+    blocks: Iterator[int] = field(default_factory=lambda: count(1))
+    """Numbers of the blocks to come."""
     companion: TorchCollective | None = None
     has_tried: bool = False
     """Whether the ranks have tried to connect through shared memory and, failing that, by messages."""
@@ -113,6 +115,7 @@ class TorchCollective(StoreCollective):
         self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
+        self._agreed, self._blocks = self._shared.agreed, self._shared.blocks
         let_go_before_exit(group)
 
     @property
@@ -123,15 +126,9 @@ class TorchCollective(StoreCollective):
             RuntimeError: If the collective is not set up.
         """
         if self._group is None:
-            raise RuntimeError(
-                "TorchCollective is not set up. Call setup(rank, world_size) first, or pass a process group to its"
-                " constructor. [J047]"
-            )
+            self._check_is_set_up()
+        assert self._group is not None
         return self._group
-
-    @override
-    def _check_is_set_up(self) -> None:
-        _ = self.group
 
     @override
     def setup(self, rank: int, world_size: int) -> None:
@@ -258,16 +255,6 @@ class TorchCollective(StoreCollective):
         # Tensors are sent as bytes, because gloo does not support every dtype.
         group = self._cpu_group if tensor.is_cpu else self.group
         return group.allgather([[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())])
-
-    @property
-    @override
-    def agreed(self) -> dict[int, Any]:
-        return self._shared.agreed
-
-    @override
-    def next_block(self) -> int:
-        self._shared.blocks += 1
-        return self._shared.blocks
 
     @property
     @override

@@ -61,11 +61,6 @@ class XlaCollective(StoreCollective):
         self.is_set_up, self._opened = False, None
 
     @override
-    def _check_is_set_up(self) -> None:
-        if not self.is_set_up:
-            raise RuntimeError("XlaCollective is not set up. Call setup(rank, world_size) first. [J050]")
-
-    @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         check_op(op)
         self._check_is_set_up()

@@ -86,9 +86,9 @@ class _Starter(threading.Thread):
     def run(self) -> None:
         while True:
             time.sleep(timeouts().look)
-            for watch in list(self.waiting):
-                with suppress(RuntimeError):  # the interpreter is being shut down
-                    watch.start()
+            while self.waiting:  # without a variable for the watch, which would keep its process group alive
+                with suppress(KeyError, RuntimeError):  # it has just ended, or the interpreter is being shut down
+                    self.waiting.pop().start()
 
 
 _starters: list[_Starter] = []
@@ -270,7 +270,7 @@ class Peers:
         self._begin(collective.board())
 
     def _begin(self, board: Board) -> None:
-        board.begin(self._block)
+        board.block = self._block
         self._board, self._watch = board, Watch(board, self._progress, self._abort, self._keeps_store)
         self._watch.begin()
 
@@ -289,10 +289,7 @@ class Peers:
     def post(self, error: BaseException) -> None:
         """Post a note that this rank fails with ``error``."""
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
-        self._post(Note(self._rank, self._rank, type(error).__name__, text))
-
-    def _post(self, note: Note) -> None:
-        self._watch.post(note, timeouts().note)
+        self._watch.post(Note(self._rank, self._rank, type(error).__name__, text), timeouts().note)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -395,7 +392,7 @@ class Peers:
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:
-            self._post(Note(self._rank, cause, kind, text))
+            self._watch.post(Note(self._rank, cause, kind, text), timeouts().note)
         return error
 
 

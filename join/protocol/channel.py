@@ -44,7 +44,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -86,25 +86,6 @@ class Outcome:
     shadowed: bool
 
 
-@dataclass(frozen=True)
-class LastLoop:
-    """The last loop over ``Join.iterate``.
-
-    Attributes:
-        place: The progress of this rank at the end of the loop.
-        uneven: Whether some ranks were out of data before others.
-        source: The lowest rank that had data in the last burst, or in the last step if there was no burst.
-        had_data: Whether this rank had data then.
-        headers: The number of headers sent by the end of the loop. An equal number later means that nothing followed.
-    """
-
-    place: Progress = field(default_factory=Progress)
-    uneven: bool = False
-    source: int = 0
-    had_data: bool = True
-    headers: int = 0
-
-
 class Channel:
     """The protocol on one process group, for all blocks that are open on it.
 
@@ -135,7 +116,8 @@ class Channel:
         """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
-        self._last_loop = LastLoop()
+        self._last_place = Progress()  # of this rank at the end of the last loop
+        self._last_burst: tuple[int, bool] | None = None  # ``Lockstep.last_burst`` of that loop, if it was uneven
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -148,13 +130,12 @@ class Channel:
         Raises:
             JoinError: If the channel is closed, or followers of the last burst did not notify.
         """
-        is_first = not self.roster.scopes
         roster = Roster((*self.roster.scopes, scope), self.collective.world_size)
-        if is_first:
+        if not self.roster.scopes:
             self.guard.begin()
         self.prepare()
         if not self.headers.last.is_applied:
-            self.headers.apply(self.headers.last, self.elect)
+            self.headers.apply(self.headers.last)
         if self._outstanding and (error := self._missing_follower_error("another block was entered")):
             self.guard.raise_alone(error)
         self._set_roster(roster)
@@ -184,10 +165,6 @@ class Channel:
         self.guard.timeout = roster.timeout
         self._outstanding = []
 
-    def _place(self) -> Progress:
-        """Return the progress of this rank in the current loop, or at the end of the last one."""
-        return self._last_loop.place if self.lockstep is None else self.lockstep.progress.place()
-
     def _look(self) -> None:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
         if self.lockstep is not None:
@@ -195,7 +172,8 @@ class Channel:
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
-        headers, place = self.headers.tally.headers, self._place()
+        headers, loop = self.headers.tally.headers, self.lockstep
+        place = self._last_place if loop is None else loop.progress.place()
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
@@ -240,11 +218,10 @@ class Channel:
         if lockstep is not None:  # all ranks run the burst, and can compute the contents of the header
             if not member.interjects:
                 lockstep.progress.bursts, lockstep.progress.last_member = lockstep.progress.bursts + 1, member
-            if lockstep.barrier is not None:
+            if self.guard.timeout is not None:
                 lockstep.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
             lockstep.last_burst = step.first_with_data, step.has_data
-            # The leader may have no data: lower ranks have data again in a second loop.
-            headers.set_announced_by_all(index, leader_alive=headers.leader == step.first_with_data)
+            headers.set_announced_by_all(index, step.first_with_data)
             return DONE
         work = headers.send((), index)
         if index != headers.last.expected or self.roster.throws:
@@ -252,7 +229,7 @@ class Channel:
         elif index in self.roster.awaited:
             headers.read()
         if headers.depth > 1:
-            headers.apply_before(self.elect, index)
+            headers.apply_before(index)
         return work
 
     def follow(self, joinable: Joinable) -> None:
@@ -325,9 +302,9 @@ class Channel:
                 self.flush(but)
         headers = self.headers
         if headers.depth > 1:
-            headers.apply_due(self.elect)
+            headers.apply_due()
         elif not headers.last.is_applied:
-            headers.apply(headers.last, self.elect)
+            headers.apply(headers.last)
 
     def flush(self, but: Joinable | None = None, *, complete: bool = True) -> None:
         """Run pending bursts.
@@ -368,13 +345,13 @@ class Channel:
         self.prepare()
         if self._outstanding and (error := self._missing_follower_error("the block ended")):
             raise error
-        loop, headers = self._last_loop, self.headers.tally.headers
+        last_burst, headers = self._last_burst, self.headers.tally.headers
         outcome = self._shadow_all()
-        if outcome.even and loop.uneven and loop.headers == headers:
-            # Every rank has made every step, on dummies if it had no data.
-            self.headers.leader = loop.source
-            return Outcome(even=False, last=loop.had_data, shadowed=False)
-        return outcome
+        if last_burst is None or not outcome.even or headers > self._last_place.headers:
+            return outcome
+        # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
+        self.headers.leader, had_data = last_burst
+        return Outcome(even=False, last=had_data, shadowed=False)
 
     def _shadow_all(self) -> Outcome:
         headers = self.headers
@@ -384,7 +361,7 @@ class Channel:
             header = headers.exchange([*fields, STOPPING] if throws else fields)
             if header.active == 0:
                 headers.last.is_applied = True
-                headers.apply_before(self.elect)
+                headers.apply_before()
                 even = header.fresh == self.collective.world_size
                 return Outcome(even=even, last=fresh, shadowed=not even)
             if throws:
@@ -399,7 +376,7 @@ class Channel:
             self.headers.raise_diverged(self.headers.last)
         for index in header.announcements:
             if self.headers.depth > 1:
-                self.headers.apply_before(self.elect, index)
+                self.headers.apply_before(index)
             member = self.roster.announcing[index]
             member.shadowed += 1
             self._run_main_hook(member)
@@ -454,25 +431,27 @@ class Channel:
         self.step = Step(contributors=self.collective.world_size)
         return self.lockstep
 
-    def end_loop(self, *, source: int, had_data: bool, uneven: bool) -> None:
+    def end_loop(self, loop: Lockstep) -> None:
         """End the loop, after its last step on all ranks.
 
         Only the state that each rank has for itself, such as buffers, is copied. State that should be equal on all
         ranks is compared.
 
         Args:
-            source: The lowest rank that had data in the last burst, or in the last step if there was no burst.
-            had_data: Whether this rank had data then.
-            uneven: Whether some ranks were out of data before others.
+            loop: The loop that :meth:`begin_loop` returned.
 
         Raises:
             ProtocolError: If ranks hold different values. All ranks raise it.
         """
-        place = self._place()
+        loop.end_step()
+        if not loop.progress.bursts:
+            loop.last_burst = self.step.first_with_data, self.step.has_data
+        source, _ = loop.last_burst
+        self._last_burst = loop.last_burst if loop.is_uneven else None
+        self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
         self.lockstep, self.is_in_loop_body, self.step = None, False, Step()
         if self.late_use is not None:
             self.late_use.has_ended = True
-        self._last_loop = LastLoop(place, uneven, source, had_data, self.headers.tally.headers)
         self._outstanding = []  # in a loop, the body may skip followers
         listed = [member.joinable for member in self.roster.listed]
         self.check_equal(values_of(listed))
@@ -514,20 +493,6 @@ class Channel:
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 
-    def elect(self, candidate: bool) -> int:
-        """Return the lowest rank among the candidates.
-
-        Args:
-            candidate: Whether this rank is a candidate.
-        """
-        if self.lockstep is not None:
-            return self.step.first_with_data
-        rank, world_size = self.collective.rank, self.collective.world_size
-        vote = torch.tensor([rank if candidate else world_size], device="cpu")
-        with profiled("elect a leader"):
-            self.collective.all_reduce(vote, "min").wait()
-        return int(vote.item())
-
     def leader_for(self, burst: Burst) -> int:
         """Return the leader, from the header that :meth:`Headers.active_for` uses for this burst.
 
@@ -535,7 +500,7 @@ class Channel:
             burst: The burst of the last header.
         """
         foreseen = self.headers.is_foreseen(self.roster.index[id(burst)])
-        return self.headers.leader if foreseen else self.headers.find_leader(self.elect)
+        return self.headers.leader if foreseen else self.headers.find_leader()
 
 
 class Lockstep:
@@ -546,40 +511,39 @@ class Lockstep:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._guard = channel, channel.guard
+        self.channel = channel
+        """The channel of the process group."""
+        self._guard = channel.guard
         self.progress = LoopProgress(channel.collective, channel.loops)
         """The progress of this rank in the loop."""
         self.leave: Callable[[], None] | None = None
         """The function that leaves the loop together with all ranks, called before the next announcement; ``None``
         unless this rank has left the body by ``break``."""
-        self.last_burst: tuple[int, bool] | None = None
-        """The lowest rank that had data in the last burst, and whether this rank had data in it."""
+        self.last_burst: tuple[int, bool] = 0, True
+        """The lowest rank that had data in the last burst, and whether this rank had data in it. Once the loop has
+        ended without a burst, this is about its last step."""
         self.is_uneven = False
         """Whether a rank had no data in the last step in which other ranks had data."""
-        collective = channel.collective
-        self._meetings = collective.line(BARRIERS)
-        self.barrier = None if self._guard.timeout is None else self._meetings
-        """The line on which all ranks wait for each other, with a ``timeout``."""
-        self.roll_calls = collective.line(ROLL_CALLS)
+        self._barriers = channel.collective.line(BARRIERS)
+        self.roll_calls = channel.collective.line(ROLL_CALLS)
         """The line that carries the loop's roll calls."""
-        for line in (self.roll_calls, self._meetings):  # all ranks meet once more before they use these lines
+        for line in (self.roll_calls, self._barriers):  # all ranks meet once more before they use these lines
             line.restart()
 
     def wait_for_all(self, doing: str) -> None:
-        """Wait for all ranks; called only with a ``timeout``.
+        """Wait for all ranks. With a ``timeout`` this is called before each step and each burst.
 
         Roll calls are read one round late, so they do not find a rank that is blocked now.
 
         Args:
             doing: The activity of this rank, for the error of a rank that waits.
         """
-        assert self.barrier is not None
         self._guard.arrive()
-        self._guard.wait(self.barrier.sum(0, 1), doing)
+        self._guard.wait(self._barriers.sum(0, 1), doing)
 
     def end_step(self) -> None:
         """End a step, after running a backward that this rank has skipped and the other ranks wait in."""
-        self._channel.prepare()
+        self.channel.prepare()
         progress = self.progress
         progress.ended_steps, progress.bursts_in_ended_steps = progress.steps, progress.bursts
 
@@ -591,14 +555,7 @@ class Lockstep:
             PeerError: If another rank did.
         """
         self.end_step()
-        self._guard.wait(self._meetings.sum(0, 1), f"ended step {self.progress.steps} of join.iterate")
-
-    def end(self) -> None:
-        """End the loop on all ranks."""
-        self.end_step()
-        step = self._channel.step
-        source, had_data = self.last_burst or (step.first_with_data, step.has_data)
-        self._channel.end_loop(source=source, had_data=had_data, uneven=self.is_uneven)
+        self.wait_for_all(f"ended step {self.progress.steps} of join.iterate")
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 
@@ -609,12 +566,12 @@ class Lockstep:
             leave: The function that leaves the loop; called before anything else is announced.
         """
         self.leave = leave
-        self._channel.is_in_loop_body = self._channel.step.shadowing = False
+        self.channel.is_in_loop_body = self.channel.step.shadowing = False
 
     def return_to_body(self) -> None:
         """Return to the step that this rank left by ``break``, to leave the loop with all ranks or to fail in it."""
         self.leave = None
-        self._channel.is_in_loop_body, self._channel.step.shadowing = True, not self._channel.step.has_data
+        self.channel.is_in_loop_body, self.channel.step.shadowing = True, not self.channel.step.has_data
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop in the same place before its end.

@@ -46,9 +46,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NoReturn
 
 import torch
@@ -83,7 +83,6 @@ class Header:
     """
 
     def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
-        self.counts = counts
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements: dict[int, int] = {}
@@ -104,29 +103,19 @@ class HeaderCode:
     """
 
     def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
-        self.offsets: list[int] = []
-        fields = _FIXED
-        for flag_count in flag_counts:
-            self.offsets.append(fields)
-            fields += 1 + flag_count
-        self._size, self._world_size = world_size.bit_length(), world_size
+        *self.offsets, fields = accumulate((1 + flag_count for flag_count in flag_counts), initial=_FIXED)
+        self._size = world_size.bit_length()
         self.ones = [1 << self._size * place for place in range(fields)]
         """The number to add for each counter in order to add 1 to the counter."""
         self.bits = fields * self._size
         """The size of a header in bits."""
         # Headers repeat from step to step, and unpacking is half of the cost of reading one, so the results are cached.
         self.unpack = cache(self._unpack)
-        self.of_all = cache(self._of_all)
 
     def _unpack(self, total: int) -> Header:
         """Return the header whose contributions add up to this number."""
         mask = (1 << self._size) - 1
         return Header([total >> self._size * place & mask for place in range(len(self.ones))], self.offsets)
-
-    def _of_all(self, index: int, leader_alive: bool) -> Header:
-        """Return the header in which all ranks announce burst ``index``."""
-        total = self._world_size * (self.ones[ACTIVE] + self.ones[self.offsets[index]])
-        return self.unpack(total + self.ones[LEADER] if leader_alive else total)
 
 
 @dataclass(eq=False)
@@ -255,15 +244,25 @@ class Roster:
 
 @dataclass
 class Tally:
-    """Count of the headers that a rank has sent, their bytes, and the seconds it waited for headers while joined."""
+    """Counts of one rank, since it entered the first of the blocks that are open on a process group.
+
+    Attributes:
+        headers: The number of headers that it has sent.
+        nbytes: Their size in bytes.
+        idle: The seconds that it waited for headers while it was joined.
+        batches: The number of steps of loops over ``Join.iterate`` that it has begun with a batch.
+        dummies: The number of such steps on a dummy batch.
+    """
 
     headers: int = 0
     nbytes: int = 0
     idle: float = 0.0
+    batches: int = 0
+    dummies: int = 0
 
     def since(self, earlier: Tally) -> Tally:
         """Return the difference to an earlier tally."""
-        return Tally(self.headers - earlier.headers, self.nbytes - earlier.nbytes, self.idle - earlier.idle)
+        return Tally(*(count - before for count, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(slots=True)
@@ -279,7 +278,7 @@ class LastHeader:
         header: The summed header, once it is read.
         is_applied: Whether the header is applied, or needs no action.
         knows_leader: Whether the leader as of its burst is known.
-        waiting: The functions to call with that leader, once it is known.
+        leader: That leader, once the header is applied.
     """
 
     number: int = 0
@@ -290,7 +289,7 @@ class LastHeader:
     header: Header | None = None
     is_applied: bool = True
     knows_leader: bool = True
-    waiting: list[Callable[[int], None]] = field(default_factory=list[Callable[[int], None]])
+    leader: int = 0
 
 
 class Foresight:
@@ -392,11 +391,10 @@ class Headers:
         """
         started = time.monotonic()
         self.send(fields, active=active)
-        try:
-            return self._read(self.last)
-        finally:
-            if not active:
-                self.tally.idle += time.monotonic() - started
+        header = self._read(self.last)
+        if not active:
+            self.tally.idle += time.monotonic() - started
+        return header
 
     def send(self, fields: Sequence[int] = (), index: int | None = None, *, active: bool = True) -> Sum:
         """Start the sum of a header.
@@ -439,18 +437,18 @@ class Headers:
         self.tally.nbytes += work.nbytes
         return work
 
-    def set_announced_by_all(self, index: int, *, leader_alive: bool) -> None:
+    def set_announced_by_all(self, index: int, leader: int) -> None:
         """Set the last header without sending one, for a burst that all ranks are known to run now.
 
         Args:
             index: The index of the member whose burst it is.
-            leader_alive: Whether the leader has data.
+            leader: The lowest rank that has data.
         """
-        member = self.roster.announcing[index]
-        header = self.roster.code.of_all(index, leader_alive)
-        # A leader without data is the only thing that this header can make a rank act on.
-        self.last = LastHeader(member=member, header=header, is_applied=leader_alive, knows_leader=leader_alive)
-        member.announced_in = self.last
+        member, code = self.roster.announcing[index], self.roster.code
+        if self.roster.tracks_leader:
+            self.leader = leader
+        total = code.ones[LEADER] + self._world_size * (code.ones[ACTIVE] + code.ones[code.offsets[index]])
+        member.announced_in = self.last = LastHeader(member=member, header=code.unpack(total), leader=self.leader)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -508,11 +506,6 @@ class Headers:
         last = self.roster.announcing[index].announced_in
         return (last.header or self._read(last)).flags[index]
 
-    def flags_beside(self, burst: Burst) -> tuple[Sequence[int], int]:
-        """Wait for the last header, and return how many ranks set each flag of this burst, and how many announced."""
-        header = self.read()
-        return header.flags[self.roster.index[id(burst)]], header.active
-
     def confirm(self) -> None:
         """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.
 
@@ -531,22 +524,17 @@ class Headers:
 
     # -- acting on a header -------------------------------------------------------------------------------------------
 
-    def apply_due(self, elect: Callable[[bool], int]) -> None:
-        """Apply all headers that are not applied yet, except for the last one if its burst was foreseen.
-
-        Args:
-            elect: The election of a new leader among active ranks.
-        """
-        self.apply_before(elect)
+    def apply_due(self) -> None:
+        """Apply all headers that are not applied yet, except for the last one if its burst was foreseen."""
+        self.apply_before()
         last = self.last
         if not (last.is_applied or self._was_foreseen(last)):
-            self.apply(last, elect)
+            self.apply(last)
 
-    def apply_before(self, elect: Callable[[bool], int], index: int | None = None) -> None:
+    def apply_before(self, index: int | None = None) -> None:
         """Apply the header before the last one, if it is not applied yet and is due.
 
         Args:
-            elect: The election of a new leader among active ranks.
             index: The index of the member whose burst runs next, which decides whether the header is due. ``None``
                 means that it is.
         """
@@ -554,7 +542,7 @@ class Headers:
         if before is None or before.is_applied:
             return
         if index is None or index in self.roster.needing_leader or not self.is_foreseen(index):
-            self.apply(before, elect)
+            self.apply(before)
 
     def _was_foreseen(self, last: LastHeader) -> bool:
         if last.expected is None or not self.is_foreseen(last.expected, last):
@@ -563,12 +551,11 @@ class Headers:
             return last.header is not None and last.expected in last.header.announcements
         return self.roster.announcing[last.expected] is last.member
 
-    def apply(self, last: LastHeader, elect: Callable[[bool], int]) -> None:
+    def apply(self, last: LastHeader) -> None:
         """Apply a header that is not applied yet.
 
         Args:
             last: The header.
-            elect: The election of a new leader among active ranks; called with whether this rank is a candidate.
 
         Raises:
             ProtocolError: If active ranks announced different bursts in the header.
@@ -584,36 +571,27 @@ class Headers:
                     burst.check_leavers()
         last.before = None
         if not (last.knows_leader or header.leader_alive):
-            self.find_leader(elect, last)
-        for use in last.waiting:
-            use(self.leader)
+            self.find_leader(last)
+        last.leader = self.leader
 
-    def find_leader(self, elect: Callable[[bool], int], last: LastHeader | None = None) -> int:
+    def find_leader(self, last: LastHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
 
-        All ranks call this in the same place, or none does before the header is applied.
+        A new leader is elected by an all-reduce. All ranks call this in the same place, or none does before the header
+        is applied.
 
         Args:
-            elect: The election of a new leader among active ranks.
             last: The header; by default the last one.
         """
         last = last or self.last
         if not last.knows_leader:
             last.knows_leader = True
             if self.roster.tracks_leader and not (last.header or self._read(last)).leader_alive:
-                self.leader = elect(last.member is not None)
+                vote = torch.tensor([self._world_size if last.member is None else self._rank], device="cpu")
+                with profiled("elect a leader"):
+                    self._collective.all_reduce(vote, "min").wait()
+                self.leader = int(vote.item())
         return self.leader
-
-    def when_leader_is_known(self, use: Callable[[int], None]) -> None:
-        """Call a function with the leader as of the burst of the last header, once the leader is known.
-
-        Args:
-            use: The function. It is called at once if the header is applied, and otherwise when it is applied.
-        """
-        if self.last.is_applied:
-            use(self.leader)
-        else:
-            self.last.waiting.append(use)
 
     def raise_diverged(self, last: LastHeader) -> NoReturn:
         """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, ProtocolError
+from join.protocol.headers import LastHeader
 from join.transfer import Exchange, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
@@ -76,7 +77,8 @@ class BufferSync(DDPBurst):
         self._is_changed_by_forward = self._after_forward or getattr(
             cast("object", self._ddp.module), "forward_is_over", False
         )
-        self._source, self._world_size = join.channel.headers.leader, join.collective.world_size
+        self.set_source(join.channel.headers.leader)
+        self._world_size = join.collective.world_size
         self._places = reducer.buffer_places(self._ddp)
         known = _shapes.get(self._ddp, {})  # a buffer may have been registered since
         self._changed, self._shapes = [], {name: known.get(name, shape) for name, shape in self._shapes_now().items()}
@@ -85,6 +87,7 @@ class BufferSync(DDPBurst):
     def detach(self) -> None:
         super().detach()
         _shapes[self._ddp] = self._shapes
+        del self._header  # it refers to this burst
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
@@ -116,17 +119,17 @@ class BufferSync(DDPBurst):
         self.is_pending = False
         channel = self._channel
         if (shadows or self._changed) and not self._after_forward and self._all_have_new_shapes():
-            self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), self._source))
+            self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), self._header.leader))
         else:
             # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader
             # of the step before still has the buffers that all ranks need to start with.
-            source = channel.headers.find_leader(channel.elect) if self._is_changed_by_forward else self._source
+            source = channel.headers.find_leader() if self._is_changed_by_forward else self._header.leader
             reducer.sync_buffers(self._ddp, source)
-        channel.headers.when_leader_is_known(self.set_source)
+        self._header = channel.headers.last
 
     def set_source(self, rank: int) -> None:
         """Set the rank whose buffers are broadcast next."""
-        self._source = rank
+        self._header = LastHeader(leader=rank)
 
     def _all_have_new_shapes(self) -> bool:
         """Return whether buffers changed their shape on all active ranks of a plain block, so that all ranks copy them.
@@ -139,7 +142,8 @@ class BufferSync(DDPBurst):
                 self._refuse_shapes("while another rank had no data")
             self._changed, self._shapes = [], self._shapes_now()
             return False
-        (changed,), active = self._channel.headers.flags_beside(self)
+        header, index = self._channel.headers.read(), self._channel.roster.index[id(self)]
+        (changed,), active = header.flags[index], header.active
         if changed != active and (changed or self._changed):
             self._refuse_shapes(f"on {changed} of {active} ranks with data")
         return changed == active

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join
-from join.collectives.timeouts import using
 from tests.accelerator import simulated
 from tests.accelerator.target import Target, device_of_rank, prepare_simulated
 from tests.ending import End, Ending, Running, say
 from tests.models import batch, build
+from tests.shorter import using
 
 SECONDS = 10.0  # that the others may take
 if "PYTEST_XDIST_WORKER" in os.environ:  # beside other tests, of which each has more processes than there are cores

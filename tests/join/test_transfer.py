@@ -14,6 +14,7 @@ from join.collectives import ThreadCollective, run_threads
 from join.transfer import Exchange, broadcast_tensors, copy_state, gather_trees
 
 DTYPES = [torch.bool, torch.int8, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
+DTYPES += [torch.uint16, torch.float8_e4m3fn]
 
 
 def tree(rank: int) -> dict[str, Any]:

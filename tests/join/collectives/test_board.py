@@ -12,9 +12,9 @@ import torch.distributed as dist
 from join.collectives import Collective, SingleCollective, collective_of, run_threads
 from join.collectives.board import Board, Note, Progress, StoreBoard
 from join.collectives.shared_memory import SharedBoard
-from join.collectives.timeouts import using
 from join.failure.peers import Peers, Watch
 from tests.pool import Pool
+from tests.shorter import using
 
 RANKS = 3
 
@@ -24,7 +24,7 @@ def conforms(collective: Collective) -> None:
     collective.line()
     for block in (1, 2):
         board = collective.board()
-        board.begin(block)
+        board.block = block
         collective.barrier()
         assert (board.notes(), board.progress(), board.is_rung(), board.ended()) == ([], {}, False, [])
         collective.barrier()
@@ -93,11 +93,11 @@ def test_a_look_is_a_few_requests_however_many_ranks_there_are(ranks: int) -> No
     store = dist.HashStore()
     for rank in range(ranks):
         board = StoreBoard(rank, ranks, store)
-        board.begin(1)
+        board.block = 1
         board.tell(Progress(step=rank))
     counting: Any = Counting(store)
     board = StoreBoard(0, ranks, counting)
-    board.begin(1)
+    board.block = 1
     board.tell(Progress(step=7))
     counting.requests = 0
     assert len(board.progress()) == ranks and board.notes() == []
@@ -151,7 +151,7 @@ def test_a_watch_whose_store_is_gone_ends() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=2))
     board = StoreBoard(0, 2, client)
-    board.begin(1)
+    board.block = 1
     watch = Watch(board, Progress, lambda: False)
     watch.start()
     assert watch.refresh(30.0)

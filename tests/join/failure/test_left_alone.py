@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError
 from join.collectives import collective_of
 from join.collectives._torch_private import timeout_of
-from join.collectives.timeouts import using
 from tests.ending import Ending
 from tests.join.counter import group_works
 from tests.models import MLP, TARGETS, Norm, batch, build
 from tests.pool import Pool
+from tests.shorter import using
 from tests.training import mesh_of
 
 RANKS = 3

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from join.collectives.board import Note, Progress, StoreBoard
-from join.collectives.timeouts import using
 from join.failure.peers import Watch
+from tests.shorter import using
 
 SECONDS = 10.0  # for what comes at once, on a slow machine, too
 
@@ -35,7 +35,7 @@ def soon() -> Iterator[None]:
 
 def board(store: dist.TCPStore, rank: int, block: int = 1) -> StoreBoard:
     board = StoreBoard(rank, 3, store)
-    board.begin(block)
+    board.block = block
     return board
 
 
@@ -165,7 +165,7 @@ class Memory(StoreBoard):
 def test_a_short_block_needs_no_thread(store: dist.TCPStore) -> None:
     short, lasting = Memory(0, 3, store), Memory(1, 3, store)
     for each in (short, lasting):
-        each.begin(1)
+        each.block = 1
     with using(look=0.5):
         watch = Watch(short, Progress, lambda: False)
         watch.begin()
@@ -185,7 +185,7 @@ def test_a_short_block_needs_no_thread(store: dist.TCPStore) -> None:
 
 def test_a_note_in_a_short_block_starts_the_thread(store: dist.TCPStore) -> None:
     memory = Memory(0, 3, store)
-    memory.begin(1)
+    memory.block = 1
     with using(look=5.0):
         watch = Watch(memory, Progress, lambda: False)
         watch.begin()

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from join import Burst, Join, JoinError
 from join.collectives import ThreadCollective, run_threads
-from join.collectives.timeouts import using
 from join.joinable import OnGroup
+from tests.shorter import using
 
 SEEDS = 40 * int(os.environ.get("SOAK", "1"))
 AT_ONCE = 10  # programs in a test

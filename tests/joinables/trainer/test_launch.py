@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader
 import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
-from join.collectives.timeouts import using
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     Launcher,
@@ -47,6 +46,7 @@ from tests.ending import Ending
 from tests.joinables.trainer.modules import KillsWhoWritesIt
 from tests.scripts import TORCHRUN, run_forked
 from tests.selection import ALL
+from tests.shorter import using
 from tests.versions import remove_temporary_folders
 
 ROOT = Path(join.__file__).parent.parent

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from join import EarlyTerminationError, Join, JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.collectives import SingleCollective, ThreadCollective, run_threads
-from join.collectives.timeouts import using
 from join.loop import emptied
 from tests.join.counter import Counter, Leading, blames, group_works
+from tests.shorter import using
 
 
 def batches(rank: int, count: int, fail_at: int | None = None) -> Iterator[torch.Tensor]:

@@ -24,12 +24,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from join import Join, JoinError
-from join.collectives.timeouts import using
 from tests.ending import Ending
 from tests.joinables.ddp.nets import RANKS, Data, Nets, compute_all, loss, plain, streams
 from tests.joinables.summer import Summer
 from tests.models import FEATURES, MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
+from tests.shorter import using
 from tests.versions import all_gather_single
 
 COUNTS = ((0, 3, 1), (2, 0, 4), (3, 1, 0))

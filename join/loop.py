@@ -274,7 +274,7 @@ class Iteration:
                 channel.collective, "join.iterate", options.to_compare(), self._guard.wait, self._own_length
             )
         except ProtocolError as error:
-            self._guard.raise_on_all(error)
+            self._guard.close_and_raise(error)
         window = self._read_all() if options.window == "all" else options.window
         if lengths is not None:
             self._length = lengths[0] if options.until == "first" or self._throw else lengths[1]
@@ -330,7 +330,7 @@ class Iteration:
                 " the loop body. [J066]"
             ) from error
         if problem is not None:
-            self._guard.raise_on_all(problem)
+            self._guard.close_and_raise(problem)
         if not counts.own_batches:
             self._template = template
 

@@ -127,7 +127,7 @@ class ZeroStep(Announcing):
 
     def _announce(self) -> None:
         if self._is_scaled and self._channel.lockstep is None and self._collective.world_size > 1:
-            self._channel.guard.raise_alone(
+            self._channel.guard.post_and_raise(
                 JoinError(
                     f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
                     " scale, so it would step its shard on scaled gradients. Loop over join.iterate, or train without"

@@ -91,7 +91,7 @@ class Guard:
             if self.timeout is not None and self._busy_for >= self.timeout / 2:
                 self.peers.look_again()
         except (PeerError, JoinTimeoutError) as error:
-            self.raise_on_all(error)
+            self.close_and_raise(error)
         except JoinError:
             raise  # only this rank has found the fault
         except RuntimeError as error:
@@ -152,22 +152,22 @@ class Guard:
             f"The Join block has already ended ({self.closed}). Leave the with statement before you continue. [J063]"
         )
 
-    def raise_on_all(self, error: JoinError) -> NoReturn:
+    def close_and_raise(self, error: JoinError) -> NoReturn:
         """Raise ``error``, which the other ranks raise or are informed of. Nothing can be announced afterwards."""
         self.closed = described(error)
         self.is_lost |= not isinstance(error, EarlyTerminationError)
         raise error
 
-    def raise_alone(self, error: JoinError) -> NoReturn:
+    def post_and_raise(self, error: JoinError) -> NoReturn:
         """Raise ``error`` for a fault that only this rank may have, after posting a note for the other ranks."""
         self.fail(error, is_alone=True)
-        self.raise_on_all(error)
+        self.close_and_raise(error)
 
     def raise_early_termination(self, *, exhausted: bool) -> NoReturn:
         """Raise the error for ``throw_on_early_termination``. ``exhausted`` says whether this rank is out of data."""
         own = f"Rank {self._collective.rank} exhausted all inputs."
         others = "Detected at least one rank that exhausted inputs. Throwing across all ranks."
-        self.raise_on_all(EarlyTerminationError(own if exhausted else others))
+        self.close_and_raise(EarlyTerminationError(own if exhausted else others))
 
     def fail(self, error: BaseException, *, is_alone: bool = False) -> JoinError | None:
         """Leave the block with ``error``, and inform the other ranks of the reason.

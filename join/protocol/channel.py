@@ -59,7 +59,7 @@ from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Burst, Joinable
-from join.protocol.headers import FRESH, STOPPING, Header, Headers, LastHeader, Member, Roster, Scope
+from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.progress import LateUse, LoopProgress
 from join.report.rank_report import BINS, EDGES
 from join.scaling import Scaling
@@ -137,7 +137,7 @@ class Channel:
         if not self.headers.last.is_applied:
             self.headers.apply(self.headers.last)
         if self._outstanding and (error := self._missing_follower_error("another block was entered")):
-            self.guard.raise_alone(error)
+            self.guard.post_and_raise(error)
         self._set_roster(roster)
 
     def agree(self) -> None:
@@ -152,9 +152,9 @@ class Channel:
         scopes = tuple(other for other in self.roster.scopes if other is not scope)
         self._set_roster(Roster(scopes, self.collective.world_size))
         for member in scope.announcing:  # otherwise they and the last header refer to each other
-            member.announced_in = LastHeader()
+            member.announced_in = SentHeader()
         if not scopes:
-            self.headers.last = LastHeader()
+            self.headers.last = SentHeader()
             self.guard.end()
         return not scopes
 
@@ -205,7 +205,7 @@ class Channel:
         self.prepare(joinable)
         if not member.interjects:
             if self._outstanding and (error := self._missing_follower_error(f"{joinable.join_name} announced a burst")):
-                self.guard.raise_alone(error)
+                self.guard.post_and_raise(error)
             self._outstanding = list(member.followers)
         if self.step.shadowing:
             member.shadowed += 1
@@ -251,7 +251,7 @@ class Channel:
                 " Call notify_join_context in it once after each burst of that joinable, put it first in the list, or"
                 " derive its class from join.Burst. [J082]"
             )
-            self.guard.raise_alone(JoinError(reason))
+            self.guard.post_and_raise(JoinError(reason))
 
     def _refuse_in_main_hook(self, joinable: Joinable, shadowed: Joinable) -> NoReturn:
         raise JoinError(
@@ -266,7 +266,7 @@ class Channel:
             " wait forever. Run it without a graph in the block, or capture only parts that do not communicate"
             " (torch.cuda.make_graphed_callables on a submodule). [J502]"
         )
-        self.guard.raise_alone(error)
+        self.guard.post_and_raise(error)
 
     def _missing_follower_error(self, event: str) -> JoinError | None:
         """Return the error for followers that had not notified before an event; ``None`` in a loop, which allows it."""
@@ -413,7 +413,7 @@ class Channel:
         if header.announcements:
             self.headers.confirm()
         if header.active < world_size:
-            self.guard.raise_alone(
+            self.guard.post_and_raise(
                 ProtocolError(
                     f"{header.active} ranks began a loop over join.iterate after {world_size - header.active} ranks had"
                     " left the block. Run the loop on all ranks, including ranks without batches. [J091]"
@@ -466,7 +466,7 @@ class Channel:
         try:
             check_equal(self.collective, values, self.guard.wait)
         except ProtocolError as error:
-            self.guard.raise_on_all(error)
+            self.guard.close_and_raise(error)
 
     def synchronise_own(self, tensors: OwnTensors, joinables: Sequence[Joinable], source: int) -> None:
         """Copy the state that each rank has for itself from one rank, after a loop or block that shadowed nothing.
@@ -627,7 +627,7 @@ class Lockstep:
             with profiled("wait"):
                 self._wait_until_all_have_left()
         except (PeerError, JoinTimeoutError) as error:
-            self._guard.raise_on_all(error)  # the other ranks know the error, or this rank has posted it
+            self._guard.close_and_raise(error)  # the other ranks know the error, or this rank has posted it
 
     def _wait_until_all_have_left(self) -> None:
         peers, timeout = self._guard.peers, self._guard.timeout

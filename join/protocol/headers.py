@@ -139,7 +139,7 @@ class Member:
     announced_at: float = 0.0
     burst: Burst | None = field(init=False)
     interjects: bool = field(init=False)
-    announced_in: LastHeader = field(init=False)
+    announced_in: SentHeader = field(init=False)
 
     def __post_init__(self) -> None:
         self.burst = self.joinable if isinstance(self.joinable, Burst) else None
@@ -260,8 +260,8 @@ class Tally:
 
 
 @dataclass(slots=True)
-class LastHeader:
-    """The last header that this rank has sent, which may not have arrived; each header replaces the one before.
+class SentHeader:
+    """Header that this rank has sent, or that all ranks know without it. Its sum may not have arrived.
 
     Attributes:
         number: The number of headers that this rank has sent, including this one.
@@ -276,7 +276,7 @@ class LastHeader:
     """
 
     number: int = 0
-    before: LastHeader | None = None
+    before: SentHeader | None = None
     work: Sum | None = None
     member: Member | None = None
     expected: int | None = None
@@ -339,7 +339,7 @@ class Headers:
         self.tally = Tally()
         self.leader = 0
         """The rank whose values apply to all ranks: the lowest active rank; after a block, the last joiner."""
-        self.last = LastHeader()
+        self.last = SentHeader()
         self.depth = 1
         """The number of headers that may be sent before the first of them is read."""
         self.before_next: Callable[[], None] | None = None
@@ -416,7 +416,7 @@ class Headers:
                     number += code.ones[field_index]
         member = None if index is None else roster.announcing[index]
         before, expected = self.last if self.last.number else None, self.foresight.expected
-        self.last = LastHeader(
+        self.last = SentHeader(
             self.tally.headers + 1, before, None, member, expected, is_applied=False, knows_leader=False
         )
         if member is not None and index is not None:
@@ -442,7 +442,7 @@ class Headers:
         if self.roster.tracks_leader:
             self.leader = leader
         total = code.ones[LEADER] + self._world_size * (code.ones[ACTIVE] + code.ones[code.offsets[index]])
-        member.announced_in = self.last = LastHeader(member=member, header=code.unpack(total), leader=self.leader)
+        member.announced_in = self.last = SentHeader(member=member, header=code.unpack(total), leader=self.leader)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -451,7 +451,7 @@ class Headers:
         last = self.last
         return last.header or self._read(last)
 
-    def _read(self, last: LastHeader) -> Header:
+    def _read(self, last: SentHeader) -> Header:
         if last.before is not None and last.before.header is None:
             self._read(last.before)
         assert last.work is not None
@@ -465,7 +465,7 @@ class Headers:
                     self.foresight.saw(index)
         return last.header
 
-    def is_foreseen(self, index: int, last: LastHeader | None = None) -> bool:
+    def is_foreseen(self, index: int, last: SentHeader | None = None) -> bool:
         """Return whether all ranks expected this burst in a header, so that no rank that runs the burst awaits it.
 
         Args:
@@ -539,14 +539,14 @@ class Headers:
         if index is None or index in self.roster.needing_leader or not self.is_foreseen(index):
             self.apply(before)
 
-    def _was_foreseen(self, last: LastHeader) -> bool:
+    def _was_foreseen(self, last: SentHeader) -> bool:
         if last.expected is None or not self.is_foreseen(last.expected, last):
             return False
         if last.member is None:
             return last.header is not None and last.expected in last.header.announcements
         return self.roster.announcing[last.expected] is last.member
 
-    def apply(self, last: LastHeader) -> None:
+    def apply(self, last: SentHeader) -> None:
         """Apply a header that is not applied yet.
 
         Args:
@@ -569,7 +569,7 @@ class Headers:
             self.find_leader(last)
         last.leader = self.leader
 
-    def find_leader(self, last: LastHeader | None = None) -> int:
+    def find_leader(self, last: SentHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
 
         A new leader is elected by an all-reduce. All ranks call this in the same place, or none does before the header
@@ -588,14 +588,14 @@ class Headers:
                 self.leader = int(vote.item())
         return self.leader
 
-    def raise_diverged(self, last: LastHeader) -> NoReturn:
+    def raise_diverged(self, last: SentHeader) -> NoReturn:
         """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""
         own, announcing, header = last.member, self.roster.announcing, last.header
         assert header is not None
         bursts = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
         bursts += [f"{looping} x join.iterate"] if looping else []
-        self._guard.raise_alone(
+        self._guard.post_and_raise(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(bursts)} (rank {self._rank}"
                 f" announced {'none' if own is None else own.joinable.join_name}). Call forward, backward and step in"

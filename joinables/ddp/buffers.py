@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from join import Join, ProtocolError
-from join.protocol.headers import LastHeader
+from join.protocol.headers import SentHeader
 from join.transfer import Exchange, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
@@ -129,7 +129,7 @@ class BufferSync(DDPBurst):
 
     def set_source(self, rank: int) -> None:
         """Set the rank whose buffers are broadcast next."""
-        self._header = LastHeader(leader=rank)
+        self._header = SentHeader(leader=rank)
 
     def _all_have_new_shapes(self) -> bool:
         """Return whether buffers changed their shape on all active ranks of a plain block, so that all ranks copy them.
@@ -155,7 +155,7 @@ class BufferSync(DDPBurst):
             " Create them in their final size before the block. If they hold the same values on all ranks anyway, build"
             " DistributedDataParallel(..., broadcast_buffers=False). [J444]"
         )
-        self._channel.guard.raise_alone(ProtocolError(reason))
+        self._channel.guard.post_and_raise(ProtocolError(reason))
 
     def _replace(self, received: Mapping[str, torch.Tensor]) -> None:
         reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)

@@ -357,7 +357,7 @@ class GradientSync(DDPBurst):
                 " gradients where they have some. Skip it on all ranks or on none: agree by an all-reduce, or multiply"
                 " the loss by 0. [J113]"
             )
-            channel.guard.raise_alone(ProtocolError(reason))
+            channel.guard.post_and_raise(ProtocolError(reason))
 
     def _contribute_nothing(self, *, takes_result: bool) -> bool:
         """Run a reduction without contributions of this rank, and restore its gradients.

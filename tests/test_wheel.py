@@ -69,4 +69,4 @@ def test_sdist_and_wheel(tmp_path: Path) -> None:
     assert seen["files"] == [str(site / package / "__init__.py") for package in ("join", "joinables")]
     assert seen["versions"] == [joinables.__version__] * 2
     minors = [name.rpartition("3.")[2] for name in seen["classifiers"] if "Python :: 3." in name]
-    assert minors == ["10", "11", "12", "13", "14"]
+    assert minors == ["10", "11", "12", "13"]

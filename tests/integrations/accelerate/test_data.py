@@ -170,7 +170,7 @@ def test_what_is_refused(pool: Pool) -> None:
     expected = [
         "TypeError: accelerator is a MLP. Pass an accelerate.Accelerator",
         "ValueError: The module is wrapped in DistributedDataParallel twice",
-        r"ValueError: joinables=\[MLP\] has no object that communicates",
+        r"ValueError: Join\(\[MLP\]\) lists no object that communicates",
         "ValueError: sync_each_batch=True reduces each micro-batch",
         "ValueError: FSDP1 cannot join",
     ]

@@ -173,7 +173,7 @@ def test_a_backward_that_one_rank_leaves_out(ending: Ending, how: str) -> None:
     own = {"manual": manual, "none": "RuntimeError: Skipping the `training_step`"}
     assert ends[1].error.startswith(own[how]), ends[1].error
     assert ends[0].error.startswith(f"PeerError: rank 1 failed: {own[how]}"), ends[0].error
-    assert "JoinStrategy(weigh=function), which returns 0" in ends[1].said("notes")
+    assert "pass JoinStrategy(weigh=function) with a function that returns 0" in ends[1].said("notes")
 
 
 # -- collectives of a step --------------------------------------------------------------------------------------------

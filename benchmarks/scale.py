@@ -17,9 +17,9 @@ and rank 1, without a single batch, shadows it.
     even step   wall time of a step while both train
     step        wall time of a step of rank 0 while rank 1 has joined
     active CPU  processor time of such a step on rank 0
-    joined CPU  processor time of its shadow on rank 1
+    joined CPU  processor time of its shadow on rank 1, with a share of what leaving the block takes there
     idle        the part of that step which rank 1 spends waiting for the next header
-    exit        wall time of synchronising parameters, gradients and optimizer state after the last step
+    exit        wall time of leaving the block on rank 0: its parameters, gradients and optimizer state are copied
 
 All times are medians over ``--repeats`` blocks.
 """
@@ -130,15 +130,6 @@ def rank_row(entry: dict[str, Any]) -> list[str]:
 # -- model size -------------------------------------------------------------------------------------------------------
 
 
-class Clock(Bare):
-    """Records the time at which it is synchronised: after the objects before it in the list."""
-
-    communicates = False
-
-    def synchronise(self, source: int) -> None:
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
-
-
 def time_model(parameters: int, steps: int, repeats: int) -> list[Measurement]:
     """Run even and uneven blocks on each rank, with a model of about the given number of parameters."""
     torch.manual_seed(0)
@@ -162,20 +153,20 @@ def time_model(parameters: int, steps: int, repeats: int) -> list[Measurement]:
         with Join([model, optimizer]):
             train(2)
             even, _ = train(steps)
-        before, after = Clock(), Clock()
-        with Join([before, model, optimizer, after]) as join:
+        with Join([model, optimizer]) as join:
             joined = join.collective.rank == 1
             wall, cpu = (0.0, 0.0) if joined else train(steps)
-            left = time.process_time()
+            left, left_cpu = time.perf_counter(), time.process_time()
+        exit_wall, exit_cpu = time.perf_counter() - left, time.process_time() - left_cpu
         mine = join.report.ranks[join.collective.rank]
         state = [model.state_dict(), [p.grad for p in model.parameters()], optimizer.state_dict()]
         results.append(
             {
                 "even": even,
                 "wall": wall,
-                "cpu": (before.cpu - left) / steps if joined else cpu,
+                "cpu": exit_cpu / steps if joined else cpu,
                 "idle": mine.idle / steps,
-                "exit": after.wall - before.wall,
+                "exit": exit_wall,
                 "megabytes": sum(each.nbytes for each in pytree.tree_leaves(state) if torch.is_tensor(each)) / 1e6,
             }
         )
@@ -194,7 +185,7 @@ def size_entry(parameters: int, active: Measurement, joined: Measurement) -> dic
         "active_cpu": active["cpu"],
         "joined_cpu": joined["cpu"],
         "idle": joined["idle"],
-        "exit": max(active["exit"], joined["exit"]),
+        "exit": active["exit"],
         "megabytes": active["megabytes"],
     }
 

@@ -135,10 +135,10 @@ class Guard:
         if missing:
             #: The list names the ranks that are late. The parentheses say what the other ranks were doing. Read the log
             #: of a listed rank first. Restart all processes from the last complete checkpoint. If a step may take
-            #: longer, for compilation, an evaluation or a slow file system, pass a longer timeout. Other ranks may quote
-            #: this error after "rank N failed:", but rank N only waited. Ranks are counted within the process group of
-            #: the block: with four ranks on each of two machines, ranks 4 to 7 are on the second machine. If all ranks
-            #: of one machine are listed, check that machine and its network.
+            #: longer, for compilation, an evaluation or a slow file system, pass a longer timeout. Other ranks may
+            #: quote this error after "rank N failed:", but rank N only waited. Ranks are counted within the process
+            #: group of the block: with four ranks on each of two machines, ranks 4 to 7 are on the second machine. If
+            #: all ranks of one machine are listed, check that machine and its network.
             text = (
                 f"Ranks {missing} announced no collective within timeout={timeout:g} s ({doing}). They are slow, or"
                 " blocked in a collective that this rank never calls. In a loop over join.iterate, run the whole loop"

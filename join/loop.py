@@ -6,7 +6,8 @@ data gets dummy batches, which weigh nothing. The file has four parts, to be rea
 - :class:`Iteration` is one loop on one rank. It yields batches and dummy batches, and begins and ends the loop.
   :class:`Options` are the arguments of ``Join.iterate``.
 - :class:`StepCounts` holds the rounds of a loop. A round is ``lookahead`` steps, rounded up to a multiple of the
-  accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights.
+  accumulation window. In one roll call for each round, every rank announces how many batches it has and their weights,
+  and how many operations it has started on the group, which should be equal (``join.protocol.progress``).
 - :class:`ReadAhead` reads the batches of the next round, and :func:`emptied` makes an empty dummy batch of a batch.
 - :class:`LoopAlone` is a loop in a block with ``enable=False``; :class:`Batches` is the result of ``Join.iterate``.
 
@@ -23,6 +24,8 @@ These are the collectives of a loop::
               a rank has no batch: template          template
               (broadcast)
     round r   wait for roll call r                   the same
+              a rank has started other operations:   the same
+              meet
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
     end       last roll call: all reached the end    the same
@@ -512,7 +515,7 @@ class StepCounts:
         """Number of steps of this round that were begun."""
         self._totals: list[float] = []  # for each window: the sum of the weights of its batches
         self._is_calling = False  # whether a call was started and not read
-        self._issued = channel.collective.issued()  # at the last call
+        self._issued = lockstep.progress.issued()  # at the last call
         fold = Shares(self.size.bit_length(), options.weigh is not None)
         bits = _ISSUED_BITS + fold.count_bits + (_WEIGHT_BITS * self.size if fold.weighs else 0)
         self._roll_call = lockstep.roll_calls.roll_call((1 << bits) - 1, fold)
@@ -597,7 +600,7 @@ class StepCounts:
 
     def call(self, weights: Sequence[float]) -> None:
         """Start a roll call, in which this rank announces batches with these ``weights``."""
-        number, before, self._issued = len(weights), self._issued, self._channel.collective.issued()
+        number, before, self._issued = len(weights), self._issued, self._lockstep.progress.issued()
         if self._options.weigh is not None:
             number |= int.from_bytes(struct.pack(f"<{len(weights)}d", *weights), "little") << self.size.bit_length()
         number = number << _ISSUED_BITS | self._issued - before & (1 << _ISSUED_BITS) - 1

@@ -124,7 +124,7 @@ class ZeroStep(Announcing):
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:
-        if self._is_scaled and self._channel.lockstep is None and self._collective.world_size > 1:
+        if self._is_scaled and not self._channel.is_in_loop_body and self._collective.world_size > 1:
             self._channel.guard.post_and_raise(
                 JoinError(
                     f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"

@@ -35,12 +35,12 @@ LIMITS = {
     ("exit", ""): (285, 25, 130),
     ("exit", "norm"): (370, 25, 175),
     ("exit", "weighed"): (303, 25, 142),
-    ("step with data", ""): (40, 10, 19),
-    ("step with data", "norm"): (47, 11, 24),
-    ("step with data", "weighed"): (43, 12, 22),
-    ("step on a dummy", ""): (55, 12, 28),
-    ("step on a dummy", "norm"): (71, 13, 36),
-    ("step on a dummy", "weighed"): (58, 15, 31),
+    ("step with data", ""): (38, 9, 17),
+    ("step with data", "norm"): (45, 10, 22),
+    ("step with data", "weighed"): (41, 11, 20),
+    ("step on a dummy", ""): (53, 11, 26),
+    ("step on a dummy", "norm"): (69, 12, 34),
+    ("step on a dummy", "weighed"): (59, 15, 31),
 }
 
 

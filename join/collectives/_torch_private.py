@@ -100,15 +100,16 @@ def limit(group: dist.ProcessGroup, timeout: timedelta) -> timedelta | None:
     return before
 
 
-def issued_on(group: dist.ProcessGroup) -> int:
-    """Return the number of operations that this process started on ``group``; 0 if its backend does not count them.
+def issued_counter_of(group: dist.ProcessGroup) -> Callable[[], int]:
+    """Return a function that returns the number of operations that this process started on ``group``.
 
-    Replaces a public counter.
+    The function returns 0 if the group's backend does not count them. Replaces a public counter.
     """
     try:
-        return group._get_sequence_number_for_group()
+        group._get_sequence_number_for_group()
     except RuntimeError:  # not every backend counts
-        return 0
+        return int
+    return group._get_sequence_number_for_group
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from fractions import Fraction
 from functools import reduce
@@ -286,9 +286,12 @@ class Collective(ABC):
     def board(self) -> Board:
         """Return the board for notes between ranks: in the store, or in memory that :meth:`line` found to be shared."""
 
-    def issued(self) -> int:
-        """Return the number of operations started on the group on this rank; 0 if the backend does not count."""
-        return 0
+    def issued_counter(self) -> Callable[[], int]:
+        """Return a function that returns the number of operations started on the group on this rank.
+
+        The function returns 0 if the backend does not count.
+        """
+        return int
 
     def limit(self, timeout: timedelta) -> timedelta | None:
         """Make operations of the group fail if they take longer than ``timeout``, if the backend supports it.

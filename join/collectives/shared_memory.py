@@ -31,7 +31,6 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Generic, NamedTuple
 
@@ -338,9 +337,13 @@ class _RollCall(_Numbers, Generic[V]):
     """Roll call over a lane."""
 
     def __init__(self, lane: Lane, width: int, fold: Fold[V]) -> None:
-        self.call = partial(self.start, lane, width)
+        self._lane, self._width = lane, width
         self._fold, self._folded = fold, list[int]()
         self._result: V
+
+    def call(self, number: int, /) -> None:
+        """Write this rank's answer, and start to wait for the answers of the others."""
+        self.start(self._lane, self._width, number)
 
     def result(self) -> V:
         """Return the folded answers of all ranks."""

@@ -185,8 +185,8 @@ class ThreadCollective(StoreCollective):
         return _ThreadBoard(self._world, self._rank)
 
     @override
-    def issued(self) -> int:
-        return self._count
+    def issued_counter(self) -> Callable[[], int]:
+        return lambda: self._count
 
 
 def run_threads(world_size: int, fn: Callable[[ThreadCollective], T], timeout: float = 30.0) -> list[T]:

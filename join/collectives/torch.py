@@ -8,7 +8,7 @@ synchronisation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -28,7 +28,7 @@ from join.collectives._torch_private import (
     abort_on_devices,
     close_connections,
     for_small_messages,
-    issued_on,
+    issued_counter_of,
     let_go_before_exit,
     limit,
     never_destroy,
@@ -204,8 +204,8 @@ class TorchCollective(StoreCollective):
         return super().board() if segment is None else SharedBoard(segment)
 
     @override
-    def issued(self) -> int:
-        return issued_on(self.group)
+    def issued_counter(self) -> Callable[[], int]:
+        return issued_counter_of(self.group)
 
     @override
     def limit(self, timeout: timedelta) -> timedelta | None:

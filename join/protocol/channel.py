@@ -556,6 +556,9 @@ class Lockstep:
         """
         self.end_step()
         self.wait_for_all(f"ended step {self.progress.steps} of join.iterate")
+        devices = self.channel.roster.devices()
+        if devices and all(device.type == "cpu" for device in devices):
+            self.progress.count_anew()
 
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ rank raises :class:`ProtocolError`. The other ranks are informed as of any failu
 
 A skipped collective may also be matched with one of a later step, and so on, so that no rank waits until the loop ends.
 Each roll call therefore says how many operations a rank has started on the group since the last one. If the numbers
-differ, all ranks meet (``Lockstep.meet``), and the rank that skipped a collective waits there alone. The numbers
-differ without a fault, too, if some ranks have sent messages to each other; then all ranks continue.
+differ, all ranks meet (``Lockstep.meet``), and the rank that skipped a collective waits there alone, if collectives
+block the CPU, as gloo's do. On a device the skip is found once a rank waits for the device. Gloo's numbers differ
+without a fault, too, if some ranks have sent messages to each other. Then all ranks continue, and count anew.
 
 :class:`LateUse` finds a consumer that takes batches before the loop body uses them, as in
 ``for x in prefetch(join.iterate(loader))``. The body then runs on one batch while the loop is at a later one, so a
@@ -52,11 +53,17 @@ class LoopProgress:
         self.has_left = False
         """Whether this rank has left the loop before its end."""
         self._collective, self._loop, self._rank = collective, loop, collective.rank
-        self._issued_before = collective.issued()
+        self.issued = collective.issued_counter()
+        """Function that returns the number of operations that this rank started on the group."""
+        self._issued_before = self.issued()
         self.ended_steps = self.bursts_in_ended_steps = 0
         """The number of steps that have ended on this rank, and of the bursts that it had reached by then."""
         self._others: dict[int, Progress] = {}  # the progress of the other ranks when this rank last asked for it
         self._still_since = 0.0  # when that progress last changed
+
+    def count_anew(self) -> None:
+        """Forget what was started before, once all ranks have met and none has a collective of the CPU underway."""
+        self._issued_before = self.issued()
 
     def place(self) -> Progress:
         """Return the progress of this rank, for the other ranks to read."""
@@ -65,7 +72,7 @@ class LoopProgress:
             step=self.steps,
             bursts=self.bursts,
             burst="" if self.last_member is None else self.last_member.joinable.join_name,
-            issued=self._collective.issued() - self._issued_before,
+            issued=self.issued() - self._issued_before,
             left=self.has_left,
         )
 
@@ -105,7 +112,7 @@ class LoopProgress:
             self._others, self._still_since = places, now
         is_still = now - self._still_since > timeouts().still
         for rank, other in in_loop.items():
-            if is_still and other.step <= self.ended_steps and 0 < issued < other.issued:
+            if is_still and other.step <= self.ended_steps and issued < other.issued:
                 self._raise_skipped("a collective of the loop body", other.step, rank)
 
     def _raise_skipped(self, collective: str, step: int, rank: int) -> NoReturn:

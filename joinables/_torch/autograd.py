@@ -49,9 +49,7 @@ def hook_gradients(
     handles: dict[int, Any],
     hook_of: Callable[[int], Callable[[torch.Tensor], torch.Tensor | None]],
 ) -> None:
-    """Register hooks for the gradients of parameters, if there are fewer hooks than parameters.
-
-    Parameters may be frozen in some backwards.
+    """Register hooks for the gradients of parameters that have none. Parameters may be frozen in some backwards.
 
     Args:
         parameters: The parameters of a module.

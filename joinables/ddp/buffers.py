@@ -60,7 +60,6 @@ class BufferSync(DDPBurst):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp)
-        self._source = 0  # the rank whose buffers are broadcast next
         self._places: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}  # where the module keeps its buffers
         # The shapes at the last synchronisation, and the names and shapes of buffers whose shape has changed since.
         self._shapes: dict[str, tuple[int, ...]] = {}

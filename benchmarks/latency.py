@@ -53,7 +53,8 @@ from overhead import Parts, Training, Way, gan, of_turns, opened, our_join, shar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-_DESTINATION = 10 + 19  # the last byte of the address, behind the header of the device
+_HEAD = 10  # bytes that the device puts before a packet
+_DESTINATION = _HEAD + 19  # the last byte of the address that the packet is for
 LIMIT_SECONDS = 900.0
 
 # -- the link ---------------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def carry(names: list[str], seconds: float, ready: Connection) -> None:
                 while True:
                     packet = os.read(device, _MOST_BYTES)
                     # Others are of no rank: IPv6 looks for neighbours.
-                    if packet[_DESTINATION - 19] >> 4 == 4 and packet[_DESTINATION] <= len(devices):
+                    if packet[_HEAD] >> 4 == 4 and packet[_DESTINATION] <= len(devices):
                         other = devices[packet[_DESTINATION] - 1]
                         underway.append((time.monotonic() + seconds, other, packet))
         while underway and underway[0][0] <= time.monotonic():

@@ -298,12 +298,13 @@ def take(parts: Parts, steps: int) -> None:
 
 
 def time_steps(parts: Parts, steps: int, measured: Measured) -> None:
+    on_gpu = torch.get_default_device().type == "cuda"
     for _ in range(steps):
         cpu, wall, main = time.process_time(), time.perf_counter(), [time.thread_time()]
         for part in parts:
             part()
             main.append(time.thread_time())
-        if torch.get_default_device().type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         measured.wall.append(time.perf_counter() - wall)
         measured.cpu.append(time.process_time() - cpu)

@@ -16,6 +16,7 @@ from join import Join
 from joinables import ZeroStep
 from tests import models
 from tests.cases import DDP, Case, Data, Model, Optimizer, Shards
+from tests.gpus import device_of_rank
 from tests.models import BATCH, OPTIMIZERS, TOLERANCE, assert_same, batch, flat_state, value_of
 from tests.pool import Pool
 from tests.sync_norm import CPUSyncBatchNorm, sync_batch_norm_on_cpu
@@ -34,8 +35,7 @@ def device_of(model: Model) -> torch.device:
     """Where this rank trains; it is the current device then, which FSDP takes."""
     if model.device == "cpu":
         return torch.device("cpu")
-    last = torch.accelerator.device_count() - 1
-    device = torch.device(model.device, 0 if dist.get_backend() == "gloo" else min(dist.get_rank(), last))
+    device = device_of_rank(model.device, dist.get_backend(), dist.get_rank())
     torch.accelerator.set_device_index(device)
     return device
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from tests import gpus
 from tests.accelerator import device_module, simulated
 from tests.cases import Case
-from tests.gpus import gpu_of
 
 ROOT = simulated.ROOT
 HERE = Path(__file__)
@@ -53,9 +53,7 @@ class Target:
 
     def device_of(self, rank: int) -> torch.device:
         """The device of a rank."""
-        if self.backend == "nccl":
-            return gpu_of(rank)
-        return torch.device(self.device, 0 if self.backend == "gloo" else rank)
+        return gpus.device_of_rank(self.device, self.backend, rank)
 
     def place(self, case: Case) -> Case:
         """The case on this device, with as many ranks as it takes: the first ones."""

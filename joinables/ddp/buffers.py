@@ -47,6 +47,9 @@ class BufferSync(DDPBurst):
     the same step. Buffers may also be synchronised after the forward that changes them (``forward_is_over`` of the
     module). In that case the header is awaited, and the lowest rank that is active in the step itself is the leader.
 
+    A forward under ``no_sync`` changes the buffers of the lowest rank with data, too. In a loop over ``Join.iterate``
+    all ranks know this rank. When it is a new one, they broadcast the buffers before that forward.
+
     A forward may change the shape of a buffer (a cache of masks that grows). An active rank whose buffers changed says
     so in the header, and waits for the header. If the buffers changed on all active ranks, all ranks copy the leader's
     buffers with their shapes. Otherwise the ranks that know of the change raise. In a loop over ``Join.iterate`` all
@@ -129,6 +132,19 @@ class BufferSync(DDPBurst):
     def set_source(self, rank: int) -> None:
         """Set the rank whose buffers are broadcast next."""
         self._header = SentHeader(leader=rank)
+
+    def hand_over(self, rank: int) -> None:
+        """Broadcast the buffers if the last leader is out of data; called before a forward under ``no_sync`` in a loop.
+
+        Args:
+            rank: The lowest rank with data in this step, which continues with the buffers.
+        """
+        if rank == self._header.leader:
+            return
+        if self._changed:
+            self._all_have_new_shapes()
+        reducer.sync_buffers(self._ddp, self._header.leader)
+        self.set_source(rank)
 
     def _all_have_new_shapes(self) -> bool:
         """Return whether buffers changed their shape on all active ranks of a plain block, so that all ranks copy them.

@@ -198,7 +198,7 @@ class GradientSync(DDPBurst):
                 contributions.used.watch()
         synchronises = self._ddp.require_backward_grad_sync
         if buffers is not None and channel.is_in_loop_body and not synchronises:
-            buffers.set_source(channel.step.first_with_data)  # nothing is announced, and the forward changes buffers
+            buffers.hand_over(channel.step.first_with_data)  # nothing is announced, and the forward changes buffers
         if not synchronises or self.is_pending:
             return
         if channel.lockstep is not None and channel.lockstep.leave is not None:

@@ -166,11 +166,9 @@ def over(loop: Loop) -> Callable[[Case], Case]:
     return lambda case: replace(case, loop=loop)
 
 
-LACKS_BATCHES = "zero_grad keeps tensors, accumulation, batch norm"
-"""The lowest rank with data runs out between two windows: statistics of the next one lack its first batches."""
 WAYS: dict[str, tuple[Callable[[Case], Case], list[str]]] = {
     "weights": (weighted, [name for name, case in CASES.items() if weighted(case) not in CASES.values()]),
-    "lockstep": (over(Loop(iterate="empty")), [name for name in CASES if name != LACKS_BATCHES]),
+    "lockstep": (over(Loop(iterate="empty")), list(CASES)),
     "lockstep, last": (over(Loop(iterate="last")), OTHERWISE),
     "lockstep, a function": (over(Loop(iterate="a function")), OTHERWISE),
     "lockstep, ahead": (over(Loop(iterate="empty", lookahead=2)), OTHERWISE),

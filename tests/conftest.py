@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         between = 3 * len(short) // (4 * max(len(long), 1))  # so that they are begun in the first three quarters
         items[:] = [each for at, item in enumerate(long) for each in (item, *short[at * between : (at + 1) * between])]
         items += short[len(long) * between :]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what importing has made out of later collections: pytest ends with five of them, of a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none where xdist is switched off

@@ -1,6 +1,6 @@
 """Recipe: a loop that reduces gradients by hand, as Megatron's does, on uneven ranks.
 
-`Join` has an adapter for no object of this loop. So the block lists nothing, and `join.scale` makes the mean.
+`Join` has no adapter for the objects of this loop. So the block lists nothing, and `join.scale` makes the mean.
 """
 
 import tempfile

@@ -1,4 +1,7 @@
-"""Recipe: an optimizer that shards itself, as Muon's do: each rank steps some of the matrices, and broadcasts them."""
+"""Recipe: an optimizer that shards itself, as implementations of Muon do.
+
+Each rank steps some of the matrices, and broadcasts the result.
+"""
 
 import tempfile
 

@@ -1,8 +1,8 @@
 """Recipe: tar files of samples, as webdataset reads them, distributed over ranks and the workers of their loaders.
 
-Ranks get different numbers of shards, which have different numbers of samples; no sample of one shard is kept. The
-number of batches is not known before, and no sample is repeated or dropped. `join.weight` is the size of a batch, and
-`join.scale` applies it to the loss.
+Ranks get different numbers of shards, which have different numbers of samples. The samples of one shard have no label
+and are skipped, so its rank has no batch. No other sample is repeated or dropped, and the number of batches is not
+known before. `join.weight` is the size of a batch, and `join.scale` applies it to the loss.
 """
 
 import copy

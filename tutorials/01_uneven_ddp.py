@@ -1,7 +1,7 @@
 """Tutorial 1: three ranks with different numbers of batches train one model.
 
 DistributedDataParallel averages gradients across all ranks in every backward. If one rank runs out of batches first,
-the other ranks wait for it in an all-reduce that it never joins. Inside a `Join` block, a rank that is out of data
+the other ranks wait in an all-reduce that this rank never calls. Inside a `Join` block, a rank that is out of data
 leaves its loop and *shadows* the other ranks until all are done: it issues the same collectives, and contributes
 nothing to them. So no rank waits, and the parameters are those of a single process.
 """

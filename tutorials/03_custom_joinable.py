@@ -43,7 +43,7 @@ class SampleCounter(Joinable, JoinHook):
         self.all_reduce(0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the total of the last joiners, on every rank when all have joined: other ranks have missed samples."""
+        """Take the total of the last joiners, on all ranks: a rank that joined earlier has missed samples."""
         self.total = self.all_reduce(self.total if is_last_joiner else 0, "max")
 
 

@@ -12,8 +12,8 @@ COLUMNS = {
     "plain": "a plain block, around the unchanged loop",
     "iterate": "a loop over `join.iterate`",
     "weights": "with `weigh=`: each batch counts by its number of samples",
-    "accumulation": "with `window=2`, and a last window that is not full; with `weigh=`, too, if that column says yes",
-    "resume": "the same, stopped after two steps, and resumed from a checkpoint with new objects",
+    "accumulation": "with `window=2`, and an incomplete last window; with `weigh=`, too, if *weights* says yes",
+    "resume": "the run of *accumulation*, stopped after two steps, and resumed from a checkpoint with new objects",
 }
 """Columns of the table, and what each of them tests."""
 
@@ -102,13 +102,13 @@ ROWS: dict[str, Row] = {
         "an optimizer that shards itself, as implementations of Muon do", "sharded_optimizer", plain=LATE
     ),
     "contrastive": Row(
-        "contrastive loss over features of all ranks, gradients through a rank's own",
+        "contrastive loss over features of all ranks, gradients only through the rank's own features",
         "contrastive",
         plain=LATE,
         weights="no",
     ),
     "contrastive, all gradients": Row(
-        "contrastive loss over features of all ranks, gradients through the rows of all ranks",
+        "contrastive loss over features of all ranks, gradients through the features of all ranks",
         "contrastive",
         plain=LATE,
         weights="no",

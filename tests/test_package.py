@@ -186,17 +186,20 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_importing_does_not_pull_in_optional_weight() -> None:
-    weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
-    statement = "import sys, join, joinables, joinables.trainer"
-    result = python("-W", "error", "-c", f"{statement}; print([m for m in {weight} if m in sys.modules])")
-    assert (result.stdout, result.stderr) == ("[]\n", "")
+IMPORTS = """
+import sys, warnings
+import join, joinables, joinables.trainer
+weight = ["torch.distributed.optim", "matplotlib", "torchmetrics", "sklearn", "horovod", "torch_xla"]
+print([name for name in weight if name in sys.modules])
+old = warnings.filters[:]
+joinables.ZeroStep
+print(warnings.filters == old)
+"""
 
 
-def test_importing_zero_is_silent_and_leaves_filters_alone() -> None:
-    probe = "from warnings import filters; import joinables as j; old = filters[:]; j.ZeroStep; print(filters == old)"
-    result = python("-W", "default", "-c", probe)
-    assert (result.stdout, result.stderr) == ("True\n", "")
+def test_importing_is_silent_leaves_filters_alone_and_pulls_in_no_optional_weight() -> None:
+    result = python("-W", "error", "-c", IMPORTS)
+    assert (result.stdout, result.stderr) == ("[]\nTrue\n", "")
 
 
 LACKING = {
@@ -215,7 +218,7 @@ LACKING = {
 WITHOUT = """
 import os, warnings
 warnings.simplefilter("ignore")
-import torch._dynamo.decorators
+import torch._dynamo.decorators, torch.distributed.algorithms.join, torch.nn.parallel, torch.optim.lr_scheduler
 for change in {changes}:
     if os.fork():
         os.wait()

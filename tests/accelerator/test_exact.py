@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from tests.accelerator import simulated
 from tests.accelerator.target import SIMULATED, Target, device_of_rank
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step
+from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, shorter
 from tests.models import assert_same, batch, build, flat_state
 from tests.pool import Pool
 from tests.training import TOLERANCE_OF_GPUS, check, train
@@ -59,7 +59,7 @@ def skip_if_torch_dies(target: Target, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(target: Target, accelerator_pool: Pool, name: str) -> None:
     skip_if_torch_dies(target, name)
-    check(accelerator_pool, target.place(CASES[name]), backend=target.backend)
+    check(accelerator_pool, target.place(shorter(CASES[name])), backend=target.backend)
 
 
 needs_simulated = pytest.mark.skipif(bool(SIMULATED.why_not()), reason=SIMULATED.why_not())
@@ -87,13 +87,13 @@ LATE = [
 @needs_simulated
 @pytest.mark.parametrize("name", LATE)
 def test_results_that_come_late(simulated_pool: Pool, name: str) -> None:
-    check(simulated_pool, SIMULATED.place(CASES[name]), by=train_late, backend=SIMULATED.backend)
+    check(simulated_pool, SIMULATED.place(shorter(CASES[name])), by=train_late, backend=SIMULATED.backend)
 
 
 @pytest.mark.parametrize("name", ["adam", "batch norm", "weights", "zero", "iterate, weights", "iterate, sharded"])
 def test_headers_over_the_group(target: Target, accelerator_pool: Pool, name: str) -> None:
     skip_if_torch_dies(target, name)
-    check(accelerator_pool, target.place(CASES[name]), backend=target.backend, over_group=True)
+    check(accelerator_pool, target.place(shorter(CASES[name])), backend=target.backend, over_group=True)
 
 
 @pytest.mark.parametrize("over_group", [False, True])
@@ -104,7 +104,7 @@ def test_a_group_with_a_backend_for_the_cpu(
     if target.backend == "gloo":
         pytest.skip("a group of gloo's always has it")
     backend = f"cpu:gloo,{target.device}:{target.backend}"
-    check(accelerator_pool, target.place(CASES[name]), backend=backend, over_group=over_group)
+    check(accelerator_pool, target.place(shorter(CASES[name])), backend=backend, over_group=over_group)
 
 
 UNEVEN = 2, 5, 0

@@ -17,6 +17,7 @@ from tests.accelerator.target import SIMULATED, prepare_simulated
 from tests.ending import Ending
 from tests.meeting import tell, wait_for
 from tests.pool import Pool
+from tests.selection import at_night
 
 pytestmark = pytest.mark.skipif(bool(SIMULATED.why_not()), reason=SIMULATED.why_not())
 
@@ -74,6 +75,7 @@ def test_the_watchdog_ends_a_hang(built: None, ending: Ending) -> None:
     assert codes == [-signal.SIGABRT, 0]
 
 
+@at_night
 def test_several_processes_build_it_at_once() -> None:
     """And write nothing; only the first has something to compile."""
     code = "import torch, tests.accelerator.simulated as s; s.install(); torch.ones(1, device='sim').sum()"

@@ -19,6 +19,7 @@ from tests.accelerator.target import CPU, SIMULATED, Target, device_of_rank, pre
 from tests.ending import Ending
 from tests.joinables.trainer.ranks import trainer
 from tests.pool import Pool
+from tests.selection import at_night
 
 SAMPLES = 50  # not as many batches on both ranks
 EPOCHS = 2
@@ -103,6 +104,7 @@ def launch(rank: int) -> None:
         Trainer(accelerator="gpu", devices=2, strategy="ddp_fork").fit(module, loader())
 
 
+@at_night
 @pytest.mark.skipif(bool(SIMULATED.why_not()), reason=SIMULATED.why_not())
 def test_processes_that_are_started(ending: Ending, built: None) -> None:
     [end] = ending.start(launch, ranks=1, prepare=prepare_simulated).ends()

@@ -23,6 +23,7 @@ from tests.ending import Ending
 from tests.engines.table import Cell, cells_of
 from tests.engines.training import Engine, Feed, adam, alone, build, train
 from tests.models import assert_same, flat_state
+from tests.scripts import as_script
 
 TOLERANCE = 2e-6
 """ZeRO keeps its parameters in float32."""
@@ -117,9 +118,11 @@ def test_the_recipe() -> None:
     assert "differ from those of one process by" in done.stdout
 
 
-def test_a_missing_extra_is_a_sentence() -> None:
-    hide = "import importlib.util, runpy; importlib.util.find_spec = lambda *_: None"
-    code = f"{hide}; runpy.run_path({str(RECIPE)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "This recipe needs DeepSpeed: pip install 'joinables[deepspeed]'\n"
+def without_deepspeed(rank: int) -> None:
+    importlib.util.find_spec = lambda *_: None  # type: ignore[assignment]
+    as_script(rank, str(RECIPE.parent), RECIPE.name)
+
+
+def test_a_missing_extra_is_a_sentence(ending: Ending) -> None:
+    (end,) = ending.ends(without_deepspeed, ranks=1, group=False)
+    assert (end.code, end.stderr) == (1, "This recipe needs DeepSpeed: pip install 'joinables[deepspeed]'\n")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from join import Join, JoinError, PeerError
-from join.collectives import ThreadCollective, collective_of, run_threads
+from join.collectives import SingleCollective, ThreadCollective, collective_of, run_threads
 from tests.ending import Ending, assert_blamed
 from tests.join.counter import Counter
 from tests.models import batch, build
@@ -87,9 +85,10 @@ def test_what_it_is_closed_with_is_told(ending: Ending) -> None:
     assert_blamed(ending.run(failing), 1, "KeyError: 'in a hook'")
 
 
-def test_one_that_is_never_closed() -> None:
-    script = (
-        "from join import Join; from join.collectives import SingleCollective as S; Join([], process_group=S()).open()"
-    )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stderr
-    assert "A Join block was opened and never left" in told
+def never_closes(rank: int) -> None:
+    Join([], process_group=SingleCollective()).open()
+
+
+def test_one_that_is_never_closed(ending: Ending) -> None:
+    (end,) = ending.ends(never_closes, ranks=1, group=False)
+    assert "A Join block was opened and never left" in end.stderr

@@ -12,10 +12,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step
+from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, shorter
 from tests.ending import Ending, assert_blamed
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
+from tests.selection import first_and_last
 from tests.sync_norm import sync_batch_norm_on_cpu
 from tests.training import check, loss_of, mesh_of, placed, reference, shard, whole
 
@@ -88,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
-    check(pool, replace(CASES[name], loop=LOCKSTEP))
+    check(pool, shorter(replace(CASES[name], loop=LOCKSTEP)))
 
 
 @pytest.mark.parametrize("name", ["adamw with clipping", "replicas"])
@@ -96,7 +97,7 @@ def test_sharded_equals_one_process_with_dummies_of_samples(pool: Pool, name: st
     check(pool, replace(CASES[name], loop=Loop(iterate="last")))
 
 
-IN_HALF = ((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0))
+IN_HALF = first_and_last(((0, 3, 1, 2), (2, 0, 4, 1), (3, 1, 0, 0)))
 
 
 def in_half(rank: int, replicas: int, how: str) -> dict[str, torch.Tensor]:
@@ -220,7 +221,7 @@ NORMED = {
 
 @pytest.mark.parametrize("name", NORMED)
 def test_synchronised_norm_equals_one_process(pool: Pool, name: str) -> None:
-    check(pool, replace(NORMED[name], loop=LOCKSTEP))
+    check(pool, shorter(replace(NORMED[name], loop=LOCKSTEP)))
 
 
 PAIRS = Case(data=Data(((0, 2), (3, 1), (2, 0))))

@@ -83,7 +83,7 @@ class Hosts:
     def torchrun(self, processes: int, module: str, *arguments: str, told: Path) -> None:
         """Start so many processes on each host, by an agent there; what they write goes to files of that name."""
         for host in range(HOSTS):
-            agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS)]
+            agent = [sys.executable, "-m", "tests.torchrun", "--nnodes", str(HOSTS)]
             agent += ["--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-id", "two-hosts"]
             agent += ["--rdzv-endpoint", f"{address(0)}:{PORT}", "--local-addr", address(host)]
             agent += ["--rdzv-conf", f"is_host={int(host == 0)}"]  # else they tell by names, and both have one

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-TUTORIAL = Path(__file__).parents[3] / "tutorials" / "13_ray.py"
+from tests.ending import Ending
+from tests.scripts import as_script
+
+TUTORIALS = Path(__file__).parents[3] / "tutorials"
 
 
-def test_a_missing_extra_is_a_sentence() -> None:
-    # Joblib, which scikit-learn imports, looks for Ray, too.
-    forget = "import runpy, sys, sklearn.datasets; sys.modules['ray'] = None"
-    code = f"{forget}; runpy.run_path({str(TUTORIAL)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert done.stderr == "This tutorial needs Ray: pip install 'joinables[ray]'\n"
+def without_ray(rank: int) -> None:
+    import_module("sklearn.datasets")  # joblib, which it imports, looks for Ray, too
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    as_script(rank, str(TUTORIALS), "13_ray.py")
+
+
+def test_a_missing_extra_is_a_sentence(ending: Ending) -> None:
+    (end,) = ending.ends(without_ray, ranks=1, group=False)
+    assert (end.code, end.stderr) == (1, "This tutorial needs Ray: pip install 'joinables[ray]'\n")

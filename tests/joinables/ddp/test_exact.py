@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Step
+from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Step, shorter
 from tests.pool import Pool
 from tests.selection import all_or_some
 from tests.training import check
@@ -142,7 +142,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(pool: Pool, name: str) -> None:
-    check(pool, CASES[name])
+    check(pool, shorter(CASES[name]))
 
 
 # Where dummies have samples of their own, or windows end between them.
@@ -213,7 +213,7 @@ def parts_of(row: Row) -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", all_or_some(ROWS, parts_of), ids=str)
 def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
-    check(pool, row.case, over_group=row.over_group)
+    check(pool, shorter(row.case), over_group=row.over_group)
 
 
 @pytest.mark.parametrize(
@@ -228,4 +228,4 @@ def test_equals_one_process_in_another_way(pool: Pool, row: Row) -> None:
 )
 def test_one_join_is_entered_for_each_epoch(pool: Pool, name: str, way: str) -> None:
     case = CASES[name] if way == "block" else WAYS[way][0](CASES[name])
-    check(pool, replace(case, loop=replace(case.loop, one_join=True)))
+    check(pool, shorter(replace(case, loop=replace(case.loop, one_join=True))))

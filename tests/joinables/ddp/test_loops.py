@@ -22,7 +22,7 @@ from join import Join
 from tests.joinables.ddp.nets import RANKS, Compute, Data, Nets, Scale, compute_all, loss, plain, streams
 from tests.models import MLP, TOLERANCE, Norm, assert_same, flat_state
 from tests.pool import Pool
-from tests.selection import all_or_some
+from tests.selection import all_or_some, first_and_last
 from tests.versions import OWN_BUFFERS
 
 
@@ -196,7 +196,7 @@ def run(rank: int, name: str, dummy: Any = None, *, weighted: bool = False) -> d
     program = PROGRAMS[name]
     raw, optimizers = build(program)
     nets = {key: DistributedDataParallel(net, **program.ddp) for key, net in raw.items()}
-    for counts in program.counts:
+    for counts in first_and_last(program.counts):
         keywords: dict[str, Any] = {"divide_by_initial_world_size": program.initial}
         listed = [[nets[key], optimizers[key]] for key in nets]
         joins = [Join(each, **keywords) for each in (listed if program.nested else [[*chain.from_iterable(listed)]])]
@@ -219,7 +219,7 @@ def run(rank: int, name: str, dummy: Any = None, *, weighted: bool = False) -> d
 def reference(name: str, *, weighted: bool = False) -> dict[str, torch.Tensor]:
     program = PROGRAMS[name]
     nets, optimizers = build(program)
-    for counts in program.counts:
+    for counts in first_and_last(program.counts):
         for step in range(max(counts)):
             ranks = [rank for rank in range(RANKS) if counts[rank] > step]
             if weighted:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from joinables.trainer import Launcher, strategy
+from tests.selection import ALL
 
 
 class FromServer(Launcher):
@@ -18,5 +19,5 @@ class FromServer(Launcher):
 
 @pytest.fixture(autouse=True)
 def from_server(request: pytest.FixtureRequest, server: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("spawns") is None:
+    if not ALL or request.node.get_closest_marker("spawns") is None:
         monkeypatch.setattr(strategy, "Launcher", FromServer)

@@ -21,6 +21,7 @@ import torch
 from joinables.trainer import ModelCheckpoint, Trainer
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
 from tests.joinables.trainer.modules import Classifier, loader
+from tests.selection import at_night
 
 FORKS = multiprocessing.get_context("forkserver")
 
@@ -164,6 +165,7 @@ print("done")
 """
 
 
+@at_night
 def test_a_full_disk(tmp_path: Path) -> None:
     """One of 2 MB, which only its own process sees."""
     mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

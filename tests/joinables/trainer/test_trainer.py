@@ -57,7 +57,7 @@ class Metrics(Callback):
         self.seen: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for index in range(10_000):
+        for index in range(1_000):
             module.log(f"metric {index}", float(index))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -96,8 +96,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     trainer = build(1, "parts")
     result = trainer.fit(module, *data)
     assert (result.stage, result.epochs, result.global_step, result.stopped) == ("fit", 1, 4, False)
-    assert len(result.callback_metrics) == 10_004
-    assert trainer.callback_metrics["metric 9999"] == 9999
+    assert len(result.callback_metrics) == 1_004
+    assert trainer.callback_metrics["metric 999"] == 999
     keeper = next(each for each in trainer.callbacks if isinstance(each, ModelCheckpoint))
     best = keeper.best_model_path
     assert keeper.best_model_score == trainer.metrics["val_loss"]

@@ -142,7 +142,7 @@ def test_tracebacks_are_real(failed: dict[int, str], rank: int, block: str) -> N
 
 
 def without_numbers(line: str) -> str:
-    return re.sub(r"\d+\.\d\d s|: \d+(e-\d+)?$", "", line)
+    return re.sub(r"\d+\.\d\d s|: \d+(e[+-]\d+)?$", "", line)
 
 
 def test_getting_started_runs_as_pasted(ending: Ending, tmp_path: Path) -> None:

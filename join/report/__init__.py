@@ -25,9 +25,9 @@ class JoinReport:
 
     @property
     def steps(self) -> int:
-        """The number of steps that all ranks made together.
+        """Number of steps of the block as a whole, as a single process would count them.
 
-        A single process would have made the same number of steps. If you set a learning rate by a counter, add this
+        It is the largest sum of ``steps`` and ``shadowed`` of a rank. If you set a learning rate by a counter, add this
         number to the counter after each block. The counter is then equal on all ranks.
 
         Raises:

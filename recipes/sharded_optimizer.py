@@ -1,7 +1,4 @@
-"""Recipe: an optimizer that shards itself, as implementations of Muon do.
-
-Each rank steps some of the matrices, and broadcasts the result.
-"""
+"""Recipe: an optimizer that shards itself, such as Muon: each rank steps some matrices, and broadcasts them."""
 
 import tempfile
 

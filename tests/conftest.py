@@ -34,6 +34,7 @@ TOGETHER = (
     "tests/join/failure/test_ends.py",
     "tests/joinables/test_dummy_forward.py",
     "tests/docs/test_site.py",
+    METRICS := "tests/joinables/metrics/",
 )
 """Tests that need the same costly thing, or run several at once, by how their names begin."""
 
@@ -44,6 +45,10 @@ class Scheduling(LoadScopeScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         # Not xdist's marker for it: from pytest 9.2 on it changes a name that nobody reads, and so nothing.
+        if (
+            "[Metric]" in nodeid or "[metrics.md" in nodeid
+        ):  # each rank that tests one imports torchmetrics, for seconds
+            return METRICS
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 
 

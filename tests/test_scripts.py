@@ -81,7 +81,7 @@ def test_what_a_user_writes_is_short() -> None:
 
 @pytest.mark.timeout(200)
 def test_demo(ending: Ending, tmp_path: Path) -> None:
-    options = "--epochs", "2", "--out", str(tmp_path)
+    options = "--epochs", "2" if ALL else "1", "--out", str(tmp_path)
     printed = run("-m", "demo", *options, timeout=190) if ALL else run_forked(ending, "demo", *options, limit=180)
     assert "DDP + Adam" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == ["result.json", "timeline.png"]

@@ -39,6 +39,7 @@ CASES = {
     "accumulation, an equal rank without data": Case(accumulate=2, weigh="equal", counts=(0, 5)),
     "BatchNorm on a rank without data": Case(norm=True, counts=(0, 3)),
     "BatchNorm and accumulation": Case(norm=True, counts=(0, 4), accumulate=2),
+    "BatchNorm, the first rank runs out in a window": Case(norm=True, counts=(1, 4), accumulate=2),
     "validation in the middle": Case(val_counts=(0, 2), validate_every=2),
     "validation between windows": Case(val_counts=(2, 1), validate_every=2, accumulate=2, kind="sized"),
     "a window where a rank has nothing": Case(accumulate=3, counts=(7, 1), kind="sized"),

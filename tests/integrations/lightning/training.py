@@ -165,7 +165,7 @@ def squared(data: Any) -> float:
 
 
 def in_one_process(case: Case) -> list[torch.Tensor]:
-    """The same, by hand, on the same global batches."""
+    """The same, by hand, on the same global batches; BatchNorm's statistics are those of the lowest rank with data."""
     net = build(case)
     optimizer, scheduler = optimizers_of(net)
     known: dict[Any, Any] = {"equal": lambda data: 1.0, "samples": lambda data: len(data[0])}
@@ -177,11 +177,16 @@ def in_one_process(case: Case) -> list[torch.Tensor]:
             if done == case.max_steps:
                 return flat(net, optimizer)
             window = range(start if epoch or start else case.lost, min(start + case.accumulate, steps))
-            micro = [batch(rank, step, epoch) for step in window for rank in (0, 1) if step < case.counts[rank]]
-            total = math.fsum(counts_as(each) for each in micro)
+            ranks = {step: [rank for rank in (0, 1) if step < case.counts[rank]] for step in window}
+            micro = [(rank == ranks[step][0], batch(rank, step, epoch)) for step in window for rank in ranks[step]]
+            total = math.fsum(counts_as(each) for _, each in micro)
             optimizer.zero_grad()
-            for each in micro:
+            for is_lowest, each in micro:
+                buffers = [buffer.clone() for buffer in net.buffers()]
                 (nn.functional.mse_loss(net(each[0]), each[1]) * counts_as(each) / total).backward()
+                for buffer, before in zip(net.buffers(), buffers, strict=True):
+                    if not is_lowest:
+                        buffer.copy_(before)
             if case.clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), case.clip)
             optimizer.step()

@@ -45,9 +45,7 @@ class Scheduling(LoadScopeScheduling):
     @override
     def _split_scope(self, nodeid: str) -> str:
         # Not xdist's marker for it: from pytest 9.2 on it changes a name that nobody reads, and so nothing.
-        if (
-            "[Metric]" in nodeid or "[metrics.md" in nodeid
-        ):  # each rank that tests one imports torchmetrics, for seconds
+        if "[Metric]" in nodeid or "[metrics.md" in nodeid:  # their ranks import torchmetrics, too, for seconds
             return METRICS
         return next((start for start in TOGETHER if nodeid.startswith(start)), nodeid)
 

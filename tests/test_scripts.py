@@ -89,7 +89,7 @@ def test_demo(ending: Ending, tmp_path: Path) -> None:
     for run_of in result["runs"].values():
         assert run_of["joinables"]["parameter_difference"] < 2e-6
         assert run_of["joinables"]["buffer_difference"] < 2e-6
-        assert run_of["joinables"]["accuracy"] > 0.95
+        assert run_of["joinables"]["accuracy"] > (0.95 if ALL else 0.85)
         assert run_of["torch"]["status"] != "finished" or run_of["torch"]["parameter_difference"] > 1e-3
     assert (tmp_path / "timeline.png").stat().st_size > 20_000
 

@@ -534,9 +534,8 @@ def test_a_data_loader_and_a_joinable_of_others(pool: Pool) -> None:
             optimizer.step()
     for rank, (state, totals, last) in enumerate(pool.run(loaded, ranks=RANKS)):
         assert_same(state, flat_state(net.state_dict(), optimizer.state_dict()), TOLERANCE)
-        assert totals == [
-            RANKS * steps for steps in accumulate(map(max, COUNTS))
-        ]  # every rank is in the body of every step
+        # Every rank is in the body of every step.
+        assert totals == [RANKS * steps for steps in accumulate(map(max, COUNTS))]
         assert last is (rank == 0)
 
 

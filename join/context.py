@@ -306,7 +306,7 @@ class Join:
         """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``None``."""
         if self._block is None:  # with enable=False, or outside a block
             return self._loop.step if isinstance(self._loop, LoopAlone) else None
-        return self._block.channel.step if self._block.channel.is_in_loop_body else None
+        return None if self._block.channel.lockstep is None else self._block.channel.step
 
     @property
     def ends_window(self) -> bool:

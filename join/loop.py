@@ -42,8 +42,8 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
     the loop ends                                    raises ProtocolError, and fails as any rank does (``join.failure``)
 
 This begins with the next announcement, or at the end of the block, because a generator cannot raise an exception when
-it is dropped. ``Lockstep.leave`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``), waits
-for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
+it is dropped. ``Channel.leave_loop`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``),
+waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
 """
 
 from __future__ import annotations
@@ -396,13 +396,13 @@ class Iteration:
 
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank only, which leaves the block with ``error``."""
+        self._lockstep.return_to_body()
         if isinstance(error, Exception) and self._channel.step.batch is StepBatch.EMPTY:
             add_note(
                 error,
                 "This rank was out of data and got an empty dummy batch. If the loop body cannot process it, pass"
                 " dummies with samples: join.iterate(loader, dummy='last')",
             )
-        self._lockstep.return_to_body()
         self._release()
 
     def _release(self) -> None:

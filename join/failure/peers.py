@@ -220,7 +220,7 @@ class Watch(threading.Thread):
             is_posting = is_posting or bool(ended) or self._board.is_rung()
             if is_posting:
                 beat += 1
-                self.news = self._look(ended)
+                self.news = self._read_board(ended)
                 self._posted = self._progress()._replace(heard=len(self.news.notes), beat=beat)
                 self._board.tell(self._posted)
                 self._abort_if_lost()
@@ -230,7 +230,7 @@ class Watch(threading.Thread):
                 if self._wanted == wanted and not self._ends:
                     self._changed.wait(timeouts().look * max(1.0, self._board.world_size / _RANKS_AT_ONCE))
 
-    def _look(self, ended: list[int]) -> News:
+    def _read_board(self, ended: list[int]) -> News:
         notes = [note for note in self._board.notes() if note.rank != self._board.rank]
         progress = {rank: posted for rank, posted in self._board.progress().items() if rank != self._board.rank}
         return News(notes, progress, [rank for rank in ended if rank not in progress or not progress[rank].done])

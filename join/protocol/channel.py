@@ -96,15 +96,16 @@ class Channel:
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self.roster = self._empty_roster = Roster((), collective.world_size)
-        self.guard = Guard(collective, self.progress, self._look)
+        self.guard = Guard(collective, self.progress, self._look_for_skipped)
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
         self.lockstep: Lockstep | None = None
-        """The current loop over ``Join.iterate``, in which all ranks run every burst themselves."""
+        """The loop over ``Join.iterate`` in whose body this rank is; all ranks run every burst there themselves."""
         self.step = Step()
-        """The current step of a loop over ``Join.iterate``."""
-        self.is_in_loop_body = False
-        """Whether this rank is in the body of such a loop and has not left it by ``break``."""
+        """The current step of this loop."""
+        self.leave_loop: Callable[[], None] | None = None
+        """The function that ends the loop which this rank has left by ``break``, together with all ranks. It is called
+        before anything is announced; ``None`` if there is no such loop."""
         self.loops = 0
         """The number of such loops that have begun."""
         self.late_use: LateUse | None = None
@@ -116,6 +117,7 @@ class Channel:
         """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
+        self._progress: LoopProgress | None = None  # of this rank in a loop that has not ended
         self._last_place = Progress()  # of this rank at the end of the last loop
         self._last_burst: tuple[int, bool] | None = None  # ``Lockstep.last_burst`` of that loop, if it was uneven
 
@@ -165,15 +167,15 @@ class Channel:
         self.guard.timeout = roster.timeout
         self._outstanding = []
 
-    def _look(self) -> None:
+    def _look_for_skipped(self) -> None:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
-        if self.lockstep is not None:
-            self.lockstep.progress.look_for_skipped(self.guard.peers.ask())
+        if self._progress is not None:
+            self._progress.look_for_skipped(self.guard.peers.ask())
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
-        headers, loop = self.headers.tally.headers, self.lockstep
-        place = self._last_place if loop is None else loop.progress.place()
+        headers, progress = self.headers.tally.headers, self._progress
+        place = self._last_place if progress is None else progress.place()
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
@@ -195,8 +197,6 @@ class Channel:
                 or if followers of the burst before it did not notify.
             ProtocolError: If active ranks announced different bursts.
         """
-        if self.lockstep is not None and self.lockstep.leave is not None:
-            self.lockstep.leave()
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -286,7 +286,7 @@ class Channel:
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """Flush pending bursts and apply the last header; called before anything else is announced.
+        """Leave a broken loop, flush pending bursts and apply the last header; called before another announcement.
 
         Args:
             but: The joinable that is about to announce; its own burst is not flushed.
@@ -297,6 +297,8 @@ class Channel:
         """
         if self.guard.closed:
             self.guard.raise_closed()
+        if self.leave_loop is not None:
+            self.leave_loop()
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
                 self.flush(but)
@@ -408,7 +410,6 @@ class Channel:
         """
         if self.guard.closed:
             self.guard.raise_closed()
-        self.end_broken_loop()
         if self.lockstep is not None:
             raise JoinError(ONE_AT_A_TIME)
         self.prepare()
@@ -427,8 +428,8 @@ class Channel:
         self.loops += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
-        self.lockstep, self.is_in_loop_body = Lockstep(self), True
-        self.step = Step(contributors=self.collective.world_size)
+        self.lockstep, self.step = Lockstep(self), Step(contributors=self.collective.world_size)
+        self._progress = self.lockstep.progress
         return self.lockstep
 
     def end_loop(self, loop: Lockstep) -> None:
@@ -449,7 +450,7 @@ class Channel:
         source, _ = loop.last_burst
         self._last_burst = loop.last_burst if loop.is_uneven else None
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
-        self.lockstep, self.is_in_loop_body, self.step = None, False, Step()
+        self.lockstep, self._progress, self.step = None, None, Step()
         if self.late_use is not None:
             self.late_use.has_ended = True
         self._outstanding = []  # in a loop, the body may skip followers
@@ -488,8 +489,8 @@ class Channel:
 
     def end_broken_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
-        if self.lockstep is not None and self.lockstep.leave is not None:
-            self.lockstep.leave()
+        if self.leave_loop is not None:
+            self.leave_loop()
 
     # -- for joinables ------------------------------------------------------------------------------------------------
 
@@ -512,18 +513,15 @@ class Lockstep:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        """The channel of the process group."""
         self._guard = channel.guard
         self.progress = LoopProgress(channel.collective, channel.loops)
         """The progress of this rank in the loop."""
-        self.leave: Callable[[], None] | None = None
-        """The function that leaves the loop together with all ranks, called before the next announcement; ``None``
-        unless this rank has left the body by ``break``."""
         self.last_burst: tuple[int, bool] = 0, True
         """The lowest rank that had data in the last burst, and whether this rank had data in it. Once the loop has
         ended without a burst, this is about its last step."""
         self.is_uneven = False
         """Whether a rank had no data in the last step in which other ranks had data."""
+        self._left_in = channel.step  # the step in which this rank left the body by ``break``
         self._barriers = channel.collective.line(BARRIERS)
         self.roll_calls = channel.collective.line(ROLL_CALLS)
         """The line that carries the loop's roll calls."""
@@ -563,18 +561,16 @@ class Lockstep:
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 
     def mark_broken(self, leave: Callable[[], None]) -> None:
-        """Record that this rank left the body by ``break``.
-
-        Args:
-            leave: The function that leaves the loop; called before anything else is announced.
-        """
-        self.leave = leave
-        self.channel.is_in_loop_body = self.channel.step.shadowing = False
+        """Record that this rank left the body by ``break``, and how it ends the loop with all ranks."""
+        channel = self.channel
+        channel.leave_loop, channel.lockstep = leave, None
+        self._left_in, channel.step = channel.step, Step()
 
     def return_to_body(self) -> None:
         """Return to the step that this rank left by ``break``, to leave the loop with all ranks or to fail in it."""
-        self.leave = None
-        self.channel.is_in_loop_body, self.channel.step.shadowing = True, not self.channel.step.has_data
+        channel = self.channel
+        if channel.leave_loop is not None:
+            channel.lockstep, channel.leave_loop, channel.step = self, None, self._left_in
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop in the same place before its end.

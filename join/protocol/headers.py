@@ -599,7 +599,8 @@ class Headers:
         assert header is not None
         bursts = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
-        bursts += [f"{looping} x join.iterate"] if looping else []
+        if looping:
+            bursts.append(f"{looping} x join.iterate, which needs a block of its own after an uneven plain loop")
         self._guard.post_and_raise(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(bursts)} (rank {self._rank}"

@@ -457,28 +457,28 @@ class Headers:
         last = self.last
         return last.header or self._read(last)
 
-    def _read(self, last: SentHeader) -> Header:
-        if last.before is not None and last.before.header is None:
-            self._read(last.before)
-        assert last.work is not None
-        self._guard.awaits_header = last.number
-        last.header = self.roster.code.unpack(self._guard.wait(last.work, then=last.work.total))
-        if last.member is None:
-            for index in last.header.announcements:
-                self.roster.announcing[index].announced_in = last
+    def _read(self, sent: SentHeader) -> Header:
+        if sent.before is not None and sent.before.header is None:
+            self._read(sent.before)
+        assert sent.work is not None
+        self._guard.awaits_header = sent.number
+        sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
+        if sent.member is None:
+            for index in sent.header.announcements:
+                self.roster.announcing[index].announced_in = sent
                 if not self.roster.is_alone:
                     self.foresight.saw(index)
-        return last.header
+        return sent.header
 
-    def is_foreseen(self, index: int, last: SentHeader | None = None) -> bool:
+    def is_foreseen(self, index: int, sent: SentHeader | None = None) -> bool:
         """Return whether all ranks expected this burst in a header, so that no rank that runs the burst awaits it.
 
         Args:
             index: The index of the member whose burst it is.
-            last: The header; by default the last one.
+            sent: The header; by default the last one.
         """
-        last = last or self.last
-        return index == last.expected and last.before is not None and not self.roster.throws
+        sent = sent or self.last
+        return index == sent.expected and sent.before is not None and not self.roster.throws
 
     def active_for(self, burst: Burst) -> int:
         """Return the number of active ranks, as known to all ranks that run the burst of the last header.
@@ -544,58 +544,58 @@ class Headers:
         if index is None or index in self.roster.needing_leader or not self.is_foreseen(index):
             self.apply(before)
 
-    def _was_foreseen(self, last: SentHeader) -> bool:
-        if last.expected is None or not self.is_foreseen(last.expected, last):
+    def _was_foreseen(self, sent: SentHeader) -> bool:
+        if sent.expected is None or not self.is_foreseen(sent.expected, sent):
             return False
-        if last.member is None:
-            return last.header is not None and last.expected in last.header.announcements
-        return self.roster.announcing[last.expected] is last.member
+        if sent.member is None:
+            return sent.header is not None and sent.expected in sent.header.announcements
+        return self.roster.announcing[sent.expected] is sent.member
 
-    def apply(self, last: SentHeader) -> None:
+    def apply(self, sent: SentHeader) -> None:
         """Apply a header that is not applied yet.
 
         Args:
-            last: The header.
+            sent: The header.
 
         Raises:
             ProtocolError: If active ranks announced different bursts in the header.
         """
-        header = last.header or self._read(last)
+        header = sent.header or self._read(sent)
         if header.diverged:
-            self.raise_diverged(last)
-        last.is_applied, before = True, last.before
+            self.raise_diverged(sent)
+        sent.is_applied, before = True, sent.before
         if before is not None and before.header is not None and before.header.active > header.active:
             for index in header.announcements:
                 burst = self.roster.announcing[index].burst
-                if burst is not None and self.is_foreseen(index, last):
+                if burst is not None and self.is_foreseen(index, sent):
                     burst.check_leavers()
-        last.before = None
-        if not (last.knows_leader or header.leader_alive):
-            self.find_leader(last)
-        last.leader = self.leader
+        sent.before = None
+        if not (sent.knows_leader or header.leader_alive):
+            self.find_leader(sent)
+        sent.leader = self.leader
 
-    def find_leader(self, last: SentHeader | None = None) -> int:
+    def find_leader(self, sent: SentHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
 
         A new leader is elected by an all-reduce. All ranks call this in the same place, or none does before the header
         is applied.
 
         Args:
-            last: The header; by default the last one.
+            sent: The header; by default the last one.
         """
-        last = last or self.last
-        if not last.knows_leader:
-            last.knows_leader = True
-            if self.roster.tracks_leader and not (last.header or self._read(last)).leader_alive:
-                vote = torch.tensor([self._world_size if last.member is None else self._rank], device="cpu")
+        sent = sent or self.last
+        if not sent.knows_leader:
+            sent.knows_leader = True
+            if self.roster.tracks_leader and not (sent.header or self._read(sent)).leader_alive:
+                vote = torch.tensor([self._world_size if sent.member is None else self._rank], device="cpu")
                 with profiled("elect a leader"):
                     self._collective.all_reduce(vote, "min").wait()
                 self.leader = int(vote.item())
         return self.leader
 
-    def raise_diverged(self, last: SentHeader) -> NoReturn:
+    def raise_diverged(self, sent: SentHeader) -> NoReturn:
         """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""
-        own, announcing, header = last.member, self.roster.announcing, last.header
+        own, announcing, header = sent.member, self.roster.announcing, sent.header
         assert header is not None
         bursts = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())

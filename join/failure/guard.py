@@ -26,6 +26,14 @@ _PENDING = "The process group has a collective pending and cannot be used any mo
 class Guard:
     """Guard against waiting forever, which also makes all ranks learn why a block ends.
 
+    An error inside a block is raised in one of three ways:
+
+    - A plain ``raise`` is the usual way. The code in the block may handle the error and continue, so the other ranks
+      are informed only if the exception leaves the block, as of any exception of the user (:meth:`fail`).
+    - :meth:`post_and_raise`, if this rank cannot continue even if the code handles the error, since it is out of step
+      with the other ranks. They are informed at once, because they may already wait for this rank.
+    - :meth:`close_and_raise`, if this rank cannot continue and the other ranks raise the same error, or know it.
+
     Args:
         collective: The ranks.
         progress: Returns the progress of this rank. It is called in another thread, too.

@@ -346,7 +346,7 @@ class Channel:
         self.has_run_out = True
         self.prepare()
         if self._outstanding and (error := self._missing_follower_error("the block ended")):
-            raise error
+            raise error  # not by ``post_and_raise``, since the exception leaves the block here, which posts it
         last_burst, headers = self._last_burst, self.headers.tally.headers
         outcome = self._shadow_all()
         if last_burst is None or not outcome.even or headers > self._last_place.headers:

@@ -374,7 +374,9 @@ class Headers:
             try:
                 check()
             except ProtocolError as error:
-                self._guard.closed = described(error)  # all ranks raise the error here
+                # All ranks raise the error here, before they send anything else. So the group is not lost, as after
+                # ``close_and_raise``.
+                self._guard.closed = described(error)
                 raise
 
     # -- sending ------------------------------------------------------------------------------------------------------

@@ -583,7 +583,7 @@ class StepCounts:
         if self._guard.closed:
             self._guard.raise_closed()
         if step.ends_window:
-            self._channel.scaling.window += 1
+            self._channel.scaling.window_number += 1
         self.begun = index + 1
         step.number = lockstep.progress.steps
         if index < len(self._shares):

@@ -360,7 +360,7 @@ class Channel:
         fresh, throws = True, self.roster.throws
         while True:
             fields = [FRESH] if fresh else []
-            header = headers.exchange([*fields, STOPPING] if throws else fields)
+            header = headers.send_and_read([*fields, STOPPING] if throws else fields)
             if header.active == 0:
                 headers.last.is_applied = True
                 headers.apply_before()
@@ -414,7 +414,7 @@ class Channel:
             raise JoinError(ONE_AT_A_TIME)
         self.prepare()
         world_size = self.collective.world_size
-        header = self.headers.exchange([], active=True)
+        header = self.headers.send_and_read([], active=True)
         if header.announcements:
             self.headers.confirm()
         if header.active < world_size:

@@ -381,7 +381,7 @@ class Headers:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def exchange(self, fields: list[int], *, active: bool = False) -> Header:
+    def send_and_read(self, fields: list[int], *, active: bool = False) -> Header:
         """Send a header in which this rank announces no burst, and wait for the sum.
 
         Args:

@@ -175,7 +175,7 @@ class BufferSync(DDPBurst):
         reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
         self._changed, self._shapes = [], self._shapes_now()
 
-    def announced(self) -> None:
+    def broadcast_when_due(self) -> None:
         """Broadcast the buffers, whose header was sent, or leave that to the end of the forward if a comm hook asks."""
         self.is_pending = True
         if not self._after_forward:

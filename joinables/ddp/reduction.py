@@ -195,7 +195,7 @@ class GradientSync(DDPBurst):
         elif buffers is not None:
             channel.announce(buffers)
         if buffers is not None:
-            buffers.announced()
+            buffers.broadcast_when_due()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -627,7 +627,7 @@ class Contributions:
         """
         window, channel = self.window, self._channel
         in_loop = channel.lockstep is not None
-        number = channel.scaling.window if in_loop else 0
+        number = channel.scaling.window_number if in_loop else 0
         if window.number != number:
             if window.unreduced:
                 raise JoinError(

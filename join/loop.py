@@ -201,7 +201,7 @@ class Iteration:
             while self._begin_step():
                 if self._channel.late_use is not None:
                     self._channel.late_use.begin_step()
-                yield self._next_batch() if self._channel.step.has_data else self._make_dummy()
+                yield self._make_dummy() if self._channel.step.shadowing else self._next_batch()
         except GeneratorExit:
             if self.running:  # not if the user kept the generator after the break, and all ranks have left since
                 self._lockstep.mark_broken(self.leave)  # called later, because an exception here would be lost
@@ -591,9 +591,8 @@ class StepCounts:
             lockstep.is_uneven = step.contributors < self._world_size
         else:  # the step only fills a window
             step.contributors = 0
-        step.has_data = index < self.own_batches
-        step.shadowing = not step.has_data
-        step.weight, step.total = weight if step.has_data else 0.0, self._totals[index // size]
+        step.shadowing = index >= self.own_batches
+        step.weight, step.total = 0.0 if step.shadowing else weight, self._totals[index // size]
         step.ends_window = self.begun % size == 0 or self.begun == self.steps
 
     # -- roll calls ---------------------------------------------------------------------------------------------------

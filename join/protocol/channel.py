@@ -220,7 +220,7 @@ class Channel:
                 lockstep.progress.bursts, lockstep.progress.last_member = lockstep.progress.bursts + 1, member
             if self.guard.timeout is not None:
                 lockstep.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
-            lockstep.last_burst = step.first_with_data, step.has_data
+            lockstep.last_burst = step.first_with_data, not step.shadowing
             headers.set_announced_by_all(index, step.first_with_data)
             return DONE
         work = headers.send((), index)
@@ -446,7 +446,7 @@ class Channel:
         """
         loop.end_step()
         if not loop.progress.bursts:
-            loop.last_burst = self.step.first_with_data, self.step.has_data
+            loop.last_burst = self.step.first_with_data, not self.step.shadowing
         source, _ = loop.last_burst
         self._last_burst = loop.last_burst if loop.is_uneven else None
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)

@@ -690,7 +690,7 @@ class Contributions:
         """
         window, result, step = self.window, self.last_result, self._channel.step
         if self._channel.lockstep is not None:
-            times = float(step.has_data or self.over_all_ranks or self._channel.scaling.in_use is True)
+            times = float(not step.shadowing or self.over_all_ranks or self._channel.scaling.in_use is True)
         elif self.reduction.weighted:
             times = (window.weight or 0.0) / self._channel.scaling.unit
         elif self._adds_result_later():

@@ -81,12 +81,12 @@ class ZeroStep(Announcing):
             )
         self._zero, self._shadowing = optimizer, False
         self._transform_gradients = transform_gradients
-        self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step
         self._sums = torch.zeros(0, device="cpu")  # kept while their all-reduce runs
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard

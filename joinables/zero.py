@@ -167,7 +167,7 @@ class ZeroStep(Announcing):
         self._stepped_by = [dict(group) for group in self._zero.param_groups]
 
     def _send_hyperparameters(self, *, active: bool) -> None:
-        is_leader = self._channel.leader_for(self) == self._collective.rank
+        is_leader = self._channel.headers.leader_for(self) == self._collective.rank
         values, structure = pytree.tree_flatten(without_params(self._zero.param_groups))
         numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
         self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")

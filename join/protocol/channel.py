@@ -58,7 +58,7 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import Burst, Joinable
+from join.joinable import Joinable
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.progress import LateUse, LoopProgress
 from join.report.rank_report import BINS, EDGES
@@ -491,17 +491,6 @@ class Channel:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
         if self.leave_loop is not None:
             self.leave_loop()
-
-    # -- for joinables ------------------------------------------------------------------------------------------------
-
-    def leader_for(self, burst: Burst) -> int:
-        """Return the leader, from the header that :meth:`Headers.active_for` uses for this burst.
-
-        Args:
-            burst: The burst of the last header.
-        """
-        foreseen = self.headers.is_foreseen(self.roster.index[id(burst)])
-        return self.headers.leader if foreseen else self.headers.find_leader()
 
 
 class Lockstep:

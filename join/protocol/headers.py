@@ -496,17 +496,34 @@ class Headers:
             return (before.header or self._read(before)).active
         return self.read().active
 
+    def leader_for(self, burst: Burst) -> int:
+        """Return the leader as of the header that :meth:`active_for` reads for this burst.
+
+        If the burst was foreseen, this is the leader that the ranks know already, since the header before is applied.
+        Otherwise it is the leader as of the burst's own header, which may have to be elected.
+
+        Args:
+            burst: The burst of the last header, which tracks the leader.
+        """
+        return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()
+
     def announced(self, burst: Burst) -> int:
-        """Wait for the last header that announced this burst, and return how many ranks announced it there."""
+        """Wait for the last header that announced this burst, and return how many ranks announced it there.
+
+        This header may be older than the last one, if another burst was announced since.
+        """
         index = self.roster.index[id(burst)]
-        last = self.roster.announcing[index].announced_in
-        return (last.header or self._read(last)).announcements.get(index, 0)
+        sent = self.roster.announcing[index].announced_in
+        return (sent.header or self._read(sent)).announcements.get(index, 0)
 
     def flags(self, burst: Burst) -> Sequence[int]:
-        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there."""
+        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there.
+
+        All headers have the flags of all bursts, but only this header is read, not a later one of another burst.
+        """
         index = self.roster.index[id(burst)]
-        last = self.roster.announcing[index].announced_in
-        return (last.header or self._read(last)).flags[index]
+        sent = self.roster.announcing[index].announced_in
+        return (sent.header or self._read(sent)).flags[index]
 
     def confirm(self) -> None:
         """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.

@@ -301,7 +301,8 @@ class Channel:
             self.leave_loop()
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
-                self.flush(but)
+                self.flush(but)  # runs all pending bursts; the loop is here, too, to save this call in most steps
+                break
         headers = self.headers
         if headers.depth > 1:
             headers.apply_due()

@@ -540,7 +540,6 @@ class Join:
         if not self._enable:
             self._scope = Scope([], self._throw, self._timeout, self._weight)
             claim(self, self._joinables, enable=False, throw=False)
-            self._report = JoinReport
             return self
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
@@ -566,6 +565,7 @@ class Join:
     ) -> None:
         if not self._enable:
             self._unconfigure()
+            self._report = JoinReport if error is None else None
             return
         assert self._block is not None
         block = self._block

@@ -186,12 +186,7 @@ class Iteration:
     def __len__(self) -> int:
         if self._phase is _Phase.NEW:
             self._begin()
-        if self._length is None:
-            raise TypeError(
-                "A loop over join.iterate has no len() because the loader of a rank has none. Pass a loader with a"
-                " length on every rank. [J466]"
-            )
-        return self._length
+        return _known(self._length)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -626,6 +621,15 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return None
 
 
+def _known(length: int | None) -> int:
+    if length is None:
+        raise TypeError(
+            "A loop over join.iterate has no len() because the loader of a rank has none. Pass a loader with a length"
+            " on every rank. [J466]"
+        )
+    return length
+
+
 class ReadAhead:
     """Batches of one rank that were read and not yet used.
 
@@ -755,7 +759,7 @@ class LoopAlone:
     """
 
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
-        self._loader, self._window, self._world_size = loader, options.window, world_size
+        self._length, self._window, self._world_size = length_of(loader), options.window, world_size
         self.ahead = ReadAhead(loader, options.weigh)
         self.step: Step | None = None
         """Current step; ``None`` outside the loop."""
@@ -786,7 +790,7 @@ class LoopAlone:
             ahead.close()
 
     def __len__(self) -> int:
-        return len(self._loader)  # pyright: ignore[reportArgumentType]
+        return _known(self._length)
 
 
 class Batches(Iterable[T], Generic[T]):

@@ -29,6 +29,11 @@ These are the collectives of a loop::
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
     end       last roll call: all reached the end    the same
+              all-reduce (min): digests of values    the same
+              that should be equal
+              broadcasts of tensors that each rank   the same
+              has for itself
+              synchronise_own of each joinable       the same
 
 In the steady state no rank waits, because a roll call has the time of a whole round to complete. A round contains whole
 accumulation windows, so the total weight of a window is known before its first step.
@@ -39,7 +44,7 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
     --------------------------                       -------------------
     last step of a round: wait for the roll call     the same
     note that they have left; wait for all           notes that it has left; sees others in later steps
-    the loop ends                                    raises ProtocolError, and fails as any rank does (``join.failure``)
+    the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
 This begins with the next announcement, or at the end of the block, because a generator cannot raise an exception when
 it is dropped. ``Channel.leave_loop`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``),

@@ -107,7 +107,7 @@ class Channel:
         """The function that ends the loop which this rank has left by ``break``, together with all ranks. It is called
         before anything is announced; ``None`` if there is no such loop."""
         self.loops = 0
-        """The number of such loops that have begun."""
+        """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None
         """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
         is no such consumer."""

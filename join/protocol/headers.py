@@ -126,7 +126,7 @@ class Member:
         joinable: The object.
         hook: The hook of the object for this block.
         followers: The members that act after each burst of this one, if it announces. Followers have no followers.
-        shadowed: The number of bursts of the joinable that this rank shadowed.
+        shadowed: The number of bursts of the joinable that this rank shadowed, or ran on a dummy batch.
         times: The number of announcements of this rank in each bin of a report, by the seconds since the one before.
         announced_at: The time of the last announcement on the monotonic clock; at first, of entering the block.
         burst: The joinable, if it is a ``Burst``; ``None`` if it announces only because it is the first.
@@ -205,8 +205,9 @@ class Roster:
         is_alone: Whether only one member announces, not counting bursts that interject.
         early: The backward that may be announced in the forward, before it runs. ``None`` if there is more than one
             kind of backward, or a ``timeout``, since a header then means that the burst starts now.
-        needing_leader: The indices of bursts that may need to know the lowest active rank.
-        tracks_leader: Whether there are any such bursts.
+        needing_leader: The indices of bursts that may need to know the lowest active rank: bursts that track the
+            leader, and the ``early`` backward, whose header may announce buffers, too.
+        tracks_leader: Whether any burst tracks the leader (``Burst.tracks_leader``).
         throws: Whether all ranks raise as soon as one is out of data; set by the innermost block.
         timeout: The seconds to wait for a rank, or ``None`` for no limit; set by the innermost block.
         awaited: The indices of members whose headers are awaited under ``timeout``: not those whose collectives fail
@@ -267,10 +268,13 @@ class Tally:
 
 @dataclass(slots=True)
 class SentHeader:
-    """The last header that this rank has sent, which may not have arrived; each header replaces the one before.
+    """A header that this rank has sent, whose sum may not have arrived.
+
+    ``Headers.last`` is the newest one. In a loop over ``Join.iterate`` no header is sent, and a header that is
+    computed replaces it. The defaults are the values before the first header.
 
     Attributes:
-        number: The number of headers that this rank has sent, including this one.
+        number: The number of headers that this rank has sent, including this one; 0 if it was not sent.
         before: The header before this one, until this one is applied.
         work: The sum over all ranks; ``None`` if all ranks know the header without a sum.
         member: The member whose burst this rank announced in it, if any.

@@ -114,20 +114,20 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[: DIGEST_BITS // 8], "big")
 
 
-def check_equal(collective: Collective, values: Values, wait: Callable[[Work], None]) -> None:
+def check_equal(collective: Collective, values: Values, wait: Callable[[Work, str], None]) -> None:
     """Check that all ranks hold the same values: one all-reduce of two words.
 
     Args:
         collective: The ranks.
         values: The values of this rank.
-        wait: Waits for the all-reduce.
+        wait: Waits for the all-reduce; called with the work and a text that says what this rank is doing.
 
     Raises:
         ProtocolError: On every rank, if the values differ.
     """
     number = digest_of(values)
     extremes = torch.tensor([number, -number], device="cpu")
-    wait(collective.all_reduce(extremes, "min"))
+    wait(collective.all_reduce(extremes, "min"), "compares its state")
     if int(extremes[0]) != -int(extremes[1]):
         raise_difference(collective, values)
 

@@ -37,11 +37,10 @@ class Step:
     Attributes:
         number: The number of steps of the loop that this rank has begun.
         batch: The kind of batch that this rank has in this step.
-        shadowing: Whether that is a dummy batch.
-        contributors: The number of ranks that have data in this step. ``None`` outside a loop; there, headers count
-            the ranks that contribute to a burst.
+        shadowing: Whether that is a dummy batch, because this rank has no data in this step.
+        contributors: The number of ranks that have data in this step. Outside a loop it is 0, and headers count the
+            ranks that contribute to a burst.
         first_with_data: The lowest rank that has data in this step.
-        has_data: Whether this rank has data in this step.
         weight: The weight of this rank's batch; 0 for a dummy batch.
         total: The sum of the weights of all ranks' batches, over all steps of the accumulation window of this step.
         ends_window: Whether this step is the last one of its accumulation window.
@@ -50,9 +49,8 @@ class Step:
     number: int = 0
     batch: StepBatch = StepBatch.DATA
     shadowing: bool = False
-    contributors: int | None = None
+    contributors: int = 0
     first_with_data: int = 0
-    has_data: bool = True
     weight: float = 1.0
     total: float = 1.0
     ends_window: bool = True

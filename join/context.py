@@ -306,7 +306,7 @@ class Join:
         """Current step of a loop over :meth:`iterate`, of this block or of one around it on the group; or ``None``."""
         if self._block is None:  # with enable=False, or outside a block
             return self._loop.step if isinstance(self._loop, LoopAlone) else None
-        return self._block.channel.step if self._block.channel.is_in_loop_body else None
+        return None if self._block.channel.lockstep is None else self._block.channel.step
 
     @property
     def ends_window(self) -> bool:
@@ -540,7 +540,6 @@ class Join:
         if not self._enable:
             self._scope = Scope([], self._throw, self._timeout, self._weight)
             claim(self, self._joinables, enable=False, throw=False)
-            self._report = JoinReport
             return self
         try:
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
@@ -566,6 +565,7 @@ class Join:
     ) -> None:
         if not self._enable:
             self._unconfigure()
+            self._report = JoinReport if error is None else None
             return
         assert self._block is not None
         block = self._block

@@ -155,7 +155,8 @@ class Joinable(ABC):
         """Prepare for a block that is being entered, for example by registering hooks.
 
         It is called in the order of the list. If it raises an exception, ``detach`` is not called, so undo first
-        everything that was done.
+        everything that was done. A joinable that the user lists is attached again for the next block, after
+        ``detach``, so reset here what must not remain from the block before.
 
         Args:
             join: The ``Join`` whose block is entered; a burst announces on its ``channel``.

@@ -29,6 +29,11 @@ These are the collectives of a loop::
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
     end       last roll call: all reached the end    the same
+              all-reduce (min): digests of values    the same
+              that should be equal
+              broadcasts of tensors that each rank   the same
+              has for itself
+              synchronise_own of each joinable       the same
 
 In the steady state no rank waits, because a roll call has the time of a whole round to complete. A round contains whole
 accumulation windows, so the total weight of a window is known before its first step.
@@ -39,11 +44,11 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
     --------------------------                       -------------------
     last step of a round: wait for the roll call     the same
     note that they have left; wait for all           notes that it has left; sees others in later steps
-    the loop ends                                    raises ProtocolError, and fails as any rank does (``join.failure``)
+    the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
 This begins with the next announcement, or at the end of the block, because a generator cannot raise an exception when
-it is dropped. ``Lockstep.leave`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``), waits
-for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
+it is dropped. ``Channel.leave_loop`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``),
+waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
 """
 
 from __future__ import annotations
@@ -186,12 +191,7 @@ class Iteration:
     def __len__(self) -> int:
         if self._phase is _Phase.NEW:
             self._begin()
-        if self._length is None:
-            raise TypeError(
-                "A loop over join.iterate has no len() because the loader of a rank has none. Pass a loader with a"
-                " length on every rank. [J466]"
-            )
-        return self._length
+        return _known(self._length)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Iteration:
             while self._begin_step():
                 if self._channel.late_use is not None:
                     self._channel.late_use.begin_step()
-                yield self._next_batch() if self._channel.step.has_data else self._make_dummy()
+                yield self._make_dummy() if self._channel.step.shadowing else self._next_batch()
         except GeneratorExit:
             if self.running:  # not if the user kept the generator after the break, and all ranks have left since
                 self._lockstep.mark_broken(self.leave)  # called later, because an exception here would be lost
@@ -396,13 +396,13 @@ class Iteration:
 
     def fail(self, error: BaseException) -> None:
         """End the loop on this rank only, which leaves the block with ``error``."""
+        self._lockstep.return_to_body()
         if isinstance(error, Exception) and self._channel.step.batch is StepBatch.EMPTY:
             add_note(
                 error,
                 "This rank was out of data and got an empty dummy batch. If the loop body cannot process it, pass"
                 " dummies with samples: join.iterate(loader, dummy='last')",
             )
-        self._lockstep.return_to_body()
         self._release()
 
     def _release(self) -> None:
@@ -583,7 +583,7 @@ class StepCounts:
         if self._guard.closed:
             self._guard.raise_closed()
         if step.ends_window:
-            self._channel.scaling.window += 1
+            self._channel.scaling.window_number += 1
         self.begun = index + 1
         step.number = lockstep.progress.steps
         if index < len(self._shares):
@@ -591,9 +591,8 @@ class StepCounts:
             lockstep.is_uneven = step.contributors < self._world_size
         else:  # the step only fills a window
             step.contributors = 0
-        step.has_data = index < self.own_batches
-        step.shadowing = not step.has_data
-        step.weight, step.total = weight if step.has_data else 0.0, self._totals[index // size]
+        step.shadowing = index >= self.own_batches
+        step.weight, step.total = 0.0 if step.shadowing else weight, self._totals[index // size]
         step.ends_window = self.begun % size == 0 or self.begun == self.steps
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
@@ -625,6 +624,15 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)  # pyright: ignore[reportArgumentType]
     except (TypeError, NotImplementedError):  # a DataLoader raises the error of its data set or sampler
         return None
+
+
+def _known(length: int | None) -> int:
+    if length is None:
+        raise TypeError(
+            "A loop over join.iterate has no len() because the loader of a rank has none. Pass a loader with a length"
+            " on every rank. [J466]"
+        )
+    return length
 
 
 class ReadAhead:
@@ -756,7 +764,7 @@ class LoopAlone:
     """
 
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
-        self._loader, self._window, self._world_size = loader, options.window, world_size
+        self._length, self._window, self._world_size = length_of(loader), options.window, world_size
         self.ahead = ReadAhead(loader, options.weigh)
         self.step: Step | None = None
         """Current step; ``None`` outside the loop."""
@@ -787,7 +795,7 @@ class LoopAlone:
             ahead.close()
 
     def __len__(self) -> int:
-        return len(self._loader)  # pyright: ignore[reportArgumentType]
+        return _known(self._length)
 
 
 class Batches(Iterable[T], Generic[T]):

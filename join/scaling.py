@@ -49,7 +49,7 @@ class Scaling:
         self._required = ""  # why the current loop must scale its losses, as a clause; or ""
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
-        self.window = 0
+        self.window_number = 0
         """Number of the current accumulation window, counted over all loops."""
         self.is_due = False
         """Whether the current loop must scale its losses and has scaled none."""

@@ -144,11 +144,11 @@ class InnerForward(Uncopied):
         """Run the module's own forward, or run it on other arguments."""
         self.remove()
         compiled, arguments = compiler_under_way() is not None, (args, kwargs)
-        if call_uncompiled(self._look, arguments) if compiled else self._look(arguments):
+        if call_uncompiled(self._is_on_empty_dummy, arguments) if compiled else self._is_on_empty_dummy(arguments):
             return self._run_on_dummy(arguments)
         return self.original(*args, **kwargs)
 
-    def _look(self, arguments: Arguments) -> bool:
+    def _is_on_empty_dummy(self, arguments: Arguments) -> bool:
         """Record the call and return whether it is on an empty dummy."""
         self._dummy_forward.called(arguments)
         return self._stands_in and is_on_empty_dummy(self._channel, arguments)

@@ -121,7 +121,7 @@ class ShardedModule(Announcing):
         return output
 
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
-        if self._handles and not self._channel.is_in_loop_body:  # handles are removed when the block ends
+        if self._handles and self._channel.lockstep is None:  # handles are removed when the block ends
             refuse_backward_on_dummy(self._module)
 
     def _reach_all(
@@ -139,7 +139,7 @@ class ShardedModule(Announcing):
 
 def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -> None:
     """Raise a ``JoinError`` unless all ranks run the module, in the body of a loop over ``Join.iterate``."""
-    if channel.is_in_loop_body:
+    if channel.lockstep is not None:
         return
     channel.end_broken_loop()  # if a break ended the loop on this rank only, the other ranks leave it here, too
     raise JoinError(

@@ -65,7 +65,7 @@ class OptimizerState(Silent):
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         channel = self._channel
-        if channel.is_in_loop_body and (channel.scaling.is_due or not channel.step.ends_window):
+        if channel.lockstep is not None and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

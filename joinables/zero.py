@@ -81,12 +81,12 @@ class ZeroStep(Announcing):
             )
         self._zero, self._shadowing = optimizer, False
         self._transform_gradients = transform_gradients
-        self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step
         self._sums = torch.zeros(0, device="cpu")  # kept while their all-reduce runs
 
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
+        self._stepped_by: list[dict[str, Any]] = []  # the groups of the last step in this block
         listed = [member.joinable.join_target for member in join.channel.roster.listed]
         self._is_scaled = any(isinstance(target, torch.amp.GradScaler) and target.is_enabled() for target in listed)
         local = cast("torch.optim.Optimizer", cast("Any", self._zero).optim)  # steps this rank's shard
@@ -110,7 +110,7 @@ class ZeroStep(Announcing):
         # A closure announces bursts inside the local step, so the announcement of the step follows afterwards.
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         channel = self._channel
-        if channel.is_in_loop_body and (channel.scaling.is_due or not channel.step.ends_window):
+        if channel.lockstep is not None and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
         if not self._shadowing and not has_closure:
             self._announce()
@@ -124,7 +124,7 @@ class ZeroStep(Announcing):
         self._share_hyperparameters(active=True)
 
     def _announce(self) -> None:
-        if self._is_scaled and not self._channel.is_in_loop_body and self._collective.world_size > 1:
+        if self._is_scaled and self._channel.lockstep is None and self._collective.world_size > 1:
             self._channel.guard.post_and_raise(
                 JoinError(
                     f"The block lists a GradScaler and {self.join_name}. A rank that is out of data does not know the"
@@ -167,7 +167,7 @@ class ZeroStep(Announcing):
         self._stepped_by = [dict(group) for group in self._zero.param_groups]
 
     def _send_hyperparameters(self, *, active: bool) -> None:
-        is_leader = self._channel.leader_for(self) == self._collective.rank
+        is_leader = self._channel.headers.leader_for(self) == self._collective.rank
         values, structure = pytree.tree_flatten(without_params(self._zero.param_groups))
         numbers = [float(value) if is_leader else 0.0 for value in values if _is_number(value)]
         self._sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -27,7 +27,6 @@ from typing_extensions import final, override
 from join.collectives.board import Board
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max"]
-ResultOp: TypeAlias = Literal["mean", "sum", "min", "max"]
 
 V = TypeVar("V")
 V_co = TypeVar("V_co", covariant=True)
@@ -366,29 +365,6 @@ class Collective(ABC):
         return list(outputs)
 
     @final
-    @torch.no_grad()
-    def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return ``tensor`` of every rank, in rank order. The sizes may differ in every dimension.
-
-        Each rank sends as many elements as the largest tensor has.
-
-        Raises:
-            ValueError: On every rank, if dtypes or numbers of dimensions differ.
-        """
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = self.all_gather_object((tensor.dtype, tuple(tensor.shape)))
-        if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
-            tensors = ", ".join(f"rank {rank} {describe(dtype, shape)}" for rank, (dtype, shape) in enumerate(shapes))
-            raise ValueError(
-                f"Ranks gather different tensors ({tensors}). Pass the same dtype and number of dimensions. [J025]"
-            )
-        sizes = [torch.Size(shape).numel() for _, shape in shapes]
-        padded = tensor.new_zeros(max(sizes))
-        padded[: tensor.numel()] = tensor.reshape(-1)
-        received = self.all_gather(padded) if max(sizes) else [padded] * self.world_size
-        # Without the clone, the padding would live as long as the result.
-        return [flat[:size].clone().view(shape) for flat, size, (_, shape) in zip(received, sizes, shapes, strict=True)]
-
-    @final
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return ``value`` of every rank, in rank order. It is pickled.
 
@@ -410,34 +386,6 @@ class Collective(ABC):
                 " supports. [J026]"
             )
         return [value if rank == self.rank else pickle.loads(text) for rank, text in enumerate(texts)]
-
-    @final
-    @torch.no_grad()
-    def reduce(self, tensor: torch.Tensor, op: ResultOp = "mean") -> torch.Tensor:
-        """Return the elementwise ``op`` over all ranks, on every rank. ``tensor`` stays unchanged.
-
-        Args:
-            tensor: A tensor of the same shape and dtype on all ranks. ``"sum"`` counts booleans, in int64.
-            op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-
-        Raises:
-            ValueError: If ``op`` is unknown, before anything is sent.
-            TypeError: For the mean of integers or booleans, before anything is sent. Convert them to a float dtype
-                first.
-        """
-        check_op(op, get_args(ResultOp))
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(
-                f"The mean of {tensor.dtype} numbers is not {tensor.dtype}. Reduce tensor.float(), or pass op='sum'."
-                " [J027]"
-            )
-        # Not every backend reduces booleans, and a backend that sums them does not count them.
-        counted = tensor.dtype == torch.bool
-        result = tensor.to(torch.int64) if counted else tensor.clone(memory_format=torch.contiguous_format)
-        self.all_reduce(result, "sum" if op == "mean" else op).wait()
-        if op == "mean":
-            return result.div_(self.world_size)
-        return result.bool() if counted and op != "sum" else result
 
     @final
     def barrier(self) -> None:
@@ -594,8 +542,9 @@ def folded(fold: Fold[V], answers: Sequence[int]) -> V:
     return reduce(fold.combined, (fold.of(answer, rank) for rank, answer in enumerate(answers)))
 
 
-def check_op(op: str, known: tuple[str, ...] = get_args(ReduceOp)) -> None:
+def check_op(op: str) -> None:
     """Raise a ``ValueError`` for an unknown ``op``."""
+    known = get_args(ReduceOp)
     if op not in known:
         raise ValueError(f"op={op!r} is unknown. Pass one of {', '.join(map(repr, known))}. [J035]")
 

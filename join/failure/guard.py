@@ -26,16 +26,26 @@ _PENDING = "The process group has a collective pending and cannot be used any mo
 class Guard:
     """Guard against waiting forever, which also makes all ranks learn why a block ends.
 
+    An error inside a block is raised in one of three ways:
+
+    - A plain ``raise`` is the usual way. The code in the block may handle the error and continue, so the other ranks
+      are informed only if the exception leaves the block, as of any exception of the user (:meth:`fail`).
+    - :meth:`post_and_raise`, if this rank cannot continue even if the code handles the error, since it is out of step
+      with the other ranks. They are informed at once, because they may already wait for this rank.
+    - :meth:`close_and_raise`, if this rank cannot continue and the other ranks raise the same error, or know it.
+
     Args:
         collective: The ranks.
         progress: Returns the progress of this rank. It is called in another thread, too.
-        look: Called at intervals while this rank waits. It raises an error if it detects a fault.
+        look_for_skipped: Called at intervals while this rank waits. It raises an error if it detects a fault.
     """
 
     peers: Peers
     """The other ranks, while a block is open."""
 
-    def __init__(self, collective: Collective, progress: Callable[[], Progress], look: Callable[[], None]) -> None:
+    def __init__(
+        self, collective: Collective, progress: Callable[[], Progress], look_for_skipped: Callable[[], None]
+    ) -> None:
         self.closed = ""
         """Reason why nothing can be announced any more; "" if something can."""
         self.is_lost = False
@@ -46,7 +56,7 @@ class Guard:
         """Current activity of this rank, while it waits for a message that is not a header."""
         self.awaits_header = 0
         """Number of the header that this rank waits for, or has waited for last."""
-        self._collective, self._progress, self._look = collective, progress, look
+        self._collective, self._progress, self._look_for_skipped = collective, progress, look_for_skipped
         self._arrived_at, self._busy_for = time.monotonic(), 0.0
 
     def begin(self) -> None:
@@ -115,7 +125,7 @@ class Guard:
                 if work.is_completed():
                     return
             self.peers.look()
-            self._look()
+            self._look_for_skipped()
             if time.monotonic() - started >= limit:
                 raise self.timeout_error()
 

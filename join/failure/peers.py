@@ -18,8 +18,8 @@ collective, the watch answers for its rank.
 
 On an accelerator, a collective does not break when another rank is gone. The device waits, and so does a thread that
 reads a tensor from it. So the watch acts by itself. A second after it has seen that a rank has failed, or has ended
-without leaving the block, it aborts the operations of this process on its devices. The main thread then continues, and
-finds the cause when it reaches its next header::
+without leaving the block, it aborts the operations of this process on its devices, and closes gloo's connections in the
+group. The main thread then continues, and finds the cause when it reaches its next header::
 
     rank that fails                      every other rank                       its watch
     ---------------                      ----------------                       ---------
@@ -100,8 +100,9 @@ class Watch(threading.Thread):
     Args:
         board: The board of the block that begins.
         progress: Returns the progress of this rank. It is called in this thread.
-        abort: Aborts the operations that this rank may wait for on a device, and returns whether there were any. It is
-            called in this thread once another rank has failed, and again until the block is left.
+        abort: Aborts the operations that this rank may wait for, on devices and over gloo's connections, and returns
+            whether this process has groups on devices. It is called in this thread once another rank has failed, and
+            again until the block is left.
         keeps_store: Whether one of the ranks hosts the store, so that a lost store means a lost rank.
     """
 
@@ -220,7 +221,7 @@ class Watch(threading.Thread):
             is_posting = is_posting or bool(ended) or self._board.is_rung()
             if is_posting:
                 beat += 1
-                self.news = self._look(ended)
+                self.news = self._read_board(ended)
                 self._posted = self._progress()._replace(heard=len(self.news.notes), beat=beat)
                 self._board.tell(self._posted)
                 self._abort_if_lost()
@@ -230,7 +231,7 @@ class Watch(threading.Thread):
                 if self._wanted == wanted and not self._ends:
                     self._changed.wait(timeouts().look * max(1.0, self._board.world_size / _RANKS_AT_ONCE))
 
-    def _look(self, ended: list[int]) -> News:
+    def _read_board(self, ended: list[int]) -> News:
         notes = [note for note in self._board.notes() if note.rank != self._board.rank]
         progress = {rank: posted for rank, posted in self._board.progress().items() if rank != self._board.rank}
         return News(notes, progress, [rank for rank in ended if rank not in progress or not progress[rank].done])

@@ -58,7 +58,7 @@ from join.collectives.board import Progress
 from join.collectives.timeouts import timeouts
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
-from join.joinable import Burst, Joinable
+from join.joinable import Joinable
 from join.protocol.headers import FRESH, STOPPING, Header, Headers, Member, Roster, Scope, SentHeader
 from join.protocol.progress import LateUse, LoopProgress
 from join.report.rank_report import BINS, EDGES
@@ -96,17 +96,18 @@ class Channel:
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
         self.roster = self._empty_roster = Roster((), collective.world_size)
-        self.guard = Guard(collective, self.progress, self._look)
+        self.guard = Guard(collective, self.progress, self._look_for_skipped)
         self.headers = Headers(collective, self.guard, self.roster)
         self.scaling = Scaling()
         self.lockstep: Lockstep | None = None
-        """The current loop over ``Join.iterate``, in which all ranks run every burst themselves."""
+        """The loop over ``Join.iterate`` in whose body this rank is; all ranks run every burst there themselves."""
         self.step = Step()
-        """The current step of a loop over ``Join.iterate``."""
-        self.is_in_loop_body = False
-        """Whether this rank is in the body of such a loop and has not left it by ``break``."""
+        """The current step of this loop."""
+        self.leave_loop: Callable[[], None] | None = None
+        """The function that ends the loop which this rank has left by ``break``, together with all ranks. It is called
+        before anything is announced; ``None`` if there is no such loop."""
         self.loops = 0
-        """The number of such loops that have begun."""
+        """The number of loops over ``Join.iterate`` that have begun on this channel."""
         self.late_use: LateUse | None = None
         """The search for a consumer that reads ahead of the loop body, during a loop and after it; ``None`` if there
         is no such consumer."""
@@ -116,6 +117,7 @@ class Channel:
         """Whether this rank was among the last with data, or made the most steps; set at the end of a block."""
         self._outstanding: list[Member] = []  # the followers that have not acted since the last announcement
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
+        self._progress: LoopProgress | None = None  # of this rank in a loop that has not ended
         self._last_place = Progress()  # of this rank at the end of the last loop
         self._last_burst: tuple[int, bool] | None = None  # ``Lockstep.last_burst`` of that loop, if it was uneven
 
@@ -165,15 +167,15 @@ class Channel:
         self.guard.timeout = roster.timeout
         self._outstanding = []
 
-    def _look(self) -> None:
+    def _look_for_skipped(self) -> None:
         """Raise an error if this rank, which waits, has skipped a burst that other ranks run in a loop."""
-        if self.lockstep is not None:
-            self.lockstep.progress.look_for_skipped(self.guard.peers.ask())
+        if self._progress is not None:
+            self._progress.look_for_skipped(self.guard.peers.ask())
 
     def progress(self) -> Progress:
         """Return the progress of this rank, for other ranks that wait for it; called in another thread."""
-        headers, loop = self.headers.tally.headers, self.lockstep
-        place = self._last_place if loop is None else loop.progress.place()
+        headers, progress = self.headers.tally.headers, self._progress
+        place = self._last_place if progress is None else progress.place()
         announcer = self.headers.last.member
         doing = "has announced nothing" if announcer is None else f"announced {announcer.joinable.join_name}"
         doing = f"{'is out of data' if self.has_run_out else doing} (header {headers})"
@@ -195,8 +197,6 @@ class Channel:
                 or if followers of the burst before it did not notify.
             ProtocolError: If active ranks announced different bursts.
         """
-        if self.lockstep is not None and self.lockstep.leave is not None:
-            self.lockstep.leave()
         if self._shadowed is not None:
             self._refuse_in_main_hook(joinable, self._shadowed)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -220,7 +220,7 @@ class Channel:
                 lockstep.progress.bursts, lockstep.progress.last_member = lockstep.progress.bursts + 1, member
             if self.guard.timeout is not None:
                 lockstep.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
-            lockstep.last_burst = step.first_with_data, step.has_data
+            lockstep.last_burst = step.first_with_data, not step.shadowing
             headers.set_announced_by_all(index, step.first_with_data)
             return DONE
         work = headers.send((), index)
@@ -286,7 +286,7 @@ class Channel:
         )
 
     def prepare(self, but: Joinable | None = None) -> None:
-        """Flush pending bursts and apply the last header; called before anything else is announced.
+        """Leave a broken loop, flush pending bursts and apply the last header; called before another announcement.
 
         Args:
             but: The joinable that is about to announce; its own burst is not flushed.
@@ -297,9 +297,12 @@ class Channel:
         """
         if self.guard.closed:
             self.guard.raise_closed()
+        if self.leave_loop is not None:
+            self.leave_loop()
         for burst in self.roster.may_be_pending:
             if burst.is_pending and burst is not but:
-                self.flush(but)
+                self.flush(but)  # runs all pending bursts; the loop is here, too, to save this call in most steps
+                break
         headers = self.headers
         if headers.depth > 1:
             headers.apply_due()
@@ -344,7 +347,7 @@ class Channel:
         self.has_run_out = True
         self.prepare()
         if self._outstanding and (error := self._missing_follower_error("the block ended")):
-            raise error
+            raise error  # not by ``post_and_raise``, since the exception leaves the block here, which posts it
         last_burst, headers = self._last_burst, self.headers.tally.headers
         outcome = self._shadow_all()
         if last_burst is None or not outcome.even or headers > self._last_place.headers:
@@ -358,7 +361,7 @@ class Channel:
         fresh, throws = True, self.roster.throws
         while True:
             fields = [FRESH] if fresh else []
-            header = headers.exchange([*fields, STOPPING] if throws else fields)
+            header = headers.send_and_read([*fields, STOPPING] if throws else fields)
             if header.active == 0:
                 headers.last.is_applied = True
                 headers.apply_before()
@@ -408,12 +411,11 @@ class Channel:
         """
         if self.guard.closed:
             self.guard.raise_closed()
-        self.end_broken_loop()
         if self.lockstep is not None:
             raise JoinError(ONE_AT_A_TIME)
         self.prepare()
         world_size = self.collective.world_size
-        header = self.headers.exchange([], active=True)
+        header = self.headers.send_and_read([], active=True)
         if header.announcements:
             self.headers.confirm()
         if header.active < world_size:
@@ -427,8 +429,8 @@ class Channel:
         self.loops += 1
         self.late_use = LateUse(self.collective.rank)
         self._outstanding = []
-        self.lockstep, self.is_in_loop_body = Lockstep(self), True
-        self.step = Step(contributors=self.collective.world_size)
+        self.lockstep, self.step = Lockstep(self), Step(contributors=self.collective.world_size)
+        self._progress = self.lockstep.progress
         return self.lockstep
 
     def end_loop(self, loop: Lockstep) -> None:
@@ -445,11 +447,11 @@ class Channel:
         """
         loop.end_step()
         if not loop.progress.bursts:
-            loop.last_burst = self.step.first_with_data, self.step.has_data
+            loop.last_burst = self.step.first_with_data, not self.step.shadowing
         source, _ = loop.last_burst
         self._last_burst = loop.last_burst if loop.is_uneven else None
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
-        self.lockstep, self.is_in_loop_body, self.step = None, False, Step()
+        self.lockstep, self._progress, self.step = None, None, Step()
         if self.late_use is not None:
             self.late_use.has_ended = True
         self._outstanding = []  # in a loop, the body may skip followers
@@ -488,19 +490,8 @@ class Channel:
 
     def end_broken_loop(self) -> None:
         """Leave the loop that this rank has left by ``break``, if any, together with all other ranks."""
-        if self.lockstep is not None and self.lockstep.leave is not None:
-            self.lockstep.leave()
-
-    # -- for joinables ------------------------------------------------------------------------------------------------
-
-    def leader_for(self, burst: Burst) -> int:
-        """Return the leader, from the header that :meth:`Headers.active_for` uses for this burst.
-
-        Args:
-            burst: The burst of the last header.
-        """
-        foreseen = self.headers.is_foreseen(self.roster.index[id(burst)])
-        return self.headers.leader if foreseen else self.headers.find_leader()
+        if self.leave_loop is not None:
+            self.leave_loop()
 
 
 class Lockstep:
@@ -512,18 +503,15 @@ class Lockstep:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        """The channel of the process group."""
         self._guard = channel.guard
         self.progress = LoopProgress(channel.collective, channel.loops)
         """The progress of this rank in the loop."""
-        self.leave: Callable[[], None] | None = None
-        """The function that leaves the loop together with all ranks, called before the next announcement; ``None``
-        unless this rank has left the body by ``break``."""
         self.last_burst: tuple[int, bool] = 0, True
         """The lowest rank that had data in the last burst, and whether this rank had data in it. Once the loop has
         ended without a burst, this is about its last step."""
         self.is_uneven = False
         """Whether a rank had no data in the last step in which other ranks had data."""
+        self._left_in = channel.step  # the step in which this rank left the body by ``break``
         self._barriers = channel.collective.line(BARRIERS)
         self.roll_calls = channel.collective.line(ROLL_CALLS)
         """The line that carries the loop's roll calls."""
@@ -563,18 +551,16 @@ class Lockstep:
     # -- left by ``break`` --------------------------------------------------------------------------------------------
 
     def mark_broken(self, leave: Callable[[], None]) -> None:
-        """Record that this rank left the body by ``break``.
-
-        Args:
-            leave: The function that leaves the loop; called before anything else is announced.
-        """
-        self.leave = leave
-        self.channel.is_in_loop_body = self.channel.step.shadowing = False
+        """Record that this rank left the body by ``break``, and how it ends the loop with all ranks."""
+        channel = self.channel
+        channel.leave_loop, channel.lockstep = leave, None
+        self._left_in, channel.step = channel.step, Step()
 
     def return_to_body(self) -> None:
         """Return to the step that this rank left by ``break``, to leave the loop with all ranks or to fail in it."""
-        self.leave = None
-        self.channel.is_in_loop_body, self.channel.step.shadowing = True, not self.channel.step.has_data
+        channel = self.channel
+        if channel.leave_loop is not None:
+            channel.lockstep, channel.leave_loop, channel.step = self, None, self._left_in
 
     def agree_to_leave(self) -> None:
         """Wait until all ranks have left the loop in the same place before its end.

@@ -126,7 +126,7 @@ class Member:
         joinable: The object.
         hook: The hook of the object for this block.
         followers: The members that act after each burst of this one, if it announces. Followers have no followers.
-        shadowed: The number of bursts of the joinable that this rank shadowed.
+        shadowed: The number of bursts of the joinable that this rank shadowed, or ran on a dummy batch.
         times: The number of announcements of this rank in each bin of a report, by the seconds since the one before.
         announced_at: The time of the last announcement on the monotonic clock; at first, of entering the block.
         burst: The joinable, if it is a ``Burst``; ``None`` if it announces only because it is the first.
@@ -205,8 +205,9 @@ class Roster:
         is_alone: Whether only one member announces, not counting bursts that interject.
         early: The backward that may be announced in the forward, before it runs. ``None`` if there is more than one
             kind of backward, or a ``timeout``, since a header then means that the burst starts now.
-        needing_leader: The indices of bursts that may need to know the lowest active rank.
-        tracks_leader: Whether there are any such bursts.
+        needing_leader: The indices of bursts that may need to know the lowest active rank: bursts that track the
+            leader, and the ``early`` backward, whose header may announce buffers, too.
+        tracks_leader: Whether any burst tracks the leader (``Burst.tracks_leader``).
         throws: Whether all ranks raise as soon as one is out of data; set by the innermost block.
         timeout: The seconds to wait for a rank, or ``None`` for no limit; set by the innermost block.
         awaited: The indices of members whose headers are awaited under ``timeout``: not those whose collectives fail
@@ -267,10 +268,13 @@ class Tally:
 
 @dataclass(slots=True)
 class SentHeader:
-    """The last header that this rank has sent, which may not have arrived; each header replaces the one before.
+    """A header that this rank has sent, whose sum may not have arrived.
+
+    ``Headers.last`` is the newest one. In a loop over ``Join.iterate`` no header is sent, and a header that is
+    computed replaces it. The defaults are the values before the first header.
 
     Attributes:
-        number: The number of headers that this rank has sent, including this one.
+        number: The number of headers that this rank has sent, including this one; 0 if it was not sent.
         before: The header before this one, until this one is applied.
         work: The sum over all ranks; ``None`` if all ranks know the header without a sum.
         member: The member whose burst this rank announced in it, if any.
@@ -374,12 +378,14 @@ class Headers:
             try:
                 check()
             except ProtocolError as error:
-                self._guard.closed = described(error)  # all ranks raise the error here
+                # All ranks raise the error here, before they send anything else. So the group is not lost, as after
+                # ``close_and_raise``.
+                self._guard.closed = described(error)
                 raise
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def exchange(self, fields: list[int], *, active: bool = False) -> Header:
+    def send_and_read(self, fields: list[int], *, active: bool = False) -> Header:
         """Send a header in which this rank announces no burst, and wait for the sum.
 
         Args:
@@ -457,28 +463,28 @@ class Headers:
         last = self.last
         return last.header or self._read(last)
 
-    def _read(self, last: SentHeader) -> Header:
-        if last.before is not None and last.before.header is None:
-            self._read(last.before)
-        assert last.work is not None
-        self._guard.awaits_header = last.number
-        last.header = self.roster.code.unpack(self._guard.wait(last.work, then=last.work.total))
-        if last.member is None:
-            for index in last.header.announcements:
-                self.roster.announcing[index].announced_in = last
+    def _read(self, sent: SentHeader) -> Header:
+        if sent.before is not None and sent.before.header is None:
+            self._read(sent.before)
+        assert sent.work is not None
+        self._guard.awaits_header = sent.number
+        sent.header = self.roster.code.unpack(self._guard.wait(sent.work, then=sent.work.total))
+        if sent.member is None:
+            for index in sent.header.announcements:
+                self.roster.announcing[index].announced_in = sent
                 if not self.roster.is_alone:
                     self.foresight.saw(index)
-        return last.header
+        return sent.header
 
-    def is_foreseen(self, index: int, last: SentHeader | None = None) -> bool:
+    def is_foreseen(self, index: int, sent: SentHeader | None = None) -> bool:
         """Return whether all ranks expected this burst in a header, so that no rank that runs the burst awaits it.
 
         Args:
             index: The index of the member whose burst it is.
-            last: The header; by default the last one.
+            sent: The header; by default the last one.
         """
-        last = last or self.last
-        return index == last.expected and last.before is not None and not self.roster.throws
+        sent = sent or self.last
+        return index == sent.expected and sent.before is not None and not self.roster.throws
 
     def active_for(self, burst: Burst) -> int:
         """Return the number of active ranks, as known to all ranks that run the burst of the last header.
@@ -494,17 +500,34 @@ class Headers:
             return (before.header or self._read(before)).active
         return self.read().active
 
+    def leader_for(self, burst: Burst) -> int:
+        """Return the leader as of the header that :meth:`active_for` reads for this burst.
+
+        If the burst was foreseen, this is the leader that the ranks know already, since the header before is applied.
+        Otherwise it is the leader as of the burst's own header, which may have to be elected.
+
+        Args:
+            burst: The burst of the last header, which tracks the leader.
+        """
+        return self.leader if self.is_foreseen(self.roster.index[id(burst)]) else self.find_leader()
+
     def announced(self, burst: Burst) -> int:
-        """Wait for the last header that announced this burst, and return how many ranks announced it there."""
+        """Wait for the last header that announced this burst, and return how many ranks announced it there.
+
+        This header may be older than the last one, if another burst was announced since.
+        """
         index = self.roster.index[id(burst)]
-        last = self.roster.announcing[index].announced_in
-        return (last.header or self._read(last)).announcements.get(index, 0)
+        sent = self.roster.announcing[index].announced_in
+        return (sent.header or self._read(sent)).announcements.get(index, 0)
 
     def flags(self, burst: Burst) -> Sequence[int]:
-        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there."""
+        """Wait for the last header that announced this burst, and return how many ranks set each of its flags there.
+
+        All headers have the flags of all bursts, but only this header is read, not a later one of another burst.
+        """
         index = self.roster.index[id(burst)]
-        last = self.roster.announcing[index].announced_in
-        return (last.header or self._read(last)).flags[index]
+        sent = self.roster.announcing[index].announced_in
+        return (sent.header or self._read(sent)).flags[index]
 
     def confirm(self) -> None:
         """Wait for the last header and check that all active ranks announced the same burst, unless it was foreseen.
@@ -544,62 +567,63 @@ class Headers:
         if index is None or index in self.roster.needing_leader or not self.is_foreseen(index):
             self.apply(before)
 
-    def _was_foreseen(self, last: SentHeader) -> bool:
-        if last.expected is None or not self.is_foreseen(last.expected, last):
+    def _was_foreseen(self, sent: SentHeader) -> bool:
+        if sent.expected is None or not self.is_foreseen(sent.expected, sent):
             return False
-        if last.member is None:
-            return last.header is not None and last.expected in last.header.announcements
-        return self.roster.announcing[last.expected] is last.member
+        if sent.member is None:
+            return sent.header is not None and sent.expected in sent.header.announcements
+        return self.roster.announcing[sent.expected] is sent.member
 
-    def apply(self, last: SentHeader) -> None:
+    def apply(self, sent: SentHeader) -> None:
         """Apply a header that is not applied yet.
 
         Args:
-            last: The header.
+            sent: The header.
 
         Raises:
             ProtocolError: If active ranks announced different bursts in the header.
         """
-        header = last.header or self._read(last)
+        header = sent.header or self._read(sent)
         if header.diverged:
-            self.raise_diverged(last)
-        last.is_applied, before = True, last.before
+            self.raise_diverged(sent)
+        sent.is_applied, before = True, sent.before
         if before is not None and before.header is not None and before.header.active > header.active:
             for index in header.announcements:
                 burst = self.roster.announcing[index].burst
-                if burst is not None and self.is_foreseen(index, last):
+                if burst is not None and self.is_foreseen(index, sent):
                     burst.check_leavers()
-        last.before = None
-        if not (last.knows_leader or header.leader_alive):
-            self.find_leader(last)
-        last.leader = self.leader
+        sent.before = None
+        if not (sent.knows_leader or header.leader_alive):
+            self.find_leader(sent)
+        sent.leader = self.leader
 
-    def find_leader(self, last: SentHeader | None = None) -> int:
+    def find_leader(self, sent: SentHeader | None = None) -> int:
         """Return the leader as of the burst of a header: a new leader, if the old one was not among its ranks.
 
         A new leader is elected by an all-reduce. All ranks call this in the same place, or none does before the header
         is applied.
 
         Args:
-            last: The header; by default the last one.
+            sent: The header; by default the last one.
         """
-        last = last or self.last
-        if not last.knows_leader:
-            last.knows_leader = True
-            if self.roster.tracks_leader and not (last.header or self._read(last)).leader_alive:
-                vote = torch.tensor([self._world_size if last.member is None else self._rank], device="cpu")
+        sent = sent or self.last
+        if not sent.knows_leader:
+            sent.knows_leader = True
+            if self.roster.tracks_leader and not (sent.header or self._read(sent)).leader_alive:
+                vote = torch.tensor([self._world_size if sent.member is None else self._rank], device="cpu")
                 with profiled("elect a leader"):
                     self._collective.all_reduce(vote, "min").wait()
                 self.leader = int(vote.item())
         return self.leader
 
-    def raise_diverged(self, last: SentHeader) -> NoReturn:
+    def raise_diverged(self, sent: SentHeader) -> NoReturn:
         """Raise a :class:`ProtocolError` for a header in which active ranks announced different bursts."""
-        own, announcing, header = last.member, self.roster.announcing, last.header
+        own, announcing, header = sent.member, self.roster.announcing, sent.header
         assert header is not None
         bursts = [f"{count} x {announcing[index].joinable.join_name}" for index, count in header.announcements.items()]
         looping = header.active - sum(header.announcements.values())
-        bursts += [f"{looping} x join.iterate"] if looping else []
+        if looping:
+            bursts.append(f"{looping} x join.iterate, which needs a block of its own after an uneven plain loop")
         self._guard.post_and_raise(
             ProtocolError(
                 f"{header.active} active ranks announced different bursts: {', '.join(bursts)} (rank {self._rank}"

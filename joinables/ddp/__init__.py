@@ -1,9 +1,10 @@
 """Joinables of a ``DistributedDataParallel`` module: :func:`joinables_of_ddp`.
 
-A stock DDP module has three joinables, all of them bursts: ``BufferSync``, ``GradientSync`` and ``BucketRebuild``. They
-issue the same collectives as DDP, at the same points of a step, with two exceptions. Buffers come from the lowest
-active rank instead of rank 0. Buckets are rebuilt at the end of the first backward instead of in the next forward,
-which a joined rank never reaches. One training step::
+A DDP module has three joinables, all of them bursts: ``BufferSync``, ``GradientSync`` and ``BucketRebuild``. A module
+without buffers, or with ``broadcast_buffers=False``, has no ``BufferSync``. The joinables issue the same collectives as
+DDP, at the same points of a step, with two exceptions. Buffers come from the lowest active rank instead of rank 0.
+Buckets are rebuilt at the end of the first backward instead of in the next forward, which a joined rank never reaches.
+One training step::
 
     active rank                                        joined rank
     -----------                                        -----------

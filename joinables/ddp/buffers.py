@@ -5,7 +5,6 @@ The docstring of ``joinables.ddp`` shows their places in a step and the order of
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -18,11 +17,8 @@ from join.protocol.headers import SentHeader
 from join.transfer import Exchange, broadcast_tree
 from joinables._torch import reducer
 from joinables.adapter import Announcing
+from joinables.ddp.records import memory_of
 from joinables.state import shapes_of
-
-# The shapes of the buffers at their last synchronisation, which are the same on all ranks. The present shapes may
-# differ, since one rank may evaluate between blocks.
-_shapes: weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 class DDPBurst(Announcing):
@@ -41,14 +37,16 @@ class DDPBurst(Announcing):
 class BufferSync(DDPBurst):
     """The broadcast of buffers (BatchNorm's statistics) in a synchronised forward.
 
-    Buffers come from the leader in this module's last burst, which is the lowest rank that was active then. If that
-    rank is out of data now, it still broadcasts its buffers as its last forward left them. The next leader was active
-    in that step. Each module remembers its own leader, since the module called before it may have found a new one in
-    the same step. Buffers may also be synchronised after the forward that changes them (``forward_is_over`` of the
-    module). In that case the header is awaited, and the lowest rank that is active in the step itself is the leader.
+    The rank that buffers come from is the lowest rank that was active in the forward which changed them last:
 
-    A forward under ``no_sync`` changes the buffers of the lowest rank with data, too. In a loop over ``Join.iterate``
-    all ranks know this rank. When it is a new one, they broadcast the buffers before that forward.
+    - Before a synchronised forward, it is the leader of this module's last burst. If this rank is out of data now, it
+      still broadcasts its buffers as its last forward left them. Each module remembers its own leader, since the module
+      called before it may have found a new one in the same step.
+    - Some buffers are synchronised after the forward that changes them (a comm hook may ask for it, and the forward of
+      a ``LossGate`` follows that of the trained module). Then the header is awaited, and it is the leader of this step.
+    - A forward under ``no_sync`` broadcasts nothing, but changes the buffers of the lowest rank with data. In a loop
+      over ``Join.iterate`` all ranks know this rank. When it is a new one, they broadcast the buffers before it
+      continues with them, unless buffers are synchronised after a forward.
 
     A forward may change the shape of a buffer (a cache of masks that grows). An active rank whose buffers changed says
     so in the header, and waits for the header. If the buffers changed on all active ranks, all ranks copy the leader's
@@ -82,26 +80,27 @@ class BufferSync(DDPBurst):
         self.set_source(join.channel.headers.leader)
         self._world_size = join.collective.world_size
         self._places = reducer.buffer_places(self._ddp)
-        known = _shapes.get(self._ddp, {})  # a buffer may have been registered since
+        known = memory_of(self._ddp).buffer_shapes  # a buffer may have been registered since
         self._changed, self._shapes = [], {name: known.get(name, shape) for name, shape in self._shapes_now().items()}
 
     @override
     def detach(self) -> None:
         super().detach()
-        _shapes[self._ddp] = self._shapes
-        del self._header  # it refers to this burst
+        memory_of(self._ddp).buffer_shapes = self._shapes
+        del self._last_header  # it refers to this burst
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
         return (bool(self._changed),)
 
-    def look(self) -> None:
+    def notice_new_shapes(self) -> None:
         """Find the buffers whose shape has changed; called before a forward announces anything."""
         shapes = self._shapes_now()
         if shapes != self._shapes:
             self._changed = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape != self._shapes[name]]
             self._all_changed = self._all_had_data
-        self._all_had_data = self._channel.step.contributors in (None, self._world_size)
+        channel = self._channel
+        self._all_had_data = channel.lockstep is None or channel.step.contributors == self._world_size
 
     def _shapes_now(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -112,7 +111,7 @@ class BufferSync(DDPBurst):
 
     @override
     def main_hook(self) -> None:
-        self.look()
+        self.notice_new_shapes()
         self.fulfil(shadows=True)
 
     @override
@@ -121,17 +120,17 @@ class BufferSync(DDPBurst):
         self.is_pending = False
         channel = self._channel
         if (shadows or self._changed) and not self._after_forward and self._all_have_new_shapes():
-            self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), self._header.leader))
+            self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), self._last_header.leader))
         else:
             # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader
             # of the step before still has the buffers that all ranks need to start with.
-            source = channel.headers.find_leader() if self._is_changed_by_forward else self._header.leader
+            source = channel.headers.find_leader() if self._is_changed_by_forward else self._last_header.leader
             reducer.sync_buffers(self._ddp, source)
-        self._header = channel.headers.last
+        self._last_header = channel.headers.last
 
     def set_source(self, rank: int) -> None:
         """Set the rank whose buffers are broadcast next."""
-        self._header = SentHeader(leader=rank)
+        self._last_header = SentHeader(leader=rank)
 
     def hand_over(self, rank: int) -> None:
         """Broadcast the buffers if the last leader is out of data; called before a forward under ``no_sync`` in a loop.
@@ -139,11 +138,11 @@ class BufferSync(DDPBurst):
         Args:
             rank: The lowest rank with data in this step, which continues with the buffers.
         """
-        if rank == self._header.leader:
+        if self._is_changed_by_forward or rank == self._last_header.leader:
             return
         if self._changed:
             self._all_have_new_shapes()
-        reducer.sync_buffers(self._ddp, self._header.leader)
+        reducer.sync_buffers(self._ddp, self._last_header.leader)
         self.set_source(rank)
 
     def _all_have_new_shapes(self) -> bool:
@@ -176,7 +175,7 @@ class BufferSync(DDPBurst):
         reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
         self._changed, self._shapes = [], self._shapes_now()
 
-    def announced(self) -> None:
+    def broadcast_when_due(self) -> None:
         """Broadcast the buffers, whose header was sent, or leave that to the end of the forward if a comm hook asks."""
         self.is_pending = True
         if not self._after_forward:

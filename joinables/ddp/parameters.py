@@ -17,7 +17,6 @@ reducer's own collectives.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -28,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join
 from join.collectives import Collective
 from joinables._torch import autograd, reducer
-
-_arrivals: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
+from joinables.ddp.records import memory_of
 
 
 class Factors:
@@ -123,7 +121,7 @@ class StaticGraph:
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._ddp, self._parameters = ddp, parameters
+        self._ddp, self._parameters, self._memory = ddp, parameters, memory_of(ddp)
 
     def check(self) -> None:
         """Check that a rank without data can receive the counts.
@@ -132,7 +130,7 @@ class StaticGraph:
             ValueError: If the first backward of the module ran outside a block.
         """
         ddp = self._ddp
-        if ddp.static_graph and not reducer.first_static_backward(ddp) and ddp not in _arrivals:
+        if ddp.static_graph and not reducer.first_static_backward(ddp) and self._memory.arrivals is None:
             raise ValueError(
                 "The static_graph module has run its first backward outside a Join block, so a rank without data cannot"
                 " know its graph. Enter the first block before the first backward. [J114]"
@@ -172,9 +170,9 @@ class StaticGraph:
         """
         if reducer.first_static_backward(self._ddp):
             self._share(collective, [0] * len(self._parameters))
-        return _arrivals.get(self._ddp)
+        return self._memory.arrivals
 
     def _share(self, collective: Collective, arrivals: Sequence[int]) -> None:
         counts = torch.tensor(arrivals, device="cpu")
         collective.all_reduce(counts, "max").wait()
-        _arrivals[self._ddp] = counts.tolist()
+        self._memory.arrivals = counts.tolist()

@@ -20,19 +20,17 @@ itself. In that case the sum of weights is awaited before the backward.
 
 *The last result.* DDP reduces the contents of ``grad``. Without ``zero_grad``, these include the result of the last
 reduction on every rank that had data in it. The new mean must contain that result once. So each contributor adds the
-result several times: ``weight`` times under a weighted mean, ``world_size / contributors`` times under a mean over all
-ranks, once under a mean over contributors. Between machines, the number of contributors takes long to arrive. Then the
-last result is taken out of the gradients, and added to the new one, unless a joined rank steps on the gradients
-(``ZeroRedundancyOptimizer``).
+result as many times as that takes (``Contributions.add_last_result``). Between machines, the number of contributors
+takes long to arrive. Then the last result is taken out of the gradients, and added to the new one, unless a joined rank
+steps on the gradients (``ZeroRedundancyOptimizer``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -41,12 +39,12 @@ from typing_extensions import override
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
-from join.collectives.base import FloatSum
 from join.protocol.channel import Channel
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
+from joinables.ddp.records import Reduction, Window, memory_of
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, tensors_with_grad
 from joinables.own_collectives import mixing, refuse_synchronised_norms, synchronised_norms
@@ -58,29 +56,6 @@ IN_TORCH_JOIN = (
     "The module is or was in torch's own Join or model.join(). Remove torch's Join, which this one replaces, and wrap"
     " the plain module in a new DistributedDataParallel. [J107]"
 )
-
-
-@dataclass(slots=True)
-class Window:
-    """The backwards since the last reduction, for example under ``no_sync``. Each reduction begins a new window.
-
-    Attributes:
-        unreduced: Whether this rank has gradients that no reduction has included yet.
-        weight: The sum of the weights of this rank's backwards in a plain block; ``None`` if they have no weights.
-        number: The number of the accumulation window in a loop over ``Join.iterate``; 0 in a plain block.
-        with_dummies: Whether a rank had no data in one of the backwards in such a loop.
-    """
-
-    unreduced: bool = False
-    weight: float | None = None
-    number: int = 0
-    with_dummies: bool = False
-
-
-# State between blocks. It is not on the module, which belongs to the user. First, the window that a block left
-# unreduced, and the writes to the gradients by then. Second, whether the gradients may contain the last result.
-_open_windows: WeakKeyDictionary[DistributedDataParallel, tuple[Window, list[tuple[int, int]]]] = WeakKeyDictionary()
-_may_have_result: WeakKeyDictionary[DistributedDataParallel, bool] = WeakKeyDictionary()
 
 
 class GradientSync(DDPBurst):
@@ -181,7 +156,7 @@ class GradientSync(DDPBurst):
         """
         contributions = self._contributions
         if active:
-            return (contributions.with_buffers, True, contributions.weighted)
+            return (contributions.reduction.with_buffers, True, contributions.reduction.weighted)
         if contributions.window.unreduced:
             contributions.drop_if_zeroed()
         return (False, contributions.window.unreduced, False)
@@ -197,12 +172,10 @@ class GradientSync(DDPBurst):
             if channel.lockstep is not None:
                 contributions.used.watch()
         synchronises = self._ddp.require_backward_grad_sync
-        if buffers is not None and channel.is_in_loop_body and not synchronises:
+        if buffers is not None and channel.lockstep is not None and not synchronises:
             buffers.hand_over(channel.step.first_with_data)  # nothing is announced, and the forward changes buffers
         if not synchronises or self.is_pending:
             return
-        if channel.lockstep is not None and channel.lockstep.leave is not None:
-            channel.lockstep.leave()
         # The number of times to add the last result depends on the number of contributors. So if the gradients may
         # contain it, the header is sent with the backward, when zero_grad may have been called. Under a mean over
         # contributors, a header in the forward needs a second count, since some ranks may skip the backward. It saves a
@@ -211,18 +184,18 @@ class GradientSync(DDPBurst):
         all_ranks_run, saves_header = channel.lockstep is not None, buffers is not None
         if contributions.over_all_ranks:
             if contributions.last_result.may_remain and not all_ranks_run:
-                contributions.last_result.look()
+                contributions.last_result.notice_zero_grad()
             saves_header = not contributions.last_result.may_remain
         early = channel.roster.early is self and (saves_header or all_ranks_run)
-        contributions.with_buffers = early and buffers is not None
         if early:
-            contributions.weighted = not channel.is_in_loop_body and self._scope.weight is not None
+            weighted = channel.lockstep is None and self._scope.weight is not None
+            contributions.reduction = Reduction(with_buffers=buffers is not None, weighted=weighted)
             channel.announce(self)
             self.is_pending = True
         elif buffers is not None:
             channel.announce(buffers)
         if buffers is not None:
-            buffers.announced()
+            buffers.broadcast_when_due()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -254,12 +227,12 @@ class GradientSync(DDPBurst):
         autograd.after_reduction(end)
 
     def _begin_backward(self, synchronised: bool) -> None:
-        contributions, channel, in_loop = self._contributions, self._channel, self._channel.is_in_loop_body
+        contributions, channel, in_loop = self._contributions, self._channel, self._channel.lockstep is not None
         if not in_loop:
-            if channel.lockstep is not None and channel.lockstep.leave is not None:
-                channel.lockstep.leave()
+            if channel.leave_loop is not None:
+                channel.leave_loop()
             self.own_steps += 1
-        if self._ddp in _open_windows:
+        if contributions.memory.open_window is not None:
             contributions.resume_window()
         weight = channel.step.weight if in_loop else self._scope.weight
         if in_loop:
@@ -273,7 +246,7 @@ class GradientSync(DDPBurst):
         contributions.record_backward(weight, in_loop=in_loop)
         reduces, result = self._forwards.reduces_next or synchronised, contributions.last_result
         if result.may_remain:
-            result.look()
+            result.notice_zero_grad()
         if reduces:
             self._begin_reduction(weight)
             return
@@ -288,15 +261,15 @@ class GradientSync(DDPBurst):
         if not self._forwards.reduces_next:  # a second backward, whose gradients DDP itself would not reduce
             reducer.expect_backward(self._ddp, self._forwards.outputs)
         if not self.is_pending:
-            contributions.with_buffers = False
-            contributions.weighted = weight is not None and not channel.is_in_loop_body
+            contributions.reduction = Reduction(weighted=weight is not None and channel.lockstep is None)
             channel.announce(self)
+        weighted = contributions.reduction.weighted
         if channel.lockstep is None:
-            if contributions.weighted != (contributions.window.weight is not None):
+            if weighted != (contributions.window.weight is not None):
                 raise JoinError(
                     "join.weight was set or unset between forward and backward. Set it before the forward. [J106]"
                 )
-            if contributions.weighted != contributions.was_weighted:
+            if weighted != contributions.was_weighted:
                 contributions.agree_on_weights(channel.headers.flags(self)[WEIGHTED])
         if contributions.last_result.may_remain:
             contributions.add_last_result()
@@ -339,12 +312,12 @@ class GradientSync(DDPBurst):
         """
         self.is_pending = False
         contributions, channel = self._contributions, self._channel
-        if self._ddp in _open_windows:
+        if contributions.memory.open_window is not None:
             contributions.resume_window()
         if channel.lockstep is not None:
-            contributions.last_result.look()
+            contributions.last_result.notice_zero_grad()
             contributions.enter_step()
-        elif contributions.weighted != contributions.was_weighted:
+        elif contributions.reduction.weighted != contributions.was_weighted:
             contributions.agree_on_weights(channel.headers.flags(self)[WEIGHTED])
         has_data = contributions.window.unreduced or not (channel.step.shadowing or channel.has_run_out)
         misses_result = self._contribute_nothing(takes_result=not has_data) and has_data
@@ -402,16 +375,16 @@ class GradientSync(DDPBurst):
     def main_hook(self) -> None:
         """Run a backward that contributes only the gradients which this rank had accumulated, if any."""
         contributions, flags = self._contributions, self._channel.headers.flags(self)
-        contributions.with_buffers = flags[WITH_BUFFERS] > 0
+        reduction = contributions.reduction = Reduction(with_buffers=flags[WITH_BUFFERS] > 0)
         contributions.agree_on_weights(flags[WEIGHTED])
-        if contributions.with_buffers and self._buffers is not None:
+        if reduction.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if not contributions.window.unreduced:
             contributions.drop()
         elif contributions.last_result.may_remain:
             contributions.add_last_result()
         window = contributions.window
-        contributions.begin((window.weight or 0.0) if contributions.weighted else float(window.unreduced))
+        contributions.begin((window.weight or 0.0) if reduction.weighted else float(window.unreduced))
         self._shadow_backward()
         contributions.end()
         self._rebuild.holds_followers = self._rebuild.is_due  # active ranks announce the rebuild next
@@ -511,7 +484,7 @@ class Forwards:
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
             if torch.is_grad_enabled():
-                self._buffers.look()
+                self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
             self._on_forward()
         if self._may_run_backward_inside:
@@ -554,7 +527,7 @@ class Forwards:
 
     def _on_backward_of_dummy(self, synchronises: bool, gradient: torch.Tensor) -> None:
         if "_channel" in vars(self):  # otherwise the block has ended, and this is an ordinary DDP module
-            if not self._channel.is_in_loop_body:
+            if self._channel.lockstep is None:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
             self._on_backward(synchronises, gradient)
 
@@ -577,24 +550,18 @@ class Contributions:
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._ddp, self._parameters = ddp, parameters
+        self.memory = memory_of(ddp)
+        """The window and the last result that a block leaves to the next one."""
         self.window = Window()
         self.last_result = LastResult(parameters)
         self.used = UsedParameters(ddp, parameters)
         self.factors = Factors(parameters)
         self.over_all_ranks = True
         """Whether gradients without weights are divided by the world size (``divide_by_initial_world_size``)."""
-        self.weighted = False
-        """Whether the current reduction, or the next one, makes the weighted mean; in a plain block."""
+        self.reduction = Reduction()
+        """The last reduction that was announced."""
         self.was_weighted = False
-        """The value of ``weighted`` that all active ranks had when their headers last agreed."""
-        self.with_buffers = False
-        """Whether the header announces the buffers too. It is then sent in the forward, and does not show which ranks
-        will run a backward."""
-        self._scales = False  # whether the result of the current reduction is multiplied
-        self._sum: FloatSum | None = None  # the current sum of weights or contributors, until it is known
-        self._total: float | None = None  # its result
-        self._unit = 1.0  # the unit of the weights in the current reduction
-        self._are_parts = False  # whether the gradients are parts of the mean already
+        """Whether the last reduction was weighted on which the headers of all active ranks agreed."""
 
     def attach(self, join: Join, burst: GradientSync) -> None:
         """Prepare for a block that is entered.
@@ -608,18 +575,18 @@ class Contributions:
         self._leaves_unused = self._ddp.find_unused_parameters or bool(self._ddp.static_graph)
         self._channel.scaling.attach_module()
         self.used.attach(join)
-        self.last_result.may_remain = _may_have_result.get(self._ddp, True)
+        self.last_result.may_remain = self.memory.may_have_result
         self.window, self.was_weighted = Window(), False
 
     def detach(self) -> None:
         """Release the block that is left, and keep its unreduced window for the next block."""
         if self.window.unreduced and not self.last_result.taken_out:  # the last result is put back into the gradients
-            _open_windows[self._ddp] = self.window, autograd.gradient_writes(self._parameters)
+            self.memory.open_window, self.memory.writes = self.window, autograd.gradient_writes(self._parameters)
         self.factors.multiply_by(1.0)
         self._channel.scaling.detach_module()
         self.used.detach()
         self.last_result.put_back()
-        _may_have_result[self._ddp] = self.last_result.may_remain
+        self.memory.may_have_result = self.last_result.may_remain
         del self._channel, self._burst  # these hold the module
 
     # -- accumulated gradients ----------------------------------------------------------------------------------------
@@ -658,8 +625,9 @@ class Contributions:
         Raises:
             JoinError: If gradients of the window before are unreduced.
         """
-        window, contributors = self.window, self._channel.step.contributors
-        number = 0 if contributors is None else self._channel.scaling.window
+        window, channel = self.window, self._channel
+        in_loop = channel.lockstep is not None
+        number = channel.scaling.window_number if in_loop else 0
         if window.number != number:
             if window.unreduced:
                 raise JoinError(
@@ -670,7 +638,7 @@ class Contributions:
             window = self.window = Window(number=number)
             if self.used.counts:
                 self.used.begin_window()
-        window.with_dummies |= contributors not in (None, self._world_size)
+        window.with_dummies |= in_loop and channel.step.contributors < self._world_size
 
     def drop_if_zeroed(self) -> None:
         """Drop the window if ``zero_grad`` has set all gradients to ``None`` since, so that they do not count.
@@ -688,30 +656,42 @@ class Contributions:
         rank that only shadows does not call this, since it cannot know whether the loop would have called
         ``zero_grad``.
         """
-        window, writes = _open_windows.pop(self._ddp)
-        was_zeroed = writes != autograd.gradient_writes(self._parameters) and self.last_result.is_zero
-        if window.unreduced and not (was_zeroed or self.last_result.has_no_gradient):
+        window, self.memory.open_window = self.memory.open_window, None
+        writes = autograd.gradient_writes(self._parameters)
+        was_zeroed = self.memory.writes != writes and self.last_result.is_zero
+        if window is not None and not (was_zeroed or self.last_result.has_no_gradient):
             self.window = window
 
     @property
     def holds_unreduced(self) -> bool:
         """Whether the gradients are this rank's own and unreduced, from this block or from the last one."""
-        return self.window.unreduced or (self._ddp in _open_windows and not self.last_result.has_no_gradient)
+        has_open_window = self.memory.open_window is not None
+        return self.window.unreduced or (has_open_window and not self.last_result.has_no_gradient)
 
     def drop(self) -> None:
         """Drop the gradients, so that this rank contributes nothing to the next reduction."""
-        _open_windows.pop(self._ddp, None)
+        self.memory.open_window = None
         for parameter in self._parameters:
             parameter.grad = None
         if self._leaves_unused:
             reducer.forget_use(self._ddp)
 
     def add_last_result(self) -> None:
-        """Make the new mean contain the last result once, if the gradients still contain it."""
+        """Make the new mean contain the last result once, if the gradients still contain it.
+
+        Each rank adds it as many times as that takes. Only the mean over all ranks waits for its header::
+
+            in a loop, losses are scaled, or the mean is over all ranks     once
+            in a loop, the mean is over contributors                        once with data, 0 times on a dummy
+            weighted mean                                                   weight / unit times
+            mean over all ranks, headers travel in messages                 once, to the result
+            mean over all ranks                                             world size / contributors times
+            mean over contributors                                          once
+        """
         window, result, step = self.window, self.last_result, self._channel.step
-        if step.contributors is not None:
-            times = float(step.has_data or self.over_all_ranks or self._channel.scaling.in_use is True)
-        elif self.weighted:
+        if self._channel.lockstep is not None:
+            times = float(not step.shadowing or self.over_all_ranks or self._channel.scaling.in_use is True)
+        elif self.reduction.weighted:
             times = (window.weight or 0.0) / self._channel.scaling.unit
         elif self._adds_result_later():
             if not (result.taken_out or window.unreduced):
@@ -733,8 +713,13 @@ class Contributions:
         by. This applies only if headers take long to arrive and no joined rank needs the gradients, since a joined rank
         cannot know whether the other ranks have zeroed theirs.
         """
-        channel, in_loop = self._channel, self._channel.step.contributors is not None
-        if not self.over_all_ranks or self.weighted or in_loop or channel.headers.depth == 1:
+        channel = self._channel
+        if (
+            not self.over_all_ranks
+            or self.reduction.weighted
+            or channel.lockstep is not None
+            or channel.headers.depth == 1
+        ):
             return False
         return all(isinstance(m.joinable, DDPBurst) for m in channel.roster.listed if m.joinable.communicates)
 
@@ -767,7 +752,7 @@ class Contributions:
                 f"join.weight is set on {using} ranks and not on {announced - using}. Set it on all ranks or on none."
                 " [J277]"
             )
-        self.weighted = self.was_weighted = using > 0
+        self.reduction.weighted = self.was_weighted = using > 0
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -780,47 +765,49 @@ class Contributions:
         Returns:
             Whether :meth:`end` has to be called after the reduction.
         """
-        self._sum = self._total = None
-        if (in_loop := self._channel.step.contributors) is not None:
+        reduction = self.reduction
+        if self._channel.lockstep is not None:
             has_unscaled_losses = not (self.over_all_ranks or self._channel.scaling.in_use)
-            self._scales, self._are_parts = has_unscaled_losses and 0 < in_loop < self._world_size, False
+            reduction.is_scaled = has_unscaled_losses and 0 < self._channel.step.contributors < self._world_size
         else:
-            self._unit = self._channel.scaling.unit if self.weighted else 1.0
-            self._are_parts = self.weighted and self._has_comm_hook
-            self._scales = self.weighted or not self.over_all_ranks
-            if self.weighted or (self.with_buffers and self._scales):
-                self._sum = self._channel.sums.sum_float(weight)
-            if self._are_parts and (total := self.summed()):
-                factor = self._world_size * self._unit / total
+            reduction.is_scaled = reduction.weighted or not self.over_all_ranks
+            if reduction.weighted or (reduction.with_buffers and reduction.is_scaled):
+                reduction.running_sum = self._channel.sums.sum_float(weight)
+            if reduction.weighted:
+                reduction.unit, reduction.has_parts = self._channel.scaling.unit, self._has_comm_hook
+            if reduction.has_parts and (total := self.summed()):
+                factor = self._world_size * reduction.unit / total
                 if self.factors.factor:
                     self.factors.multiply_by(factor)
                 reducer.multiply_gradients(self._parameters, factor)
         self.used.with_dummies, self.window = self.used.counts and self.window.with_dummies, Window()
-        return self._scales or self.used.with_dummies or bool(self.last_result.taken_out)
+        return reduction.is_scaled or self.used.with_dummies or bool(self.last_result.taken_out)
 
     def summed(self) -> float:
         """Return the sum of weights or contributors in the current reduction, and wait for it if needed."""
-        if self._sum is not None:
-            total = self._channel.guard.wait(self._sum, "sums weights or contributors", self._sum.total)
-            self._total, self._sum = total, None
-            if self.weighted:
+        reduction = self.reduction
+        if (work := reduction.running_sum) is not None:
+            total = self._channel.guard.wait(work, "sums weights or contributors", work.total)
+            reduction.total, reduction.running_sum = total, None
+            if reduction.weighted:
                 self._channel.scaling.learn(total / self._world_size)
-        if self._total is not None:
-            return self._total
-        in_loop = self._channel.step.contributors
-        return self._channel.headers.flags(self._burst)[CONTRIBUTES] if in_loop is None else in_loop
+        if reduction.total is not None:
+            return reduction.total
+        if self._channel.lockstep is not None:
+            return self._channel.step.contributors
+        return self._channel.headers.flags(self._burst)[CONTRIBUTES]
 
     def end(self) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the requested mean."""
-        touched = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
+        reduction, touched = self.reduction, reducer.used_anywhere(self._ddp) if self._leaves_unused else None
         if self.last_result.taken_out:
             if self._adds_result_later():
                 self.last_result.add(1.0)
             self.last_result.end_reduction(touched)
-        if self._are_parts:
+        if reduction.has_parts:
             self.factors.multiply_by(1.0)
-        elif self._scales and (total := self.summed()) and (factor := self._world_size * self._unit / total) != 1:
-            reducer.multiply_gradients(self._parameters, factor, touched)
+        elif reduction.is_scaled and (total := self.summed()) != self._world_size * reduction.unit and total:
+            reducer.multiply_gradients(self._parameters, self._world_size * reduction.unit / total, touched)
         if self.used.with_dummies:
             self.used.end_reduction()
 
@@ -854,7 +841,7 @@ class LastResult:
         """Whether all gradients are 0, or there are none; reads all of them."""
         return _are_zero(parameter.grad for parameter in self._parameters if parameter.grad is not None)
 
-    def look(self) -> None:
+    def notice_zero_grad(self) -> None:
         """Check whether ``zero_grad`` has set all gradients to ``None``."""
         for parameter in self._parameters:
             if parameter.grad is not None:

@@ -231,7 +231,7 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
     as_usual, state = accelerator.reduce, cast("object", accelerator.gradient_state)
 
     def is_at_end(_: object) -> bool:
-        return join.is_last_step if join.channel.is_in_loop_body else cast("Any", state).end_of_dataloader
+        return join.is_last_step if join.channel.lockstep is not None else cast("Any", state).end_of_dataloader
 
     # All objects of Accelerate's class share their attributes, so this object of a subclass has the same ones.
     gradient_state = type("InLoop", (type(state),), {"end_of_dataloader": property(is_at_end)})()
@@ -256,7 +256,7 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
         return map_tensors(lambda rows: over(rows, 0), ranks)
 
     def in_loop(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        if not join.channel.is_in_loop_body:
+        if join.channel.lockstep is None:
             raise JoinError(
                 f"Ranks without data never call accelerator.{call.__name__} outside of a loop over join.iterate. Loop"
                 " over join.iterate, or call it after the block. [J116]"

@@ -122,57 +122,6 @@ def check_all_gather(collective: Collective) -> None:
         collective.all_gather_into(torch.zeros(2, 3), [torch.zeros(3, 2).t() for _ in range(size)])
 
 
-def check_all_gather_uneven(collective: Collective) -> None:
-    rank, size = collective.rank, collective.world_size
-    for shape_of in (
-        lambda each: (each,),  # rank 0 has nothing
-        lambda each: (each + 1, 3),
-        lambda each: (2, each + 1, size - each),
-        lambda each: (0,),
-        lambda each: (),
-    ):
-        gathered = collective.all_gather_uneven(torch.full(shape_of(rank), float(rank)))
-        expected = [torch.full(shape_of(each), float(each)) for each in range(size)]
-        assert all(map(torch.equal, gathered, expected)), gathered
-    flags = collective.all_gather_uneven(torch.ones(rank, 2, dtype=torch.bool).t())
-    assert all(torch.equal(tensor, torch.ones(2, each, dtype=torch.bool)) for each, tensor in enumerate(flags))
-    if size > 1:
-        with pytest.raises(ValueError, match=r"rank 0 float32\[1\], rank 1 int64\[1\]"):
-            collective.all_gather_uneven(torch.zeros(1) if rank == 0 else torch.zeros(1, dtype=torch.int64))
-        with pytest.raises(ValueError, match=rf"rank {size - 1} float32\[1, 1\]"):
-            collective.all_gather_uneven(torch.zeros(1) if rank != size - 1 else torch.zeros(1, 1))
-
-
-def check_reduce(collective: Collective) -> None:
-    rank, size = collective.rank, collective.world_size
-    tensor = torch.tensor([[float(rank), 1.0]]).t()
-    total = float(sum(range(size)))
-    for op, expected in {
-        "mean": [total / size, 1.0],
-        "sum": [total, size],
-        "min": [0, 1],
-        "max": [size - 1, 1],
-    }.items():
-        result = collective.reduce(tensor, op)  # type: ignore[arg-type]
-        assert result.shape == (2, 1)
-        assert result.flatten().tolist() == pytest.approx(expected)
-    assert torch.equal(collective.reduce(tensor), collective.reduce(tensor, "mean"))
-    assert tensor.flatten().tolist() == [rank, 1.0]
-    assert not collective.reduce(torch.ones(1, requires_grad=True)).requires_grad
-
-    first = torch.tensor([rank == 0, True, False])
-    for op, expected in {"sum": [1, size, 0], "min": [size == 1, True, False], "max": [True, True, False]}.items():
-        result = collective.reduce(first, op)  # type: ignore[arg-type]
-        assert result.tolist() == expected and result.dtype == (torch.int64 if op == "sum" else torch.bool)
-    assert collective.reduce(torch.tensor(rank), "sum").item() == total
-
-    for integers in (torch.tensor([1]), torch.tensor([True])):
-        with pytest.raises(TypeError, match=f"The mean of {integers.dtype} "):
-            collective.reduce(integers)
-    with pytest.raises(ValueError, match=r"op='median' is unknown\. Pass one of 'mean', 'sum', 'min', 'max'"):
-        collective.reduce(tensor, "median")  # type: ignore[arg-type]
-
-
 def check_boolean_decision(collective: Collective) -> None:
     rank, size = collective.rank, collective.world_size
     for decisions in ([True] * size, [False] * size, [each == 0 for each in range(size)]):
@@ -261,8 +210,6 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_matched_by_order,
     check_waiting_can_end_early,
     check_all_gather,
-    check_all_gather_uneven,
-    check_reduce,
     check_boolean_decision,
     check_barrier,
     check_objects,

@@ -282,8 +282,9 @@ def test_xla_alone() -> None:
     check_refuses_when_not_set_up(collective)
     collective.setup(0, 1)
     tensor = torch.tensor([1.0, 2.0], device=torch_xla.device())
-    for result in (collective.reduce(tensor), *collective.all_gather(tensor), *collective.all_gather_uneven(tensor)):
-        assert result.device == tensor.device and result.tolist() == [1.0, 2.0]
+    (result,) = collective.all_gather(tensor)
+    collective.all_reduce(tensor).wait()
+    assert result.device == tensor.device and result.tolist() == tensor.tolist() == [1.0, 2.0]
 
 
 class StandIn:
@@ -307,7 +308,8 @@ class StandIn:
         return self.collective.world_size
 
     def all_reduce(self, reduce_type: Any, inputs: torch.Tensor) -> torch.Tensor:
-        return self.collective.reduce(inputs, reduce_type)
+        self.collective.all_reduce(result := inputs.clone(), reduce_type).wait()
+        return result
 
     def all_gather(self, value: torch.Tensor, dim: int = 0, pin_layout: bool = True) -> torch.Tensor:
         return torch.cat(self.collective.all_gather(value), dim)

@@ -357,6 +357,17 @@ def test_report_needs_the_end_of_the_block() -> None:
     run_threads(2, rank_main)
 
 
+def test_report_needs_the_end_of_a_disabled_block_too() -> None:
+    join = Join([Counter(SingleCollective())], enable=False)
+    with join, pytest.raises(JoinError, match="no report"):
+        _ = join.report
+    assert join.report.ranks == ()
+    with pytest.raises(ValueError, match="of the body"), join:
+        raise ValueError("of the body")
+    with pytest.raises(JoinError, match="no report"):
+        _ = join.report
+
+
 class RaisingHook(CounterHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         raise KeyError("missing")

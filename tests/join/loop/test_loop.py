@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -651,6 +652,19 @@ def test_disabled() -> None:
             return [int(batch) for batch in join.iterate(batches(0, collective.rank))]
 
     assert run_threads(2, run) == [[], [0]]
+
+
+def test_a_disabled_loop_lets_go_of_its_loader_and_keeps_its_length() -> None:
+    loader = Rows([1, 2])
+    let_go = weakref.ref(loader)
+    with Join([Leading(SingleCollective())], enable=False) as join:
+        loop = join.iterate(loader)
+        assert (len(loop), list(loop)) == (2, [1, 2])
+        del loader
+        assert let_go() is None
+        assert len(loop) == 2
+        with pytest.raises(TypeError, match="has none"):
+            len(join.iterate(batches(0, 1)))
 
 
 @pytest.mark.parametrize(

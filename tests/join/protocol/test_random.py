@@ -52,7 +52,7 @@ class Sum(OnGroup, Burst):
         numbers = torch.full((self.size,), number)  # of another size in each burst: those of two never fit together
         work = self.collective.all_reduce(numbers)
         if self.tracks_leader:
-            leader = self.channel.leader_for(self)
+            leader = self.channel.headers.leader_for(self)
             told = torch.tensor([self.collective.rank])
             self.collective.broadcast(told, leader).wait()
             self.leaders.append(int(told))

@@ -8,7 +8,7 @@ BIN := .venv/bin
 
 help:
 	@echo 'make demo    run the demo'
-	@echo 'make test    run the tests, JOBS=4 at once; of cross products, each pair'
+	@echo 'make test    run the tests, JOBS=3 at once; of cross products, each pair'
 	@echo 'make test-all  run all of the cross products too, and all scripts as their users do (for the night)'
 	@echo 'make test-torch TORCH=2.8.0  run the tests with another torch, which goes to .venv-torch-2.8.0 (gigabytes)'
 	@echo 'make test-accelerator  run the tests of accelerators on a simulated one'
@@ -30,8 +30,10 @@ help:
 demo: .venv/.demo-installed
 	$(BIN)/python -m demo
 
-# Half of what tests do is to wait, so there are more of them at once than processors.
-JOBS ?= 4
+# Tests also wait, so there are more of them at once than processors; still more would burn CPU time while they wait.
+JOBS ?= 3
+# Or each of the processes that tests start would compile all code anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 test: .venv/.test-installed

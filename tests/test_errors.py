@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from docs.errors import EXAMPLES, KINDS, PAGE, ROOT, Text, page, texts
+from docs.errors import EXAMPLES, KINDS, PAGE, page, texts
 from join import Join
 
 TEXTS = list(texts())
@@ -22,20 +22,16 @@ BAD_FORMS = {
 }
 
 
-def file_of(text: Text) -> str:
-    return text.path.relative_to(ROOT).as_posix()
-
-
-@pytest.mark.parametrize("text", TEXTS, ids=lambda text: f"{file_of(text)}:{text.line}")
-def test_a_text_has_a_code_of_its_own_and_a_fix(text: Text) -> None:
+def test_each_text_has_a_code_of_its_own_and_a_fix() -> None:
     free = int(max(CODES).removeprefix("J")) + 1
-    assert len(text.codes) == 1, f"end it with [J{free:03d}]: {text.words}"
-    assert CODES[text.codes[0]] == 1, f"[{text.codes[0]}] belongs to another text too. Take [J{free:03d}]"
-    assert bool(text.kind) != (text.codes[0] in KINDS), f"KINDS in docs/errors.py lacks its class: {text.words}"
-    assert len(text.sentences) > 1, f"say what to do, in a second sentence or in a comment above: {text.words}"
-    assert re.search(r"[.?] \[J\d{3}\]", text.words), f"end the last sentence with a full stop: {text.words}"
-    for form, hint in BAD_FORMS.items():
-        assert not re.search(form, " ".join(text.sentences)), f"{hint}: {text.words}"
+    for text in TEXTS:
+        assert len(text.codes) == 1, f"end it with [J{free:03d}]: {text.words}"
+        assert CODES[text.codes[0]] == 1, f"[{text.codes[0]}] belongs to another text too. Take [J{free:03d}]"
+        assert bool(text.kind) != (text.codes[0] in KINDS), f"KINDS in docs/errors.py lacks its class: {text.words}"
+        assert len(text.sentences) > 1, f"say what to do, in a second sentence or in a comment above: {text.words}"
+        assert re.search(r"[.?] \[J\d{3}\]", text.words), f"end the last sentence with a full stop: {text.words}"
+        for form, hint in BAD_FORMS.items():
+            assert not re.search(form, " ".join(text.sentences)), f"{hint}: {text.words}"
 
 
 def test_the_page_is_generated_from_the_code() -> None:

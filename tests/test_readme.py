@@ -171,16 +171,16 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("link", [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link])
-def test_links_lead_to_a_heading(link: str) -> None:
-    path, _, anchor = link.partition("#")
-    assert (ROOT / path).exists()
-    assert not anchor or anchor in anchors((ROOT / path).read_text())
+def test_links_lead_to_a_heading() -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", TEXT):
+        path, _, anchor = link.partition("#")
+        if "://" not in link:
+            assert (ROOT / path).exists(), link
+            assert not anchor or anchor in anchors((ROOT / path).read_text()), link
 
 
-@pytest.mark.parametrize("file", sorted(set(re.findall(r"`(tests/[\w/.]+)`", TEXT))))
-def test_tests_that_it_names_exist(file: str) -> None:
-    assert (ROOT / file).exists()
+def test_tests_that_it_names_exist() -> None:
+    assert [file for file in re.findall(r"`(tests/[\w/.]+)`", TEXT) if not (ROOT / file).exists()] == []
 
 
 def test_contributing_has_all_targets_of_make() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, s
 from tests.ending import Ending, assert_blamed
 from tests.models import TOLERANCE, assert_same, batch, build, flat_state
 from tests.pool import Pool
-from tests.selection import first_and_last
+from tests.selection import all_or_some, first_and_last
 from tests.sync_norm import sync_batch_norm_on_cpu
 from tests.training import check, loss_of, mesh_of, placed, reference, shard, whole
 
@@ -87,7 +88,28 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def parts_of(name: str) -> dict[str, Hashable]:
+    case = CASES[name]
+    assert isinstance(case.wrapper, Shards)
+    step, wrapper = case.step, case.wrapper
+    return {
+        "model": case.model.kind,
+        "optimizer": case.optimizer.kind,
+        "weighted": case.data.weighted,
+        "replicas": wrapper.replicas,
+        "reshard": wrapper.reshard,
+        "units": wrapper.units,
+        "syncs": wrapper.syncs,
+        "accumulate": step.accumulate,
+        "initial": step.initial,
+        "divided": step.divided,
+        "clip": step.clip,
+        "kept": step.to_none,
+        "even": len(set(case.data.counts[0])) == 1,
+    }
+
+
+@pytest.mark.parametrize("name", all_or_some(CASES, parts_of, together=1))
 def test_sharded_equals_one_process(pool: Pool, name: str) -> None:
     check(pool, shorter(replace(CASES[name], loop=LOCKSTEP)))
 

@@ -170,8 +170,9 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._blocks.last_leader is not None and self.model.broadcast_buffers:
-            reducer.sync_buffers(self.model, self._blocks.last_leader)  # a new rank continues with them
+        leader = self._blocks.last_leader
+        if leader is not None and self.model.broadcast_buffers and reducer.buffers(self.model):
+            reducer.sync_buffers(self.model, leader)  # another rank continues with them
         restores = self._blocks.is_dummy and self.lightning_module.automatic_optimization
         before = reducer.copied_buffers(self.model) if restores else {}
         try:

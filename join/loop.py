@@ -46,9 +46,10 @@ A rank that leaves the loop by ``break`` waits until all other ranks have left i
     note that they have left; wait for all           notes that it has left; sees others in later steps
     the loop ends, as above from the digests on      raises ProtocolError, and fails as any rank does (``join.failure``)
 
-This begins with the next announcement, or at the end of the block, because a generator cannot raise an exception when
-it is dropped. ``Channel.leave_loop`` is :meth:`Iteration.leave` then. It ends the last step (``Lockstep.end_step``),
-waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop (``Channel.end_loop``).
+This begins with the next announcement, forward or backward of a listed module, or at the end of the block, because a
+generator cannot raise an exception when it is dropped. ``Channel.leave_loop`` is :meth:`Iteration.leave` then. It ends
+the last step (``Lockstep.end_step``), waits for all ranks (``Lockstep.agree_to_leave``) and ends the loop
+(``Channel.end_loop``).
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ class Iteration:
     @property
     def is_last_step(self) -> bool:
         """Whether the current step is the last one, on all ranks."""
-        if not self.running or self._counts.begun < self._counts.steps:
+        is_in_body = self.running and self._channel.lockstep is self._lockstep
+        if not is_in_body or self._counts.begun < self._counts.steps:
             return False
         return self._counts.is_last(f"asked in step {self._step} whether it is the last")
 
@@ -378,10 +380,12 @@ class Iteration:
                 return  # because nothing can be sent after a failure
             lockstep.end_step()
             if not self._channel.step.ends_window:
-                raise JoinError(
+                error = JoinError(
                     f"The loop over join.iterate was left in step {self._step}, inside an accumulation window whose"
                     " other steps are missing. Leave the loop only if join.ends_window is True. [J467]"
                 )
+                self._guard.fail(error)  # posted, since this rank may have left the loop alone
+                self._guard.close_and_raise(error)
             self._channel.complete_followers()
             lockstep.progress.has_left = True
             if counts.begun == counts.steps:

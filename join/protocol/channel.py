@@ -292,8 +292,9 @@ class Channel:
             but: The joinable that is about to announce; its own burst is not flushed.
 
         Raises:
-            JoinError: If the channel is closed.
-            ProtocolError: If active ranks announced different bursts in the last header.
+            JoinError: If the channel is closed, or a loop was left inside an accumulation window.
+            ProtocolError: If active ranks announced different bursts in the last header, or left a loop differently.
+            PeerError, JoinTimeoutError: If another rank does not leave the loop.
         """
         if self.guard.closed:
             self.guard.raise_closed()
@@ -511,7 +512,7 @@ class Lockstep:
         ended without a burst, this is about its last step."""
         self.is_uneven = False
         """Whether a rank had no data in the last step in which other ranks had data."""
-        self._left_in = channel.step  # the step in which this rank left the body by ``break``
+        self._left_in = Step()  # the step in which this rank left the body by ``break``
         self._barriers = channel.collective.line(BARRIERS)
         self.roll_calls = channel.collective.line(ROLL_CALLS)
         """The line that carries the loop's roll calls."""

@@ -95,10 +95,12 @@ class BufferSync(DDPBurst):
 
     def notice_new_shapes(self) -> None:
         """Find the buffers whose shape has changed; called before a forward announces anything."""
-        shapes = self._shapes_now()
+        shapes, changed = self._shapes_now(), list[str]()
         if shapes != self._shapes:
-            self._changed = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape != self._shapes[name]]
-            self._all_changed = self._all_had_data
+            changed = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape != self._shapes[name]]
+        if changed != self._changed:  # not for a change that an earlier forward of the window has shown already
+            self._all_changed = self._all_had_data and (self._all_changed or not self._changed)
+            self._changed = changed
         channel = self._channel
         self._all_had_data = channel.lockstep is None or channel.step.contributors == self._world_size
 
@@ -119,12 +121,12 @@ class BufferSync(DDPBurst):
         """Broadcast the buffers; ``shadows`` says whether this rank shadows the burst."""
         self.is_pending = False
         channel = self._channel
+        # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader of
+        # the step before still has the buffers that all ranks need to start with.
+        source = channel.headers.find_leader() if self._is_changed_by_forward else self._last_header.leader
         if (shadows or self._changed) and not self._after_forward and self._all_have_new_shapes():
-            self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), self._last_header.leader))
+            self._replace(broadcast_tree(self._collective, reducer.buffers(self._ddp), source))
         else:
-            # After the forward that changes buffers, they come from a rank that ran it. Before the forward, the leader
-            # of the step before still has the buffers that all ranks need to start with.
-            source = channel.headers.find_leader() if self._is_changed_by_forward else self._last_header.leader
             reducer.sync_buffers(self._ddp, source)
         self._last_header = channel.headers.last
 

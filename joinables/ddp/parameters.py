@@ -74,8 +74,6 @@ class UsedParameters:
         self._handles: dict[int, Any] = {}  # by the index of the parameter
         self.counts = False
         """Whether use is counted, which needs ``find_unused_parameters``."""
-        self.with_dummies = False
-        """Whether use is counted, and a rank had no data in a backward that the current reduction includes."""
         self._used = torch.zeros(len(parameters), dtype=torch.int64, device="cpu")
         self._absent: list[bool] = []
 

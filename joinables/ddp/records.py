@@ -21,7 +21,8 @@ class Window:
     Attributes:
         unreduced: Whether this rank has gradients that no reduction has included yet.
         weight: The sum of the weights of this rank's backwards in a plain block; ``None`` if they have no weights.
-        number: The number of the accumulation window in a loop over ``Join.iterate``; 0 in a plain block.
+        number: The number of the accumulation window in a loop over ``Join.iterate``; 0 in a plain block,
+            and after a reduction until the next backward.
         with_dummies: Whether a rank had no data in one of the backwards in such a loop.
     """
 
@@ -44,6 +45,7 @@ class Reduction:
         has_parts: Whether the gradients are parts of the weighted mean before they are reduced.
         running_sum: The sum of the weights or the contributors, until it is known.
         total: The result of this sum.
+        with_dummies: Whether use is counted (``UsedParameters``), and a rank had no data in one of the backwards.
     """
 
     with_buffers: bool = False
@@ -53,6 +55,7 @@ class Reduction:
     has_parts: bool = False
     running_sum: FloatSum | None = None
     total: float | None = None
+    with_dummies: bool = False
 
 
 @dataclass(slots=True)

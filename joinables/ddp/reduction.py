@@ -166,6 +166,8 @@ class GradientSync(DDPBurst):
     def _begin_forward(self) -> None:
         """Announce the backward if it is due now, and synchronise buffers; called before a forward with grad."""
         contributions, channel, buffers = self._contributions, self._channel, self._buffers
+        if channel.leave_loop is not None:  # not later: the end of the loop writes to buffers that this forward saves
+            channel.leave_loop()
         if self._ddp.find_unused_parameters:
             if contributions.last_result.has_no_gradient and not self._forwards.reduces_next:
                 reducer.forget_use(self._ddp)
@@ -356,7 +358,7 @@ class GradientSync(DDPBurst):
                 gradients = [parameter.grad for parameter in self._parameters]
             else:
                 contributions.summed()  # which must be complete before the next sum begins
-                if contributions.used.with_dummies:
+                if contributions.reduction.with_dummies:
                     contributions.used.end_reduction()
         finally:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -780,8 +782,8 @@ class Contributions:
                 if self.factors.factor:
                     self.factors.multiply_by(factor)
                 reducer.multiply_gradients(self._parameters, factor)
-        self.used.with_dummies, self.window = self.used.counts and self.window.with_dummies, Window()
-        return reduction.is_scaled or self.used.with_dummies or bool(self.last_result.taken_out)
+        reduction.with_dummies, self.window = self.used.counts and self.window.with_dummies, Window()
+        return reduction.is_scaled or reduction.with_dummies or bool(self.last_result.taken_out)
 
     def summed(self) -> float:
         """Return the sum of weights or contributors in the current reduction, and wait for it if needed."""
@@ -808,7 +810,7 @@ class Contributions:
             self.factors.multiply_by(1.0)
         elif reduction.is_scaled and (total := self.summed()) != self._world_size * reduction.unit and total:
             reducer.multiply_gradients(self._parameters, self._world_size * reduction.unit / total, touched)
-        if self.used.with_dummies:
+        if reduction.with_dummies:
             self.used.end_reduction()
 
 

@@ -505,6 +505,31 @@ def test_a_body_that_raises_on_an_empty_batch(error: Any, is_empty: bool) -> Non
         assert ("was out of data and got an empty dummy batch" in text) is (is_empty and sys.version_info >= (3, 11))
 
 
+def test_a_loop_that_is_left_inside_a_window_ends_the_block() -> None:
+    def run(collective: ThreadCollective) -> None:
+        join = Join([Leading(collective)]).open()
+        for _ in join.iterate([0] * 4, window=2):
+            break
+        with pytest.raises(JoinError, match="inside an accumulation window"):
+            join.iterate([0])
+        with pytest.raises(JoinError, match="has already ended") as caught:
+            list(join.iterate([0]))
+        join.close(caught.value)
+
+    run_threads(2, run)
+
+
+def test_no_step_is_the_last_one_after_a_loop_that_was_left() -> None:
+    def run(collective: ThreadCollective) -> list[bool]:
+        with Join([Leading(collective)]) as join:
+            for _ in join.iterate([0]):
+                in_loop = join.is_last_step
+                break
+            return [in_loop, join.is_last_step]
+
+    assert run_threads(2, run) == [[True, False]] * 2
+
+
 def test_early_termination() -> None:
     def run(collective: ThreadCollective) -> str:
         loader = batches(collective.rank, [3, 2, 5][collective.rank])

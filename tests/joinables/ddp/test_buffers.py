@@ -1,11 +1,14 @@
-"""Buffers that are registered between two blocks."""
+"""Buffers that change between blocks, between a loop and what follows it, and inside a window of accumulation."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
+from joinables import LossGate
 from tests.models import batch, build
 from tests.pool import Pool
 
@@ -32,3 +35,60 @@ def test_a_buffer_that_is_new_in_the_second_block(pool: Pool) -> None:
     for state in others:
         del state["calibration"]  # registered anew on each rank at the end
         assert all(torch.equal(first[name], value) for name, value in state.items())
+
+
+def break_before_no_sync(rank: int) -> None:
+    model = DistributedDataParallel(build("norm"))
+    x, y = batch(rank, 0, 0)
+    with Join([model]) as join:
+        for _ in join.iterate([0] * (3 - rank)):
+            (model(x) - y).square().mean().backward()
+            break
+        with model.no_sync():  # its forward announces nothing, and saves statistics
+            (model(x) - y).square().mean().backward()
+
+
+def test_a_loop_that_was_left_ends_before_the_next_forward(pool: Pool) -> None:
+    pool.run(break_before_no_sync, ranks=2)
+
+
+class Grows(torch.nn.Module):
+    """Keeps a number for each row of its longest batch."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.net, self.value = torch.nn.Linear(2, 2), value
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.seen):
+            self.seen = torch.full((len(x),), self.value)
+        return self.net(x)
+
+
+def grow_in_a_window(rank: int) -> torch.Tensor:
+    model = DistributedDataParallel(Grows(rank))
+    with Join([model]) as join:
+        for x in join.iterate([torch.ones(1, 2), *[torch.ones(3, 2)] * 3][: 4 - 2 * rank], window=4):
+            with nullcontext() if join.ends_window else model.no_sync():
+                join.scale(model(x).sum()).backward()
+    return model.module.seen
+
+
+def test_a_buffer_that_grows_on_all_ranks_before_one_runs_out_in_the_window(pool: Pool) -> None:
+    for seen in pool.run(grow_in_a_window, ranks=2):
+        assert seen.tolist() == [0.0] * 3
+
+
+def grow_before_the_gate(rank: int) -> torch.Tensor:
+    module = Grows(rank)
+    model = DistributedDataParallel(LossGate(module))
+    with Join([model], divide_by_initial_world_size=False):
+        for step in range(1 + rank):
+            model(module(torch.ones(1 + step, 2)).sum()).backward()
+    return module.seen
+
+
+def test_a_buffer_that_grows_before_a_loss_gate(pool: Pool) -> None:
+    for seen in pool.run(grow_before_the_gate, ranks=2):
+        assert seen.tolist() == [1.0] * 2

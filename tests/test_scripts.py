@@ -81,19 +81,16 @@ def test_what_a_user_writes_is_short() -> None:
 
 @pytest.mark.timeout(200)
 def test_demo(ending: Ending, tmp_path: Path) -> None:
-    options = "--epochs", "2" if ALL else "1", "--out", str(tmp_path)
+    options = "--epochs", "2", "--out", str(tmp_path)
     printed = run("-m", "demo", *options, timeout=190) if ALL else run_forked(ending, "demo", *options, limit=180)
     assert "DDP + Adam" in printed
     assert sorted(each.name for each in tmp_path.iterdir()) == ["result.json", "timeline.png"]
     result = json.loads((tmp_path / "result.json").read_text())
-    runs = result["runs"].values()
-    for run_of in runs:
+    for run_of in result["runs"].values():
         assert run_of["joinables"]["parameter_difference"] < 2e-6
         assert run_of["joinables"]["buffer_difference"] < 2e-6
-        assert run_of["joinables"]["accuracy"] > (0.95 if ALL else 0.85)
-    of_torch = [run_of["torch"] for run_of in runs]
-    differ = [each["status"] != "finished" or each["parameter_difference"] > 1e-3 for each in of_torch]
-    assert all(differ) if ALL else any(differ)  # those of Adam, from the second epoch on
+        assert run_of["joinables"]["accuracy"] > 0.95
+        assert run_of["torch"]["status"] != "finished" or run_of["torch"]["parameter_difference"] > 1e-3
     assert (tmp_path / "timeline.png").stat().st_size > 20_000
 
 

@@ -801,15 +801,16 @@ class Contributions:
 
     def end(self) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the requested mean."""
-        reduction, touched = self.reduction, reducer.used_anywhere(self._ddp) if self._leaves_unused else None
+        reduction, scale = self.reduction, self._world_size * self.reduction.unit
+        touched = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
         if self.last_result.taken_out:
             if self._adds_result_later():
                 self.last_result.add(1.0)
             self.last_result.end_reduction(touched)
         if reduction.has_parts:
             self.factors.multiply_by(1.0)
-        elif reduction.is_scaled and (total := self.summed()) != self._world_size * reduction.unit and total:
-            reducer.multiply_gradients(self._parameters, self._world_size * reduction.unit / total, touched)
+        elif reduction.is_scaled and (total := self.summed()) and (factor := scale / total) != 1:
+            reducer.multiply_gradients(self._parameters, factor, touched)
         if reduction.with_dummies:
             self.used.end_reduction()
 

@@ -425,6 +425,9 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: over NCCL; one GPU is enough")
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = parser.parse_args()
+    total = options.launches * options.rounds
+    where, rounds = f"{WORLD_SIZE} processes on {options.device}", f"{total} rounds of {options.steps} steps"
+    print(f"{where}, {rounds} in {options.launches} launches")
     entries: list[dict[str, Any]] = []
     for case in options.only or list(CASES):
         wanted = ["plain", *(options.way or WAYS)]
@@ -434,11 +437,9 @@ def main() -> None:
             run_processes(WORLD_SIZE, measure, case, wanted, *numbers, launch, device=options.device, limit=limit)
             for launch in range(options.launches)
         ]
-        entries += summarise(case, launches, options.steps)
-    total = options.launches * options.rounds
-    where, rounds = f"{WORLD_SIZE} processes on {options.device}", f"{total} rounds of {options.steps} steps"
-    print(f"{where}, {rounds} in {options.launches} launches\n")
-    print(table(HEAD, [row(entry) for entry in entries]))
+        of_case = summarise(case, launches, options.steps)
+        entries += of_case
+        print("\n" + table(HEAD, [row(entry) for entry in of_case]), flush=True)
     save(options.json, steps=options.steps, rounds=total, launches=options.launches, results=entries)
 
 

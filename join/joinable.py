@@ -271,6 +271,13 @@ class Burst(Joinable):
         such ranks.
         """
 
+    def hand_over(self, leader: int) -> None:
+        """Copy state that only ranks with data change to ``leader``, the new lowest rank with data.
+
+        It is called on all ranks, at the beginning of the step of a loop over ``Join.iterate`` in which another rank
+        than in the step before is the lowest with data, and of the first step of a loop.
+        """
+
     def fulfil(self) -> None:
         """Run the pending burst, contributing nothing and leaving the object as it is; it is not pending afterwards."""
 

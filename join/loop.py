@@ -28,6 +28,8 @@ These are the collectives of a loop::
               meet
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
+              the lowest rank with data is another   the same
+              than before: hand_over of each burst
     end       last roll call: all reached the end    the same
               all-reduce (min): digests of values    the same
               that should be equal
@@ -590,14 +592,18 @@ class StepCounts:
             self._channel.scaling.window_number += 1
         self.begun = index + 1
         step.number = lockstep.progress.steps
-        if index < len(self._shares):
-            step.contributors, step.first_with_data, _ = self._shares[index]
-            lockstep.is_uneven = step.contributors < self._world_size
-        else:  # the step only fills a window
-            step.contributors = 0
         step.shadowing = index >= self.own_batches
         step.weight, step.total = 0.0 if step.shadowing else weight, self._totals[index // size]
         step.ends_window = self.begun % size == 0 or self.begun == self.steps
+        if index < len(self._shares):
+            leader = step.first_with_data if step.number > 1 else None
+            step.contributors, step.first_with_data, _ = self._shares[index]
+            lockstep.is_uneven = step.contributors < self._world_size
+            if step.first_with_data != leader:
+                for _, burst in self._channel.roster.bursts:
+                    burst.hand_over(step.first_with_data)
+        else:  # the step only fills a window
+            step.contributors = 0
 
     # -- roll calls ---------------------------------------------------------------------------------------------------
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
-from join.collectives import timeouts
+from join.collectives.timeouts import TIMEOUTS
 
 
 @contextmanager
 def using(**changes: float) -> Iterator[None]:
     """Change time limits of ``join.collectives.timeouts`` in this process, for the duration of a context."""
-    before = timeouts._current
-    timeouts._current = replace(before, **changes)
+    before = vars(TIMEOUTS).copy()
+    vars(TIMEOUTS).update(changes)
     try:
         yield
     finally:
-        timeouts._current = before
+        vars(TIMEOUTS).update(before)

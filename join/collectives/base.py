@@ -330,7 +330,8 @@ class Collective(ABC):
             RuntimeError: On every rank, if ``source`` cannot pickle it.
             ValueError: If ``source`` is not a rank.
         """
-        data, ok = _pickled(value) if self.rank == source else (bytearray(), True)
+        is_source = self.rank == source
+        data, ok = _pickled(value) if is_source else (bytearray(), True)
         head = torch.tensor([len(data), ok], dtype=torch.int64, device="cpu")
         self.broadcast(head, source).wait()  # checks the source
         size, ok = int(head[0]), bool(head[1])
@@ -341,7 +342,7 @@ class Collective(ABC):
                 f"Rank {source} cannot pickle the object to broadcast ({data.decode()}). Send an object that pickle"
                 " supports. [J024]"
             )
-        return value if self.rank == source else pickle.loads(data)
+        return value if is_source else pickle.loads(data)
 
     @final
     @torch.no_grad()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, get_args
 import torch.distributed as dist
 from typing_extensions import final, override
 
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 
 Kind: TypeAlias = Literal["note", "progress"]
 """Kind of a message: a note, or the progress of a rank."""
@@ -171,14 +171,14 @@ class StoreBoard(Board):
     def ended(self) -> list[int]:
         now = time.monotonic()
         if now >= self._next_beat:
-            self._next_beat = now + timeouts().beat
+            self._next_beat = now + TIMEOUTS.beat
             self._beats += 1
             self._put("beat", str(self._beats))
             beat = self._messages("beat", [self._watched])  # empty if that rank has not entered the block yet
             # The time is counted in beats of this rank, not in seconds, because all ranks may have been suspended.
             self._unheard = self._unheard + 1 if beat and beat == self._last_beat else 0
             self._last_beat = beat
-        return [self._watched] if self._unheard * timeouts().beat >= timeouts().silent else []
+        return [self._watched] if self._unheard * TIMEOUTS.beat >= TIMEOUTS.silent else []
 
     @override
     def _put(self, kind: Kind | Literal["beat"], text: str) -> None:

@@ -40,7 +40,7 @@ from join.collectives._torch_private import profiled
 from join.collectives.base import SUMS, Collective, FloatSum, Fold, Gather, Line, RollCall, Sum, V, folded
 from join.collectives.board import Board, Kind
 from join.collectives.broken import CALL_THE_SAME, BrokenCollective
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 
 SWITCH = "JOIN_SHARED_MEMORY"
 """Environment variable that is 0 if headers should be sent over the process group."""
@@ -304,9 +304,14 @@ class _Numbers:
 
     def _wait_for_missing(self, started: float, limit: float) -> None:
         """Wait until the missing rank has written its number, or ``limit`` seconds after ``started`` have passed."""
-        lane, rank, look, last_look = self._lane, self._missing, timeouts().look, 0.0
+        lane, rank, look, last_look = self._lane, self._missing, TIMEOUTS.look, 0.0
         assert rank is not None and self._waits_since is not None
-        while self._missing == rank and not self.is_completed():
+        last_cell, value = lane.places[self._count % PLACES][rank] + self._width - 1, -1
+        while self._missing == rank and self._failure is None:
+            if lane.cells[last_cell] != value:  # otherwise is_completed would find what it found before
+                value = lane.cells[last_cell]
+                if self.is_completed():
+                    return
             now = time.monotonic()
             waited = now - started
             if waited >= min(last_look + look, limit):

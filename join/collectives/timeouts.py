@@ -1,4 +1,4 @@
-"""All time limits that take effect when ranks of a block fail: :class:`Timeouts`.
+"""All time limits that take effect when ranks of a block fail: :data:`TIMEOUTS`.
 
 No time limit has an effect while no rank fails. The user's time limit, ``Join(..., timeout=)``, is not among these.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timeouts:
     """Times in seconds.
 
@@ -41,9 +41,5 @@ class Timeouts:
     term: float = 5.0
 
 
-_current = Timeouts()  # tests replace it
-
-
-def timeouts() -> Timeouts:
-    """Return the times that are in effect in this process."""
-    return _current
+TIMEOUTS = Timeouts()
+"""The times that are in effect in this process. Tests change them."""

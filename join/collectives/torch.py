@@ -41,7 +41,7 @@ from join.collectives.board import Board
 from join.collectives.messages import Mesh, MessageLine
 from join.collectives.shared_memory import Lane, Segment, SharedBoard, SharedMemoryLine
 from join.collectives.store import StoreCollective, fresh_store
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -221,7 +221,7 @@ class TorchCollective(StoreCollective):
         for collective in (self, self._shared.companion):
             if collective is not None and connections:
                 close_connections(collective.group)
-        return abort_on_devices(timeouts().note)
+        return abort_on_devices(TIMEOUTS.note)
 
     @override
     def hold(self) -> None:

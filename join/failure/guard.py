@@ -15,7 +15,7 @@ from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.collectives.broken import is_broken
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 from join.errors import EarlyTerminationError, JoinError, JoinTimeoutError, PeerError, described
 from join.failure.peers import Peers
 
@@ -116,7 +116,7 @@ class Guard:
     def _wait_and_look(self, work: Work) -> None:
         """Wait until ``work`` is done or has failed."""
         started, limit = time.monotonic(), float("inf") if self.timeout is None else self.timeout
-        interval = timedelta(seconds=max(min(timeouts().look, limit), _LEAST_SECONDS))
+        interval = timedelta(seconds=max(min(TIMEOUTS.look, limit), _LEAST_SECONDS))
         while True:
             try:
                 work.wait(interval)
@@ -131,7 +131,7 @@ class Guard:
 
     def timeout_error(self, *, in_collective: bool = False) -> JoinTimeoutError:
         """Return the error of a rank that has waited longer than ``timeout``, after posting it to the other ranks."""
-        rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=timeouts().note)
+        rank, own, others = self._collective.rank, self._progress(), self.peers.ask(limit=TIMEOUTS.note)
         if not (in_collective or self.doing):  # this rank may have sent another header since
             own = own._replace(headers=self.awaits_header)
         missing = [

@@ -47,7 +47,7 @@ from typing_extensions import override
 from join.collectives import Collective
 from join.collectives.board import Board, Note, Progress
 from join.collectives.broken import BrokenCollective, is_broken
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, described
 
 _logger = logging.getLogger("join")
@@ -85,7 +85,7 @@ class _Starter(threading.Thread):
     @override
     def run(self) -> None:
         while True:
-            time.sleep(timeouts().look)
+            time.sleep(TIMEOUTS.look)
             while self.waiting:  # without a variable for the watch, which would keep its process group alive
                 with suppress(KeyError, RuntimeError):  # it has just ended, or the interpreter is being shut down
                     self.waiting.pop().start()
@@ -189,9 +189,9 @@ class Watch(threading.Thread):
                 return
             self._changed.notify_all()
         atexit.unregister(self.end)
-        self.join(timeouts().look)  # a store may block it
+        self.join(TIMEOUTS.look)  # a store may block it
         if self.is_alive():  # the store must not answer while the interpreter shuts down
-            atexit.register(self.join, timeouts().note)
+            atexit.register(self.join, TIMEOUTS.note)
 
     @override
     def run(self) -> None:
@@ -203,7 +203,7 @@ class Watch(threading.Thread):
             with self._changed:
                 self.failed = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._ends, timeouts().abort)
+                self._changed.wait_for(lambda: self._ends, TIMEOUTS.abort)
             if self._keeps_store and not self._ends:
                 self._abort_for(News())
 
@@ -229,7 +229,7 @@ class Watch(threading.Thread):
                 self._looked = wanted
                 self._changed.notify_all()
                 if self._wanted == wanted and not self._ends:
-                    self._changed.wait(timeouts().look * max(1.0, self._board.world_size / _RANKS_AT_ONCE))
+                    self._changed.wait(TIMEOUTS.look * max(1.0, self._board.world_size / _RANKS_AT_ONCE))
 
     def _read_board(self, ended: list[int]) -> News:
         notes = [note for note in self._board.notes() if note.rank != self._board.rank]
@@ -243,7 +243,7 @@ class Watch(threading.Thread):
             self._lost_since = float("inf")
             return
         self._lost_since = min(self._lost_since, now)
-        if now - self._lost_since >= timeouts().abort:
+        if now - self._lost_since >= TIMEOUTS.abort:
             self._abort_for(news)
             if not news.notes and not self._has_reported:  # some ranks may not see that a process has ended
                 self._has_reported = True
@@ -290,7 +290,7 @@ class Peers:
     def post(self, error: BaseException) -> None:
         """Post a note that this rank fails with ``error``."""
         text = "\n".join([f"rank {self._rank} failed: {described(error)}", *getattr(error, "__notes__", ())])
-        self._watch.post(Note(self._rank, self._rank, type(error).__name__, text), timeouts().note)
+        self._watch.post(Note(self._rank, self._rank, type(error).__name__, text), TIMEOUTS.note)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Peers:
 
     def look_again(self) -> None:
         """Read the board again, and then do as :meth:`look` does."""
-        self._watch.refresh(timeouts().note)
+        self._watch.refresh(TIMEOUTS.note)
         self.look()
 
     def ask(self, *, limit: float = 0.0) -> dict[int, Progress]:
@@ -318,7 +318,7 @@ class Peers:
         """
         deadline = time.monotonic() + limit
         while True:
-            self._watch.refresh(limit or timeouts().look, ring=True)
+            self._watch.refresh(limit or TIMEOUTS.look, ring=True)
             others = self._watch.news.progress
             if len(others) == self._world_size - 1 or time.monotonic() >= deadline or self._watch.failed:
                 return others
@@ -338,7 +338,7 @@ class Peers:
             beat = progress[rank].beat if rank in progress else None
             if rank not in self._beats or self._beats[rank][0] != beat:
                 self._beats[rank] = beat, now
-        silent = [rank for rank in others if now - self._beats[rank][1] > timeouts().silent]
+        silent = [rank for rank in others if now - self._beats[rank][1] > TIMEOUTS.silent]
         if gone := {*self._watch.news.ended, *silent}:
             raise self._gone(sorted(gone))
 
@@ -355,9 +355,9 @@ class Peers:
         if not is_broken(error):
             return None
         known = set(error.ranks) if isinstance(error, BrokenCollective) else set[int]()
-        before, deadline = self._watch.news.progress, time.monotonic() + timeouts().cause
+        before, deadline = self._watch.news.progress, time.monotonic() + TIMEOUTS.cause
         while True:
-            reached = self._watch.refresh(timeouts().note, ring=True)
+            reached = self._watch.refresh(TIMEOUTS.note, ring=True)
             news = self._watch.news
             if news.notes:
                 return self._consequence(news.notes)
@@ -393,7 +393,7 @@ class Peers:
         if isinstance(error, PeerError):
             error.rank = cause
         if cause is not None:
-            self._watch.post(Note(self._rank, cause, kind, text), timeouts().note)
+            self._watch.post(Note(self._rank, cause, kind, text), TIMEOUTS.note)
         return error
 
 

@@ -55,7 +55,7 @@ from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.base import BARRIERS, DONE, ROLL_CALLS, SUMS
 from join.collectives.board import Progress
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 from join.errors import JoinError, JoinTimeoutError, PeerError, ProtocolError
 from join.failure.guard import Guard
 from join.joinable import Joinable
@@ -590,4 +590,4 @@ class Lockstep:
             if timeout is not None and time.monotonic() - started > timeout:
                 raise self._guard.timeout_error()
             time.sleep(pause)
-            pause = min(2 * pause, timeouts().look)
+            pause = min(2 * pause, TIMEOUTS.look)

@@ -47,8 +47,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
+from operator import sub
 from typing import NoReturn
 
 import torch
@@ -69,8 +70,8 @@ class Header:
     """One summed header.
 
     Args:
-        counts: The sum of each counter.
-        offsets: The position of the first counter of each burst, by index.
+        total: The sum of the numbers of all ranks.
+        code: The code that packed them.
 
     Attributes:
         active: The number of ranks that announced.
@@ -82,12 +83,16 @@ class Header:
         flags: The number of ranks that set each flag of each burst, by index of the burst.
     """
 
-    def __init__(self, counts: Sequence[int], offsets: Sequence[int]) -> None:
+    def __init__(self, total: int, code: HeaderCode) -> None:
+        counts = list[int]()
+        for _ in code.ones:
+            counts.append(total & code.largest_count)
+            total >>= code.count_bits
         self.active, leaders, stopping, self.fresh = counts[:_FIXED]
         self.leader_alive, self.stopping = leaders > 0, stopping > 0
         self.announcements: dict[int, int] = {}
         self.flags: list[Sequence[int]] = []
-        for index, (begin, end) in enumerate(pairwise((*offsets, len(counts)))):
+        for index, (begin, end) in enumerate(pairwise((*code.offsets, len(counts)))):
             if counts[begin]:
                 self.announcements[index] = counts[begin]
             self.flags.append(counts[begin + 1 : end])
@@ -104,18 +109,14 @@ class HeaderCode:
 
     def __init__(self, flag_counts: Sequence[int], world_size: int) -> None:
         *self.offsets, fields = accumulate((1 + flag_count for flag_count in flag_counts), initial=_FIXED)
-        self._size = world_size.bit_length()
-        self.ones = [1 << self._size * place for place in range(fields)]
+        self.count_bits = world_size.bit_length()
+        self.largest_count = (1 << self.count_bits) - 1
+        self.ones = [1 << self.count_bits * place for place in range(fields)]
         """The number to add for each counter in order to add 1 to the counter."""
-        self.bits = fields * self._size
+        self.bits = fields * self.count_bits
         """The size of a header in bits."""
         # Headers repeat from step to step, and unpacking is half of the cost of reading one, so the results are cached.
-        self.unpack = cache(self._unpack)
-
-    def _unpack(self, total: int) -> Header:
-        """Return the header whose contributions add up to this number."""
-        mask = (1 << self._size) - 1
-        return Header([total >> self._size * place & mask for place in range(len(self.ones))], self.offsets)
+        self.unpack = cache(partial(Header, code=self))
 
 
 @dataclass(eq=False)
@@ -263,7 +264,7 @@ class Tally:
 
     def since(self, earlier: Tally) -> Tally:
         """Return the difference to an earlier tally."""
-        return Tally(*(count - before for count, before in zip(astuple(self), astuple(earlier), strict=True)))
+        return Tally(*map(sub, astuple(self), astuple(earlier)))
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from join.batch import has_empty_tensor
 from join.collectives import Collective
 from join.collectives.board import Progress
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 from join.errors import ProtocolError
 from join.protocol.headers import Member
 
@@ -110,7 +110,7 @@ class LoopProgress:
         places = {rank: other._replace(beat=0, heard=0) for rank, other in others.items()}
         if places != self._others:
             self._others, self._still_since = places, now
-        is_still = now - self._still_since > timeouts().still
+        is_still = now - self._still_since > TIMEOUTS.still
         for rank, other in in_loop.items():
             if is_still and other.step <= self.ended_steps and issued < other.issued:
                 self._raise_skipped("a collective of the loop body", other.step, rank)

@@ -57,6 +57,11 @@ def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
     return forward_sync_buffers(ddp) and len(ddp.modules_buffers) > 0
 
 
+def has_buffer_hook(ddp: DistributedDataParallel) -> bool:
+    """Return whether the user registered a buffer comm hook."""
+    return hasattr(ddp, "buffer_hook")
+
+
 def syncs_buffers_after_forward(ddp: DistributedDataParallel) -> bool:
     """Return whether the user registered a buffer comm hook that runs after the forward pass."""
     before, ddp.require_forward_param_sync = ddp.require_forward_param_sync, True
@@ -174,12 +179,12 @@ def has_finished(ddp: DistributedDataParallel) -> bool:
 
 
 def first_static_backward(ddp: DistributedDataParallel) -> bool:
-    """Return whether the next synchronised backward is the first of a static graph.
+    """Return whether the next synchronised backward of a module with ``static_graph`` is its first.
 
     The reducer treats it differently. In that backward, the reducer only counts how often the gradient of each
     parameter arrives. It reduces everything at the end: first the map of used parameters, then the buckets.
     """
-    return bool(ddp.static_graph) and not ddp._static_graph_delay_allreduce_enqueued
+    return not ddp._static_graph_delay_allreduce_enqueued
 
 
 def shadow_backward(
@@ -199,7 +204,7 @@ def shadow_backward(
             ``None`` means once.
     """
     reducer = ddp.reducer
-    first = first_static_backward(ddp)
+    first = bool(ddp.static_graph) and first_static_backward(ddp)
     counts = arrivals if arrivals is not None else [1] * len(parameters)
 
     def arrive(gradient: torch.Tensor) -> None:

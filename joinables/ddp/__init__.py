@@ -26,10 +26,11 @@ begins instead, and buffers, if any, have a header of their own in the forward:
 - The number of contributors is needed and the module has no buffers.
 - The block has a ``timeout``.
 
-Forwards under ``no_sync`` and forwards without grad do not communicate. The exception is a forward under ``no_sync`` in
-a loop over ``Join.iterate``, if the lowest rank with data is not the one of the last forward: it broadcasts buffers. A
-forward that finds a pending header does not communicate either: the backward was skipped, or two forwards run before
-one backward.
+Forwards under ``no_sync`` and forwards without grad do not communicate. A forward that finds a pending header does not
+communicate either: the backward was skipped, or two forwards run before one backward.
+
+A loop over ``Join.iterate`` broadcasts buffers once more at the beginning of a step, if the lowest rank with data is
+another than before (``BufferSync``).
 
 *Scaling.* DDP divides by the world size. With ``divide_by_initial_world_size=False`` and n contributors, the reduced
 gradients are multiplied by ``world_size / n`` at the end of the backward. This is the same for every comm hook, for

@@ -45,8 +45,9 @@ class BufferSync(DDPBurst):
     - Some buffers are synchronised after the forward that changes them (a comm hook may ask for it, and the forward of
       a ``LossGate`` follows that of the trained module). Then the header is awaited, and it is the leader of this step.
     - A forward under ``no_sync`` broadcasts nothing, but changes the buffers of the lowest rank with data. In a loop
-      over ``Join.iterate`` all ranks know this rank. When it is a new one, they broadcast the buffers before it
-      continues with them, unless buffers are synchronised after a forward.
+      over ``Join.iterate`` all ranks know this rank. When it is a new one, they broadcast the buffers at the beginning
+      of the step, and the new one continues with them. With a buffer comm hook of the user's, they do not, since the
+      hook decides where buffers come from.
 
     A forward may change the shape of a buffer (a cache of masks that grows). An active rank whose buffers changed says
     so in the header, and waits for the header. If the buffers changed on all active ranks, all ranks copy the leader's
@@ -77,7 +78,7 @@ class BufferSync(DDPBurst):
         self._is_changed_by_forward = self._after_forward or getattr(
             cast("object", self._ddp.module), "forward_is_over", False
         )
-        self.set_source(join.channel.headers.leader)
+        self._last_header = SentHeader(leader=join.channel.headers.leader)
         self._world_size = join.collective.world_size
         self._places = reducer.buffer_places(self._ddp)
         known = memory_of(self._ddp).buffer_shapes  # a buffer may have been registered since
@@ -130,22 +131,16 @@ class BufferSync(DDPBurst):
             reducer.sync_buffers(self._ddp, source)
         self._last_header = channel.headers.last
 
-    def set_source(self, rank: int) -> None:
-        """Set the rank whose buffers are broadcast next."""
-        self._last_header = SentHeader(leader=rank)
-
-    def hand_over(self, rank: int) -> None:
-        """Broadcast the buffers if the last leader is out of data; called before a forward under ``no_sync`` in a loop.
-
-        Args:
-            rank: The lowest rank with data in this step, which continues with the buffers.
-        """
-        if self._is_changed_by_forward or rank == self._last_header.leader:
+    @override
+    def hand_over(self, leader: int) -> None:
+        if leader == self._last_header.leader:
             return
-        if self._changed:
-            self._all_have_new_shapes()
-        reducer.sync_buffers(self._ddp, self._last_header.leader)
-        self.set_source(rank)
+        if not reducer.has_buffer_hook(self._ddp):
+            self.notice_new_shapes()
+            if self._changed:
+                self._all_have_new_shapes()
+            reducer.sync_buffers(self._ddp, self._last_header.leader)
+        self._last_header = SentHeader(leader=leader)
 
     def _all_have_new_shapes(self) -> bool:
         """Return whether buffers changed their shape on all active ranks of a plain block, so that all ranks copy them.

@@ -173,10 +173,7 @@ class GradientSync(DDPBurst):
                 reducer.forget_use(self._ddp)
             if channel.lockstep is not None:
                 contributions.used.watch()
-        synchronises = self._ddp.require_backward_grad_sync
-        if buffers is not None and channel.lockstep is not None and not synchronises:
-            buffers.hand_over(channel.step.first_with_data)  # nothing is announced, and the forward changes buffers
-        if not synchronises or self.is_pending:
+        if not self._ddp.require_backward_grad_sync or self.is_pending:
             return
         # The number of times to add the last result depends on the number of contributors. So if the gradients may
         # contain it, the header is sent with the backward, when zero_grad may have been called. Under a mean over
@@ -378,7 +375,8 @@ class GradientSync(DDPBurst):
         """Run a backward that contributes only the gradients which this rank had accumulated, if any."""
         contributions, flags = self._contributions, self._channel.headers.flags(self)
         reduction = contributions.reduction = Reduction(with_buffers=flags[WITH_BUFFERS] > 0)
-        contributions.agree_on_weights(flags[WEIGHTED])
+        if flags[WEIGHTED] or contributions.was_weighted:
+            contributions.agree_on_weights(flags[WEIGHTED])
         if reduction.with_buffers and self._buffers is not None:
             self._buffers.main_hook()
         if not contributions.window.unreduced:
@@ -584,10 +582,12 @@ class Contributions:
         """Release the block that is left, and keep its unreduced window for the next block."""
         if self.window.unreduced and not self.last_result.taken_out:  # the last result is put back into the gradients
             self.memory.open_window, self.memory.writes = self.window, autograd.gradient_writes(self._parameters)
-        self.factors.multiply_by(1.0)
+        if self.factors.factor != 1.0:
+            self.factors.multiply_by(1.0)
         self._channel.scaling.detach_module()
         self.used.detach()
-        self.last_result.put_back()
+        if self.last_result.taken_out:
+            self.last_result.put_back()
         self.memory.may_have_result = self.last_result.may_remain
         del self._channel, self._burst  # these hold the module
 

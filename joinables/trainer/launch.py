@@ -60,7 +60,7 @@ from join import JoinTimeoutError, PeerError
 from join.collectives import TorchCollective
 from join.collectives.broken import is_broken
 from join.collectives.store import fresh_store
-from join.collectives.timeouts import timeouts
+from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
 from joinables.trainer.accelerator import used_accelerator
 
@@ -417,7 +417,7 @@ def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
                 error = WorkerDied(rank, code)
                 failures.append((_ABORTED if code == -signal.SIGABRT else _OWN, rank, error, str(error)))
         if failures and deadline is None:
-            deadline = time.monotonic() + timeouts().first
+            deadline = time.monotonic() + TIMEOUTS.first
     return failures
 
 
@@ -438,7 +438,7 @@ def _end(workers: set[Any]) -> None:
     try:
         for worker in workers:
             worker.terminate()
-        deadline = time.monotonic() + timeouts().term
+        deadline = time.monotonic() + TIMEOUTS.term
         for worker in workers:
             worker.join(max(deadline - time.monotonic(), 0.0))
     finally:  # runs even if Ctrl-C is pressed again
@@ -493,7 +493,7 @@ def _as_rank(
         # result of this rank must not be lost because another rank takes long.
         store.set(f"done/{place.rank}", "")
         with suppress(dist.DistError):
-            store.wait([f"done/{rank}" for rank in range(place.world_size)], timedelta(seconds=timeouts().end))
+            store.wait([f"done/{rank}" for rank in range(place.world_size)], timedelta(seconds=TIMEOUTS.end))
         collective.teardown()
     return result
 

@@ -35,10 +35,10 @@ def train(rank: int, target: Target) -> int:
 
 
 def test_end_of_an_uneven_block(target: Target, accelerator_pool: Pool) -> None:
-    """The first rank gets the state of one that made all steps; nobody needs more than a chunk for that."""
+    """The first rank gets the state of one that made all steps: 12 chunks, of which no rank needs all at once."""
     extra = accelerator_pool.run(train, target, ranks=target.ranks(len(COUNTS)), backend=target.backend)
-    # One, and one that a thread of the backend may not have freed yet.
-    assert max(extra) <= 2.1 * CHUNK, [f"{each / CHUNK:.1f} chunks" for each in extra]
+    # One, and some that a thread of the backend may not have freed yet.
+    assert max(extra) <= 4.1 * CHUNK, [f"{each / CHUNK:.1f} chunks" for each in extra]
 
 
 def hold(rank: int, target: Target) -> tuple[int, int, int]:

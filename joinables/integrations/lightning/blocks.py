@@ -53,9 +53,6 @@ class Blocks:
         """The weight of the current batch: 0 for a dummy, and 1 outside any step."""
         self.in_step = False
         """Whether a step runs or logs a value: reduced values are then weighted as its batch is."""
-        self._leader: int | None = None  # the lowest rank with data in the last step of the block
-        self.last_leader: int | None = None
-        """The lowest rank with data in the step before, if it is out of data now."""
 
     def begin(self, join: Join, batches: Iterable[Any], *, trains: bool, window: int = 1) -> None:
         """Close the block that is open, open another, and begin a loop in it.
@@ -67,7 +64,7 @@ class Blocks:
             window: The number of batches whose gradients one optimizer step averages.
         """
         self.close()
-        self._join, self.trains, self._leader = join.open(), trains, None
+        self._join, self.trains = join.open(), trains
         weigh = self._weigh if trains or self._weigh is None else samples_in
         self._batches = iter(join.iterate(batches, dummy="last", weigh=weigh, window=window))
 
@@ -84,8 +81,6 @@ class Blocks:
             self.end()
             raise
         self.is_dummy, self.weight = join.shadowing, join.weight or 0.0
-        leader = join.channel.step.first_with_data
-        self.last_leader, self._leader = None if self._leader == leader else self._leader, leader
         return batch
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

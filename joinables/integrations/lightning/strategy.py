@@ -170,10 +170,6 @@ class JoinStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        leader = self._blocks.last_leader
-        if leader is not None and self.model.broadcast_buffers and reducer.buffers(self.model):
-            reducer.sync_buffers(self.model, leader)  # another rank continues with them
-            self._blocks.last_leader = None  # a closure may call this once more
         restores = self._blocks.is_dummy and self.lightning_module.automatic_optimization
         before = reducer.copied_buffers(self.model) if restores else {}
         try:

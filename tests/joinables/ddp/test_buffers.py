@@ -92,3 +92,23 @@ def grow_before_the_gate(rank: int) -> torch.Tensor:
 def test_a_buffer_that_grows_before_a_loss_gate(pool: Pool) -> None:
     for seen in pool.run(grow_before_the_gate, ranks=2):
         assert seen.tolist() == [1.0] * 2
+
+
+def accumulate_before_the_gate(rank: int) -> dict[str, torch.Tensor]:
+    module = build("norm")
+    model = DistributedDataParallel(LossGate(module))
+    with Join([model]) as join:
+        for x, y in join.iterate([batch(rank, 0, step) for step in range(1 + 2 * rank)], dummy="last", window=3):
+            with nullcontext() if join.ends_window else model.no_sync():
+                model(join.scale((module(x) - y).square().mean())).backward()
+    return dict(module.named_buffers())
+
+
+def test_statistics_of_a_window_before_a_loss_gate_follow_the_lowest_rank_with_data(pool: Pool) -> None:
+    alone = build("norm")
+    for rank, step in (0, 0), (1, 1), (1, 2):
+        x, _ = batch(rank, 0, step)
+        alone(x)
+    for buffers in pool.run(accumulate_before_the_gate, ranks=2):
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], expected)

@@ -33,7 +33,7 @@ LIMITS = {
     ("step", "norm"): (39, 8, 23),
     ("step", "weighed"): (42, 10, 25),
     ("exit", ""): (260, 23, 122),
-    ("exit", "norm"): (334, 24, 165),
+    ("exit", "norm"): (334, 25, 165),
     ("exit", "weighed"): (284, 23, 136),
     ("step with data", ""): (40, 9, 18),
     ("step with data", "norm"): (46, 10, 22),

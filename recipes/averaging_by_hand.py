@@ -1,6 +1,7 @@
 """Recipe: a loop that reduces gradients by hand, as Megatron's does, on uneven ranks.
 
-`Join` has no adapter for the objects of this loop. So the block lists nothing, and `join.scale` makes the mean.
+`Join` cannot see how this loop reduces gradients. So the block lists nothing, and `join.scale` scales each loss so that
+gradients become the mean over the samples of all ranks.
 """
 
 import tempfile
@@ -14,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from joinables import Join
 
 BATCHES = (2, 5, 0)  # rank 2 has no data
-WINDOW = 2  # batches that one optimizer step averages
+WINDOW = 2  # batches of each rank for one optimizer step
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 
@@ -28,7 +29,7 @@ def make_model() -> torch.nn.Module:
 
 
 def reduce_gradients(model: torch.nn.Module, divide: bool) -> None:
-    """Reduce all gradients in one all-reduce; with `divide`, divide the sums by the number of ranks."""
+    """Sum all gradients over ranks in one all-reduce. With `divide`, divide the sums by the number of ranks."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)

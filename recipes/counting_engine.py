@@ -1,6 +1,6 @@
 """Recipe: an engine that counts micro-batches itself and divides losses, on uneven ranks.
 
-Each rank has to call the engine equally often. So dummies fill the last accumulation window.
+The engine steps after every `WINDOW` micro-batches. So *dummies*, empty batches, complete the last accumulation window.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from joinables import Join
 
 BATCHES = 2, 5, 0  # rank 2 has no data
-WINDOW = 2  # the engine steps with every second micro-batch
+WINDOW = 2  # the engine steps the optimizer after every second micro-batch
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 
@@ -22,7 +22,7 @@ def loader_of(rank: int) -> list[torch.Tensor]:
 
 
 class Engine:
-    """A replacement for your engine."""
+    """Small example of an engine."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Recipe: HSDP and tensor parallelism: meshes of two dimensions on uneven data.
 
-Under HSDP, each rank has batches of its own. Under tensor parallelism, two ranks share their layers, so both loop over
-the same batches.
+Under HSDP, each rank has batches of its own. Under tensor parallelism, each layer is split over a pair of ranks, so
+both ranks of the pair loop over the same batches.
 """
 
 import tempfile

@@ -2,7 +2,8 @@
 
 Every forward of a sharded model gathers parameters from all ranks. A rank with more batches would wait in its last
 forwards for ranks that have left their loops. With `join.iterate`, all ranks run the loop body equally often. A rank
-that is out of data gets empty dummies. The block lists nothing, since nothing is trained.
+that is out of data runs the loop body on empty batches, called *dummies*. The block lists nothing, because nothing is
+trained.
 """
 
 import tempfile
@@ -39,7 +40,7 @@ def loader_of(rank: int) -> Iterable[list[torch.Tensor]]:
 
 @torch.no_grad()
 def sums_of(model: torch.nn.Module, loader: Iterable[list[torch.Tensor]]) -> torch.Tensor:
-    """Return the sums of losses, of right answers and of samples, by the loop that you have already."""
+    """Return the sum of losses and the numbers of right answers and samples, by the loop that you have already."""
     sums = torch.zeros(3, dtype=torch.float64)
     for x, y in loader:
         logits = model(x)  # an empty dummy has no logits, and adds 0 to the sums
@@ -56,7 +57,7 @@ def evaluate(rank: int, store: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    with Join([], process_group=None) as join:  # None: the default group; pass the group of the model's mesh
+    with Join([], process_group=None) as join:  # pass the group of the model's mesh; None is the default group
         sums = sums_of(model, join.iterate(loader_of(rank)))
     dist.all_reduce(sums)  # after the block
     dist.barrier()

@@ -15,7 +15,7 @@ SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  #
 
 
 class Mixture(torch.nn.Module):
-    """Sends each row to one of three experts. This rank holds the experts of the given numbers: one, or all."""
+    """Sends each row to one of three experts. This process holds the experts of the given numbers: one, or all."""
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Recipe: FSDP1 (`FullyShardedDataParallel`) on uneven ranks, with accumulation.
 
-The forward gathers parameters from all ranks, so all ranks run the loop body equally often.
+Each forward gathers parameters from all ranks. With `join.iterate`, all ranks run the loop body equally often.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from joinables import Join
 
 BATCHES = (2, 5, 0)  # rank 2 has no data, but it owns shards, too
-WINDOW = 2  # batches that one optimizer step averages
+WINDOW = 2  # batches of each rank for one optimizer step
 SAMPLES = torch.randn(3, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
 

@@ -2,7 +2,8 @@
 
 A text ends at its end token, so ranks make different numbers of forwards, and each forward of a sharded model gathers
 parameters from all ranks. `generate(synced_gpus=True)` continues until all ranks are done with their batch. With
-`join.iterate`, all ranks call it equally often: a rank without prompts generates from its last prompts again.
+`join.iterate`, all ranks call `generate` equally often: a rank that has run out of prompts generates from its last
+prompts again.
 """
 
 import tempfile
@@ -47,7 +48,7 @@ def generate(rank: int, store: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    with Join([], process_group=None) as join:  # None: the default group; pass the group of the model's mesh
+    with Join([], process_group=None) as join:  # pass the group of the model's mesh; None is the default group
         texts = texts_of(model, join.iterate(PROMPTS[rank], dummy="last"), join)
     dist.barrier()
     dist.destroy_process_group()

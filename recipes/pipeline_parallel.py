@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 from joinables import Join
 
 BATCHES = (5, 0)  # of each replica
-WINDOW = 2  # batches that one optimizer step averages
-MICRO_BATCHES = (4, 2)  # in each batch of a replica
+WINDOW = 2  # batches of each replica for one optimizer step
+MICRO_BATCHES = (4, 2)  # pipeline micro-batches in each batch, by replica
 SAMPLES = torch.randn(2, 5, 8, 4, generator=torch.Generator().manual_seed(0))  # [replica, batch, sample, feature]
 
 

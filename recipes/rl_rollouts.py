@@ -1,8 +1,8 @@
 """Recipe: reinforcement learning; each rank trains on the episodes that it has played itself.
 
-Episodes have different lengths, so ranks have different numbers of steps, and of micro-batches. If all episodes of a
-rank have won, or all have lost, it has no micro-batches. Each update is a loop over `join.iterate` with `window="all"`.
-A micro-batch weighs its number of steps, so gradients are the mean over the steps of all ranks.
+Episodes have different lengths, so ranks have different numbers of actions, and of micro-batches. If all episodes of a
+rank have won, or all have lost, the rank has no micro-batches. Each update is a loop over `join.iterate` with
+`window="all"`. A micro-batch weighs its number of actions, so gradients are the mean over the actions of all ranks.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ def make_policy() -> torch.nn.Module:
 
 @torch.no_grad()
 def roll_out(policy: torch.nn.Module, update: int, rank: int) -> list[torch.Tensor]:
-    """Walk in a corridor from its middle to an end; the right end wins. Return micro-batches of steps."""
+    """Walk in a corridor from its middle to an end; the right end wins. Return the actions, in micro-batches."""
     steps, wins, generator = [], [], torch.Generator().manual_seed(100 * update + rank)
     for episode in range(EPISODES):
         place = LENGTH // 2

@@ -29,10 +29,10 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         (group,) = self.param_groups
         for at, matrix in enumerate(group["params"]):
-            if at % self.ranks == self.rank:  # mine
+            if at % self.ranks == self.rank:  # in this rank's share
                 momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
                 update = momentum.mul_(group["momentum"]).add_(matrix.grad) / momentum.norm()
-                for _ in range(5):  # Newton and Schulz: towards the nearest orthogonal matrix
+                for _ in range(5):  # Newton-Schulz iteration, towards the nearest orthogonal matrix
                     update = 1.5 * update - 0.5 * update @ update.T @ update
                 matrix.sub_(update, alpha=group["lr"])
             if self.ranks > 1:

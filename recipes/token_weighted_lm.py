@@ -2,7 +2,7 @@
 
 Ranks have different numbers of micro-batches, which have different numbers of tokens. `weigh=tokens` weighs a batch by
 its tokens, and `join.scale` applies the weight to the loss: gradients are the mean over the tokens of all ranks in a
-window. `join.ends_window` is true in the last step of a window, at the same step on all ranks, full or not.
+window. `join.ends_window` is true in the last step of a window, even of a short one, at the same step on all ranks.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ def data_of(rank: int) -> list[torch.Tensor]:
 
 
 def tokens(texts: torch.Tensor) -> int:
-    return int((texts[:, 1:] != PADDING).sum())  # all but a text's first, which is not guessed
+    return int((texts[:, 1:] != PADDING).sum())  # the first token of a text is not guessed
 
 
 class Decoder(torch.nn.Module):

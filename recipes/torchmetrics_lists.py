@@ -1,7 +1,7 @@
 """Recipe: torchmetrics metrics that keep all predictions in lists, on ranks with different numbers of batches.
 
-The area under a curve, or a retrieval metric, needs all predictions. If a `Join` block lists metrics, it merges them at
-its end.
+The area under a curve, or a retrieval metric, needs all predictions. A `Join` block that lists metrics merges their
+predictions when the block ends.
 """
 
 import tempfile
@@ -59,7 +59,7 @@ def train(rank: int, store: str) -> None:
             mine.step(model, *batch)
     dist.barrier()
     dist.destroy_process_group()
-    warnings.filterwarnings("ignore", "The ``compute`` method")  # of torchmetrics, on a rank without data
+    warnings.filterwarnings("ignore", "The ``compute`` method")  # torchmetrics warns on a rank without data
     for i in range(max(BATCHES)):
         present = [batches_of(r)[i] for r in range(WORLD_SIZE) if i < BATCHES[r]]
         alone.step(alone.net, *[torch.cat(each) for each in zip(*present, strict=True)])

@@ -1,8 +1,8 @@
 """Recipe: tar files of samples, as webdataset reads them, distributed over ranks and the workers of their loaders.
 
-Ranks get different numbers of shards, which have different numbers of samples. The samples of one shard have no label
-and are skipped, so its rank has no batch. No other sample is repeated or dropped, and the number of batches is not
-known before. `join.weight` is the size of a batch, and `join.scale` applies it to the loss.
+Each tar file is a shard. Ranks get different numbers of shards, of different sizes. The samples of one shard have no
+label and are skipped, so the rank with this shard has no batch. All other samples are used once. The number of batches
+is not known in advance. `join.weight` is the size of a batch, and `join.scale` applies it to the loss.
 """
 
 import copy
@@ -62,7 +62,7 @@ def train(rank: int, folder: Path) -> None:
             optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
-    for batches in zip_longest(*loaders):  # in a single process, the i-th batches of all ranks are one
+    for batches in zip_longest(*loaders):  # in a single process, the i-th batches of all ranks are one batch
         x, y = map(torch.cat, zip(*filter(None, batches), strict=True))
         optimizer_alone.zero_grad()
         cross_entropy(alone(x), y).backward()

@@ -2,8 +2,8 @@
 
 DistributedDataParallel averages gradients across all ranks in every backward. If one rank runs out of batches first,
 the other ranks wait in an all-reduce that this rank never calls. Inside a `Join` block, a rank that is out of data
-leaves its loop and *shadows* the other ranks until all are done: it issues the same collectives, and contributes
-nothing to them. So no rank waits, and the parameters are those of a single process.
+leaves its loop, and *shadows* the other ranks until they are out of data, too. It issues the same collectives, and
+contributes nothing to them. So no rank hangs, and the parameters equal the parameters of a single process.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector
 
 from joinables import Join
 
-BATCHES = (2, 6, 0)  # per rank and epoch: rank 1 has the most, rank 2 has no data at all
+BATCHES = (2, 6, 0)  # per rank and epoch: rank 1 has the most batches, rank 2 has no data at all
 EPOCHS = 2
 DATA = torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0))  # [rank, batch, sample, feature]
 
@@ -28,17 +28,17 @@ def make_model() -> torch.nn.Module:
 
 
 def train(rank: int, store: str) -> None:
-    """Train on one rank, by the loop that you have already; only the line that begins with `with` is new."""
+    """Train on one rank, in the loop that you have already. Only the line that begins with `with` is new."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(EPOCHS):
-        # The optimizer is listed, too: a rank that is out of data early needs Adam's state in the next epoch. And
-        # gradients have to be divided by the number of ranks that still have data, not by three.
+        # The optimizer is listed, too: a rank that is out of data early needs Adam's state in the next epoch.
+        # Gradients have to be divided by the number of ranks that still have data, and not by three.
         with Join([model, optimizer], divide_by_initial_world_size=False) as join:
             for x in DATA[rank, : BATCHES[rank]]:
                 optimizer.zero_grad()
-                mse_loss(model(x), x.sum(1, keepdim=True)).backward()  # it learns to add up
+                mse_loss(model(x), x.sum(1, keepdim=True)).backward()  # the model learns to add up 4 features
                 optimizer.step()
 
     if rank == 0:

@@ -1,8 +1,9 @@
 """Tutorial 2: ZeroRedundancyOptimizer on uneven ranks, under torch's own Join and under this library's.
 
-ZeRO gives each rank a shard of the parameters. The rank keeps the Adam state of its shard, steps it, and broadcasts the
-result. So a rank that is out of batches must still step its shard, on the gradients of the ranks that have data.
-torch's Join steps it on old gradients; this library's Join steps it on the gradients of the present step.
+ZeRO assigns a shard of the parameters to each rank. The rank keeps the Adam state of its shard, steps the shard, and
+broadcasts the new parameters. So a rank that is out of batches must still step its shard, on the gradients of the ranks
+that have data. Under torch's Join, it steps on old gradients. Under this library's Join, it steps on the gradients of
+the current step.
 """
 
 import tempfile
@@ -28,7 +29,7 @@ def make_model() -> torch.nn.Module:
 
 
 def train(rank: int, join: type, max_norm: float = torch.inf, passes_clip: bool = False) -> float:
-    """Train one epoch and return the largest difference of a parameter to a single process."""
+    """Train one epoch and return the largest difference of a parameter from a single process."""
     model = DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
 
@@ -47,7 +48,7 @@ def train(rank: int, join: type, max_norm: float = torch.inf, passes_clip: bool 
 
 def train_in_one_process(max_norm: float) -> torch.Tensor:
     model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # ZeRO shards Adam, it does not change it
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # ZeRO shards Adam's state, and has the same results
     for i in range(max(BATCHES)):
         x = torch.cat([DATA[rank, i] for rank in range(3) if i < BATCHES[rank]])
         optimizer.zero_grad()

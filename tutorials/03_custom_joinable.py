@@ -1,7 +1,9 @@
 """Tutorial 3: a custom joinable, tested without starting a process.
 
-If an object communicates in the training loop, ranks that are out of data have to shadow its collectives. Here the
-object is a counter: each rank passes the size of its batch, an all-reduce adds the sizes, and every rank has the total.
+If an object communicates in the training loop, ranks that are out of data have to *shadow* its collectives: they issue
+the same collectives, and contribute nothing. The `main_hook` of a *joinable* does this. Here the joinable is a counter:
+each rank passes the size of its batch, an all-reduce adds the sizes, and every rank has the total. The ranks of this
+tutorial are threads.
 """
 
 import torch
@@ -11,7 +13,7 @@ from joinables import Join, Joinable, JoinHook
 
 
 class SampleCounter(Joinable, JoinHook):
-    """Counts the samples that all ranks have seen."""
+    """Counter of the samples that all ranks have seen."""
 
     def __init__(self, collective: Collective) -> None:
         super().__init__()
@@ -19,7 +21,7 @@ class SampleCounter(Joinable, JoinHook):
         self.total = 0
 
     def count(self, samples: int) -> None:
-        Join.notify_join_context(self)  # before the collectives, which ranks without data then shadow
+        Join.notify_join_context(self)  # before the collectives, so that ranks without data shadow them
         self.total += self.all_reduce(samples)
 
     def all_reduce(self, value: int, op: ReduceOp = "sum") -> int:
@@ -39,17 +41,17 @@ class SampleCounter(Joinable, JoinHook):
         return self.collective
 
     def main_hook(self) -> None:
-        """Issue the same collectives and add 0: on a joined rank, once for every `count` of the other ranks."""
+        """Shadow one `count` of other ranks, with the same all-reduce. `Join` calls this on ranks without data."""
         self.all_reduce(0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the total of the last joiners, on all ranks: a rank that joined earlier has missed samples."""
+        """Copy the total from the ranks that ran out of data last. The other ranks have missed samples."""
         self.total = self.all_reduce(self.total if is_last_joiner else 0, "max")
 
 
 class ForgetfulCounter(SampleCounter):
     def main_hook(self) -> None:
-        pass  # though `count` communicates
+        pass  # a mistake, because `count` communicates
 
 
 def count_on_rank(counter: SampleCounter) -> tuple[int, int]:

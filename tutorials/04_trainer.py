@@ -2,7 +2,7 @@
 
 63 batches do not divide evenly into two ranks, and the last batch is only half full. Other samplers repeat or drop
 samples to make ranks even. Here each sample is used once in each epoch. So two processes end with the weights, metrics
-and predictions of a single process. More processes only make the training faster.
+and predictions of a single process. More processes make training faster, but do not change the result.
 """
 
 import torch
@@ -15,7 +15,7 @@ from joinables.trainer import Trainer, TrainModule
 
 
 class Digits(TrainModule):
-    """Names the digit in an image of 8 x 8. The module has the steps; loops, devices and ranks are the trainer's."""
+    """Names the digit in an image of 8 x 8. The module defines steps; the trainer handles loops, devices and ranks."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Digits(TrainModule):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1000 images to train on, 797 to validate on."""
+    """Return 1000 images to train on, and 797 to validate on."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     data = images.float() / 16, labels
     return TensorDataset(*(part[:1000] for part in data)), TensorDataset(*(part[1000:] for part in data))
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     print(result.join_report)
     assert [row.steps for row in result.join_report.ranks] == [32, 31]
 
-    # A single process, with batches of 32: the batches of both ranks together.
+    # A single process. A batch of 32 has the samples of two batches of 16, one from each rank.
     alone = Digits()
     Trainer(devices=1, accelerator="cpu", max_epochs=3).fit(alone, DataLoader(training, 32, shuffle=True))
     weights = [parameters_to_vector(each.parameters()) for each in (module, alone)]

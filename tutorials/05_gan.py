@@ -1,7 +1,7 @@
 """Tutorial 5: a GAN on two ranks, with two optimizers that the step itself drives.
 
-With `automatic_optimization = False`, your step calls `manual_backward` instead of `backward`, and steps the optimizers
-that `optimizers()` returns, as often as you like and in any order. A rank that is out of data shadows all backwards.
+With `automatic_optimization = False`, your step calls `manual_backward`, and steps the optimizers from `optimizers()`
+as often as you like, in any order. A rank without data *shadows* all backwards: it takes part, and contributes nothing.
 """
 
 import os
@@ -21,7 +21,7 @@ def network(size: int) -> nn.Sequential:
 
 
 class Gan(TrainModule):
-    """Learns to draw numbers that are near -2 or near 2."""
+    """GAN that learns to draw numbers near -2 or near 2."""
 
     automatic_optimization = False
 
@@ -40,7 +40,7 @@ class Gan(TrainModule):
         self.manual_backward(critic_loss)
         of_critic.step()
 
-        of_generator.zero_grad()  # the generator learns to deceive it; the next step drops the critic's gradients
+        of_generator.zero_grad()  # the generator learns to deceive the critic, whose gradients the next step clears
         generator_loss = softplus(-self.critic(fake)).mean()
         self.manual_backward(generator_loss)
         of_generator.step()
@@ -65,7 +65,7 @@ if __name__ == "__main__":
     real = CENTRES[torch.randint(2, (1300, 1), generator=generator)] + 0.3 * torch.randn(1300, 1, generator=generator)
     gan = Gan()
     before = draw(gan)
-    # 1300 numbers are 21 batches: 11 for rank 0, 10 for rank 1. Each rank has random numbers of its own, from `seed`.
+    # 1300 numbers are 21 batches: 11 for rank 0, 10 for rank 1. Each rank derives its own random numbers from `seed`.
     trainer = Trainer(devices=2, accelerator="cpu", max_epochs=60, seed=0)
     result = trainer.fit(gan, DataLoader(TensorDataset(real), 64, shuffle=True))
     after = draw(gan)

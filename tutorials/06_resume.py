@@ -1,9 +1,9 @@
 """Tutorial 6: a rank is killed in the middle of an epoch, and a resumed fit ends as if nothing had happened.
 
 A checkpoint holds more than weights: the optimizer's state, the number of batches of the epoch that each rank has
-trained on, and each rank's random numbers. So the resumed fit shuffles data and applies dropout as the first fit would
-have done, and the weights are the same to the last bit. Files are replaced, never overwritten. So a process that is
-killed at any moment leaves a whole file.
+trained on, and the state of each rank's random number generators. So the resumed fit shuffles data and applies dropout
+as the first fit would have done, and the weights are the same to the last bit. A checkpoint file is replaced, never
+overwritten. A process that is killed at any moment therefore leaves a whole file.
 """
 
 import os
@@ -38,7 +38,7 @@ class Digits(TrainModule):
 
 
 class Disaster(Callback):
-    """Kills rank 1 without an exception or a message, as the loss of a machine does."""
+    """Callback that kills rank 1 without an exception or a message, as the loss of a machine does."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_rank == 1 and trainer.global_step == 45:
@@ -46,7 +46,7 @@ class Disaster(Callback):
 
 
 def fit(*callbacks: Callback, ckpt_path: Path | None = None) -> tuple[torch.Tensor, float]:
-    """Two epochs of 32 steps, in which rank 0 has 32 batches and rank 1 has 31; return the weights and the loss."""
+    """Train two epochs, each with 32 batches on rank 0 and 31 on rank 1. Return the weights and the loss."""
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     loader = DataLoader(TensorDataset(images[:1000].float() / 16, labels[:1000]), 16, shuffle=True)
     module = Digits()

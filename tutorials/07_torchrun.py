@@ -3,9 +3,10 @@
     python tutorials/07_torchrun.py
     torchrun --standalone --nproc-per-node 2 tutorials/07_torchrun.py
 
-In the first command, the trainer starts two processes. In the second, torchrun starts them (srun and mpirun do so,
-too). Each of them runs the script from top to bottom, reads its rank from the environment, and trains as that rank.
-Either way, every process has the trained weights after `fit`, and the weights are the same to the last bit.
+In the first command, the trainer starts two processes. In the second command, torchrun starts them, as srun or mpirun
+could. Each process then runs the script from top to bottom, reads its rank from the environment, and trains as that
+rank. With both commands, every process has the trained weights after `fit`, and the weights are the same to the last
+bit.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ def checksum(module: torch.nn.Module) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # as under torchrun: other numbers of threads add in another order, and round differently
+    torch.set_num_threads(1)  # as under torchrun: more threads would add in a different order, and round differently
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
     training = TensorDataset(images[:1000].float() / 16, labels[:1000])
     validation = TensorDataset(images[1000:].float() / 16, labels[1000:])
@@ -53,6 +54,6 @@ if __name__ == "__main__":
     result = trainer.fit(module, DataLoader(training, 16, shuffle=True), DataLoader(validation, 16))
 
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "the trainer"
-    if trainer.is_global_zero:  # under torchrun, each process runs the script; one of them prints
+    if trainer.is_global_zero:  # under torchrun, each process runs the script; only rank 0 prints
         print(f"Processes started by {launcher}; {[row.steps for row in result.join_report.ranks]} batches an epoch.")
         print(f"result: accuracy {result.callback_metrics['accuracy']:.4f}, checksum of the weights {checksum(module)}")

@@ -1,7 +1,7 @@
 """Tutorial 8: loops with collectives of their own, on uneven data, with `join.iterate`.
 
-A rank that is out of data shadows the listed objects, but not the loop's own collectives, such as an all-reduce for a
-log. With `join.iterate`, it runs the loop body on empty dummies, which weigh nothing in the gradients.
+A rank that is out of data issues the collectives of the listed objects, but not the loop's own, such as an all-reduce
+for a log. With `join.iterate`, the rank runs the loop body on *dummies*: empty batches that do not count in gradients.
 """
 
 import tempfile
@@ -33,7 +33,7 @@ class Training:
         """Run the loop that you have already, unchanged."""
         for x in loader:
             self.optimizer.zero_grad()
-            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty dummy, which changes no gradient
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty dummy, but its gradients are 0
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.net.parameters(), 0.5)
@@ -52,18 +52,18 @@ def train(rank: int, store: str) -> None:
 
         def log(samples: int, loss: float) -> None:
             total, losses = torch.tensor(samples), [torch.zeros(()) for _ in BATCHES]
-            dist.all_reduce(total)  # a loop over the loader itself must not contain these two
+            dist.all_reduce(total)  # a loop over the loader itself must not contain these two collectives
             dist.all_gather(losses, torch.tensor(loss))
             if rank == 0:  # `shadowing` is true if the batch of this rank is a dummy
                 print(f"  {total:2} samples, losses {[f'{each:.2f}' for each in losses]}; shadowing: {join.shadowing}")
 
         mine.run(model, join.iterate(DATA[rank, : BATCHES[rank]]), log)
-    with Join([model, *state]) as join:  # until="first": all ranks stop with the first, without dummies
+    with Join([model, *state]) as join:  # until="first": all ranks stop when one is out of data
         steps = sum(1 for _ in join.iterate(DATA[rank, : (4, 6, 2)[rank]], until="first"))
     dist.all_gather_object(ahead := [0, 0, 0], len(join.pending))  # batches that were read and not used
     dist.barrier()
     dist.destroy_process_group()
-    alone = Training()  # in a single process, the i-th batches of all ranks are one
+    alone = Training()  # in a single process, the i-th batches of all ranks are one batch
     joint = [torch.cat([DATA[r, i] for r in range(3) if i < BATCHES[r]]) for i in range(6)]
     alone.run(alone.net, joint, lambda samples, loss: None)
     of_mine, of_alone = (parameters_to_vector([*t.net.parameters(), *t.ema.parameters()]) for t in (mine, alone))

@@ -1,10 +1,11 @@
 """Tutorial 9: FSDP2 (`fully_shard`) on uneven ranks.
 
 `fully_shard` cuts every parameter into shards, one for each rank, and gathers them in forward and backward. If a rank
-is out of batches, the others wait for its shards in the middle of their forward. With `join.iterate`, all ranks run the
-loop body equally often. A rank that is out of data gets empty dummies. It takes part in all collectives, such as
-clipping by the norm of all shards, and steps its own shards. FSDP divides gradients by the number of all ranks;
-`join.scale(loss)` makes the result the mean over the ranks that have a batch.
+is out of batches, the other ranks wait for its shards in the middle of their forward. With `join.iterate`, all ranks
+run the loop body equally often. A rank that is out of data runs the loop body on empty batches, called *dummies*. The
+rank takes part in all collectives, such as the all-reduce of the gradient norm for clipping, and steps its own shards.
+FSDP divides gradients by the number of all ranks. `join.scale(loss)` corrects this: gradients become the mean over the
+ranks that have a batch.
 """
 
 import tempfile
@@ -35,11 +36,11 @@ def train(rank: int) -> list[torch.Tensor]:
     mesh = init_device_mesh("cpu", (3,))  # the device of the model; the default is a GPU, if the machine has one
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # it has this rank's shards
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)  # of this rank's shards
     with Join([model, optimizer], divide_by_initial_world_size=False) as join:
         for x in join.iterate(DATA[rank, : BATCHES[rank]]):
             optimizer.zero_grad()
-            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty dummy, whose gradients are 0
+            loss = mse_loss(model(x), x.sum(1, keepdim=True))  # NaN on an empty dummy, but its gradients are 0
             join.scale(loss).backward()
             clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()

@@ -1,8 +1,8 @@
 """Tutorial 10: a character model on sentences of unequal length, in which every character counts the same.
 
 The loss of a batch is the mean over its real characters. DDP averages these means. So a character on a rank with short
-sentences counts many times as much as one on a rank with long sentences. If `join.weight` is the number of characters,
-and each loss goes through `join.scale`, gradients are the mean over all characters of all ranks.
+sentences counts many times as much as a character on a rank with long ones. If you set `join.weight` to the number of
+characters, and pass each loss through `join.scale`, gradients are the mean over all characters of all ranks.
 """
 
 import tempfile
@@ -32,7 +32,7 @@ BATCHES = [batches(TEXT[:28]), batches(TEXT[28:]), []]  # more sentences on rank
 
 
 def make_model() -> torch.nn.Module:
-    """Guesses a character from the one before it."""
+    """Return a model that guesses a character from the previous character."""
     torch.manual_seed(0)
     size = len(ALPHABET)
     return torch.nn.Sequential(torch.nn.Embedding(size, 16), torch.nn.Tanh(), torch.nn.Linear(16, size))
@@ -43,7 +43,7 @@ def mean_loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def count(batch: torch.Tensor) -> int:
-    return int((batch[:, 1:] != 0).sum())  # all characters that are guessed: not padding, not a sentence's first
+    return int((batch[:, 1:] != 0).sum())  # the characters that are guessed: not padding, and not a sentence's first
 
 
 def train(rank: int, weighted: bool) -> torch.Tensor:
@@ -53,7 +53,7 @@ def train(rank: int, weighted: bool) -> torch.Tensor:
         for batch in BATCHES[rank]:
             join.weight = count(batch) if weighted else None  # before the forward
             optimizer.zero_grad()
-            join.scale(mean_loss(model, batch)).backward()  # without a weight, the loss as it is
+            join.scale(mean_loss(model, batch)).backward()  # without a weight, the loss stays as it is
             optimizer.step()
     return parameters_to_vector(model.parameters())
 

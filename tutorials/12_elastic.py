@@ -3,9 +3,10 @@
     python tutorials/12_elastic.py
     torchrun --standalone --nproc-per-node 3 --max-restarts 1 tutorials/12_elastic.py FOLDER
 
-A checkpoint says which samples all ranks have used. The other samples are distributed over the ranks of the next start.
-The first command has torchrun start the script on three ranks, and kills a rank in both attempts. Then it starts the
-script on two ranks, which continue.
+A checkpoint says which samples all ranks have used. After a restart, the remaining samples are distributed over the new
+ranks. The first command lets torchrun start the script on three ranks, and kills rank 1 in both attempts. Then it
+starts the script on two ranks, which continue. The second command starts three ranks that keep their checkpoint in
+FOLDER.
 """
 
 import logging
@@ -51,7 +52,7 @@ def train(path: str, kills: list[str]) -> None:
                 used += counts
                 if rank == 0 and (step % 5 == 0 or join.is_last_step):
                     torch.save((used, model.state_dict(), optimizer.state_dict()), f"{path}.new")
-                    os.replace(f"{path}.new", path)  # so a kill leaves a whole file
+                    os.replace(f"{path}.new", path)  # so a rank that is killed leaves a whole file
                 if rank == 1 and f"{os.environ['TORCHELASTIC_RESTART_COUNT']}:{step}" in kills:
                     os.kill(os.getpid(), 9)  # SIGKILL: without an exception, like a lost machine
 
@@ -63,7 +64,7 @@ def launch(ranks: int, folder: str, *kills: str) -> tuple[torch.Tensor, dict[str
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    # The launcher makes the process group; docs/elastic.md says why, after a restart.
+    # The launcher makes the process group. docs/elastic.md says why a restart needs this.
     Launcher(int(os.environ["WORLD_SIZE"])).launch(train, f"{sys.argv[1]}/last.pt", sys.argv[2:])
 elif __name__ == "__main__":
     logging.disable()  # torchrun logs each kill

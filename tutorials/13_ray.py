@@ -3,8 +3,8 @@
     python tutorials/13_ray.py
     torchrun --standalone --nproc-per-node 2 tutorials/13_ray.py FOLDER
 
-Ray starts the workers and makes their process group; the function is the same as without Ray. Uneven inputs need the
-block, as everywhere. This tutorial needs Ray: pip install 'joinables[ray]'.
+Ray starts the workers and makes their process group. The function is the same as without Ray. Workers with uneven data
+need the `Join` block under Ray, too. This tutorial needs Ray: pip install 'joinables[ray]'.
 """
 
 import os
@@ -42,10 +42,10 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
 
 def train(config: dict[str, str]) -> None:
     """Train on one worker, under Ray or under torchrun."""
-    if not dist.is_initialized():  # Ray has done this
+    if not dist.is_initialized():  # Ray has made the process group already
         dist.init_process_group("gloo")
     net, optimizer = model_and_optimizer()
-    model = DistributedDataParallel(net)  # ray.train.torch.prepare_model(net) is the same
+    model = DistributedDataParallel(net)  # ray.train.torch.prepare_model(net) does the same
     with Join([model, optimizer], divide_by_initial_world_size=False):
         steps(model, optimizer, dist.get_rank())
     torch.save(net.state_dict(), f"{config['folder']}/rank-{dist.get_rank()}.pt")

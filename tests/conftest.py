@@ -23,6 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Whoever connects to one of torch's stores asks for the name of its address. Where nobody answers, that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# The threads of a second processor only wait for work in models this small, and burn it meanwhile.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests train on the CPU, and torch, the trainer and the frameworks take GPUs where they find any.
 if os.environ.get("TESTS") != "gpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

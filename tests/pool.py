@@ -7,7 +7,9 @@ call that does not end in time is a hang: its ranks print their stacks, die, and
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
+import itertools
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -18,7 +20,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,9 +177,15 @@ def _serve(pipe: Any, prepare: Callable[[int], None] | None) -> None:
     warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0")
     warnings.filterwarnings("ignore", r"The ``compute`` method of metric")  # of ranks without data
     # A group must not be freed by one of its own threads, which may still be clearing a comm hook's callback.
-    recent: deque[Any] = deque(maxlen=3)
+    last: list[Any] = []
     pipe.send("ready")
-    while True:
+    for served in itertools.count(1):
+        is_idle = not pipe.poll(0.5)
+        if is_idle:
+            last.clear()
+        if is_idle or served % 8 == 0:  # models in cycles keep groups, whose threads wake up a hundred times a second
+            gc.collect()
+            gc.freeze()  # or the next collection would look again at what is there for good
         try:
             call: _Call = pipe.recv()
         except EOFError:
@@ -204,6 +211,6 @@ def _serve(pipe: Any, prepare: Callable[[int], None] | None) -> None:
         except EOFError:
             return
         if dist.is_initialized():
-            recent.append(dist.group.WORLD)
+            last[:] = [dist.group.WORLD]
             dist.destroy_process_group()
         pipe.send("ended")

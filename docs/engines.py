@@ -56,8 +56,8 @@ Engines differ in how they average gradients and count micro-batches:
 Without `weigh=`, pass `divide_by_initial_world_size=False` to `Join`. Otherwise the mean is over all ranks, and a rank
 without data counts as gradients of 0.
 
-[For framework authors](authors.md) explains the options for an engine of your own. [FSDP2, SyncBatchNorm and tensor
-parallelism](sharded.md) has a page.
+[For framework authors](authors.md) explains the options for an engine of your own. FSDP2, SyncBatchNorm and tensor
+parallelism have [a page of their own](sharded.md).
 """
 
 

@@ -38,8 +38,10 @@ BOTTOM = """
 - *yes*: a single process that trains on the same global batches ends with equal parameters, up to float rounding,
   within 1e-12 in float64. DeepSpeed keeps its parameters in float32, and they are equal within 2e-6.
 - A code, such as J421: all ranks raise [that error](errors.md). J013 is the error of a block that lists the engine's
-  objects. J060 is the error of a block with `timeout=`; without a time limit, ranks wait for each other.
-- *no*: the result differs, and no error says so. Weights of single ranks have no meaning in a loss over all ranks.
+  objects. J060 is the error if you pass `timeout=` to `Join`. Without it, the ranks wait for each other and raise no
+  error.
+- *no*: the result differs, and no error says so. The loss of the contrastive rows is over the samples of all ranks at
+  once, so it cannot be weighed by the batch of one rank.
 
 ## Options
 

@@ -142,7 +142,7 @@ class JoinStrategy(DDPStrategy):
         if stage != "train":
             if self._blocks.is_in_window:
                 raise ValueError(
-                    "A validation begins in the middle of an accumulation window, whose weights end with the block."
+                    "A validation begins in the middle of an accumulation window, whose gradients would be lost."
                     " Set val_check_interval to a multiple of accumulate_grad_batches. [J131]"
                 )
             return Fetcher(self._blocks, self._join_of_evaluation, self._trainer, trains=False)

@@ -598,7 +598,7 @@ class StepCounts:
         if index < len(self._shares):
             leader = step.first_with_data if step.number > 1 else None
             step.contributors, step.first_with_data, _ = self._shares[index]
-            lockstep.is_uneven = step.contributors < self._world_size
+            lockstep.is_uneven, lockstep.had_data = step.contributors < self._world_size, not step.shadowing
             if step.first_with_data != leader:
                 for _, burst in self._channel.roster.bursts:
                     burst.hand_over(step.first_with_data)

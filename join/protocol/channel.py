@@ -119,7 +119,8 @@ class Channel:
         self._shadowed: Joinable | None = None  # the joinable whose main_hook runs
         self._progress: LoopProgress | None = None  # of this rank in a loop that has not ended
         self._last_place = Progress()  # of this rank at the end of the last loop
-        self._last_burst: tuple[int, bool] | None = None  # ``Lockstep.last_burst`` of that loop, if it was uneven
+        # The lowest rank with data in the last step of that loop, and whether this rank had data, if it was uneven.
+        self._last_leader: tuple[int, bool] | None = None
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +221,6 @@ class Channel:
                 lockstep.progress.bursts, lockstep.progress.last_member = lockstep.progress.bursts + 1, member
             if self.guard.timeout is not None:
                 lockstep.wait_for_all(f"announced {joinable.join_name} in step {step.number} of join.iterate")
-            lockstep.last_burst = step.first_with_data, not step.shadowing
             headers.set_announced_by_all(index, step.first_with_data)
             return DONE
         work = headers.send((), index)
@@ -349,12 +349,12 @@ class Channel:
         self.prepare()
         if self._outstanding and (error := self._missing_follower_error("the block ended")):
             raise error  # not by ``post_and_raise``, since the exception leaves the block here, which posts it
-        last_burst, headers = self._last_burst, self.headers.tally.headers
+        last_leader, headers = self._last_leader, self.headers.tally.headers
         outcome = self._shadow_all()
-        if last_burst is None or not outcome.even or headers > self._last_place.headers:
+        if last_leader is None or not outcome.even or headers > self._last_place.headers:
             return outcome
         # Nothing followed an uneven loop, in which every rank has made every step, on dummies if it had no data.
-        self.headers.leader, had_data = last_burst
+        self.headers.leader, had_data = last_leader
         return Outcome(even=False, last=had_data, shadowed=False)
 
     def _shadow_all(self) -> Outcome:
@@ -447,10 +447,8 @@ class Channel:
             ProtocolError: If ranks hold different values. All ranks raise it.
         """
         loop.end_step()
-        if not loop.progress.bursts:
-            loop.last_burst = self.step.first_with_data, not self.step.shadowing
-        source, _ = loop.last_burst
-        self._last_burst = loop.last_burst if loop.is_uneven else None
+        source = self.step.first_with_data  # also if the last step had no burst: its forwards may have changed buffers
+        self._last_leader = (source, loop.had_data) if loop.is_uneven else None
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
         self.lockstep, self._progress, self.step = None, None, Step()
         if self.late_use is not None:
@@ -507,11 +505,11 @@ class Lockstep:
         self._guard = channel.guard
         self.progress = LoopProgress(channel.collective, channel.loops)
         """The progress of this rank in the loop."""
-        self.last_burst: tuple[int, bool] = 0, True
-        """The lowest rank that had data in the last burst, and whether this rank had data in it. Once the loop has
-        ended without a burst, this is about its last step."""
+        # In the last step in which any rank had data:
         self.is_uneven = False
-        """Whether a rank had no data in the last step in which other ranks had data."""
+        """Whether a rank had no data."""
+        self.had_data = True
+        """Whether this rank had data."""
         self._left_in = Step()  # the step in which this rank left the body by ``break``
         self._barriers = channel.collective.line(BARRIERS)
         self.roll_calls = channel.collective.line(ROLL_CALLS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,5 +111,30 @@ def test_statistics_of_a_window_before_a_loss_gate_follow_the_lowest_rank_with_d
         x, _ = batch(rank, 0, step)
         alone(x)
     for buffers in pool.run(accumulate_before_the_gate, ranks=2):
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], expected)
+
+
+def end_without_a_burst(rank: int, mode: str) -> dict[str, torch.Tensor]:
+    module = build("norm")
+    model = DistributedDataParallel(module)
+    silent = torch.no_grad if mode == "no_grad" else model.no_sync
+    batches = [batch(rank, 0, step) for step in range(2 + rank)]
+    with Join([model]) as join:
+        for step, (x, y) in enumerate(join.iterate(batches, dummy="last")):
+            with silent() if step == 2 else nullcontext():
+                loss = (model(x) - y).square().mean()
+                if loss.requires_grad:
+                    loss.backward()
+            model.zero_grad()
+    return dict(module.named_buffers())
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "no_sync"])
+def test_statistics_of_a_last_step_without_a_reduction(pool: Pool, mode: str) -> None:
+    alone = build("norm")
+    for rank, step in (0, 0), (0, 1), (1, 2):
+        alone(batch(rank, 0, step)[0])
+    for buffers in pool.run(end_without_a_burst, mode, ranks=2):
         for name, expected in alone.named_buffers():
             torch.testing.assert_close(buffers[name], expected)

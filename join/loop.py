@@ -29,7 +29,8 @@ These are the collectives of a loop::
               read the next; roll call r+1 starts    roll call r+1 starts
               its steps: batches                     its steps: dummy batches
               the lowest rank with data is another   the same
-              than before: hand_over of each burst
+              than before: wait for all ranks;
+              hand_over of each burst
     end       last roll call: all reached the end    the same
               all-reduce (min): digests of values    the same
               that should be equal
@@ -600,6 +601,9 @@ class StepCounts:
             step.contributors, step.first_with_data, _ = self._shares[index]
             lockstep.is_uneven, lockstep.had_data = step.contributors < self._world_size, not step.shadowing
             if step.first_with_data != leader:
+                if leader is not None:  # a rank that skipped a part of the step before is found here, not in hand_over
+                    lockstep.wait_for_all(f"began step {step.number} of join.iterate")
+                self._channel.headers.leader = step.first_with_data
                 for _, burst in self._channel.roster.bursts:
                     burst.hand_over(step.first_with_data)
         else:  # the step only fills a window

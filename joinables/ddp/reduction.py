@@ -483,8 +483,7 @@ class Forwards:
             channel.late_use = channel.late_use.called()
         if self._buffers is not None:
             reducer.suppress_buffer_sync(self._ddp)
-            if torch.is_grad_enabled():
-                self._buffers.notice_new_shapes()
+            self._buffers.notice_new_shapes()
         if torch.is_grad_enabled():
             self._on_forward()
         if self._may_run_backward_inside:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from join import Join
+from join import Join, PeerError, ProtocolError
 from joinables import LossGate
 from tests.models import batch, build
 from tests.pool import Pool
@@ -101,7 +101,7 @@ def accumulate_before_the_gate(rank: int) -> dict[str, torch.Tensor]:
     with Join([model]) as join:
         for x, y in join.iterate([batch(rank, 0, step) for step in range(1 + 2 * rank)], dummy="last", window=3):
             with nullcontext() if join.ends_window else model.no_sync():
-                model(join.scale((module(x) - y).square().mean())).backward()
+                join.scale(model((module(x) - y).square().mean())).backward()
     return dict(module.named_buffers())
 
 
@@ -138,3 +138,54 @@ def test_statistics_of_a_last_step_without_a_reduction(pool: Pool, mode: str) ->
     for buffers in pool.run(end_without_a_burst, mode, ranks=2):
         for name, expected in alone.named_buffers():
             torch.testing.assert_close(buffers[name], expected)
+
+
+def skip_before_another_leads(rank: int, skipping: int) -> str:
+    model = DistributedDataParallel(build("norm"))
+    with pytest.raises((PeerError, ProtocolError)) as caught, Join([model]) as join:
+        for step, (x, y) in enumerate(join.iterate([batch(rank, 0, step) for step in range(3 + 3 * rank)])):
+            if not (rank == skipping and step == 2):
+                (model(x) - y).square().mean().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_a_skipped_step_before_another_rank_leads_is_named(pool: Pool, skipping: int) -> None:
+    for text in pool.run(skip_before_another_leads, skipping, ranks=2, timeout=20):
+        assert f"ank {skipping} skipped" in text and "[J093]" in text
+
+
+def train_in_an_inner_block(rank: int) -> dict[str, torch.Tensor]:
+    outer, module = DistributedDataParallel(build("mlp")), build("norm")
+    inner = DistributedDataParallel(module)
+    with Join([outer]) as join:
+        for x, _ in join.iterate([batch(rank, 0, step) for step in range(1 + rank)], dummy="last"):
+            with Join([inner]):
+                with inner.no_sync():
+                    inner(x).sum().backward()
+                inner(x).sum().backward()
+            inner.zero_grad()
+    return dict(module.named_buffers())
+
+
+def test_statistics_in_a_plain_block_inside_a_loop(pool: Pool) -> None:
+    alone = build("norm")
+    for rank, step in (0, 0), (0, 0), (1, 1), (1, 1):
+        alone(batch(rank, 0, step)[0])
+    for buffers in pool.run(train_in_an_inner_block, ranks=2):
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], expected)
+
+
+def grow_without_grad(rank: int) -> str:
+    model = DistributedDataParallel(Grows(0.0))
+    batches = [torch.ones(length, 2) for length in ((1, 3), (1,), (1, 3, 3))[rank]]
+    with pytest.raises((PeerError, ProtocolError)) as caught, torch.no_grad(), Join([model]) as join:
+        for x in join.iterate(batches, dummy="last"):
+            model(x)
+    return str(caught.value)
+
+
+def test_a_buffer_that_grows_without_grad_before_another_rank_leads_is_named(pool: Pool) -> None:
+    for text in pool.run(grow_without_grad, timeout=20):
+        assert "changed their shape while another rank had no data" in text and "[J444]" in text

@@ -75,6 +75,12 @@ class Scaling:
 
     def _begin_backward(self, gradient: torch.Tensor, unit: float | None = None) -> torch.Tensor | None:
         if not self.flows:
+            if unit is None and self.in_use is False:
+                raise JoinError(
+                    "A loss went through join.scale, but the first backward in this loop over join.iterate reached a"
+                    " listed module without it. Call join.scale(loss) for every backward of the loop, or for none. If"
+                    " a listed module takes the loss (LossGate), scale its result: join.scale(module(loss)). [J526]"
+                )
             self.flows, self.is_due = True, False
             after_backward(partial(setattr, self, "flows", False))
         return None if unit is None or unit == self.unit else gradient * (unit / self.unit)
@@ -88,7 +94,8 @@ class Scaling:
     def check_backward(self, burst: Joinable) -> None:
         """Check that a loop scales its losses if it must, and all of them or none.
 
-        It is called when a backward reaches a listed module, unless ``in_use`` already is what ``flows`` is.
+        It is called when a backward reaches a listed module, unless ``in_use`` already is what ``flows`` is. A loop
+        that begins to scale is found before, in :meth:`_begin_backward`.
 
         Args:
             burst: The backward of the module.
@@ -101,10 +108,9 @@ class Scaling:
                 raise JoinError(f"The loss of {burst.join_name} is not scaled, but {self._required}. {_CALL} [J460]")
             self.in_use = self.flows
             return
-        now, first = ("is", "was not") if self.flows else ("is not", "was")
         raise JoinError(
-            f"The loss of {burst.join_name} {now} scaled, but the loss of the first backward in this loop over"
-            f" join.iterate {first}. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
+            f"The loss of {burst.join_name} is not scaled, but the loss of the first backward in this loop over"
+            " join.iterate was. Call join.scale(loss) for every backward of the loop, or for none. [J461]"
         )
 
     def refuse_step(self, joinable: Joinable, step: Step) -> NoReturn:

@@ -449,6 +449,7 @@ class Channel:
         loop.end_step()
         source = self.step.first_with_data  # also if the last step had no burst: its forwards may have changed buffers
         self._last_leader = (source, loop.had_data) if loop.is_uneven else None
+        self.headers.leader = 0  # of what follows in the block, in which all ranks are
         self._last_place = loop.progress.place()._replace(headers=self.headers.tally.headers)
         self.lockstep, self._progress, self.step = None, None, Step()
         if self.late_use is not None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from join import Join, JoinError
-from joinables import ZeroStep
+from joinables import LossGate, ZeroStep
 from tests.ending import Ending
 from tests.models import assert_same, flat_state
 from tests.pool import Pool
@@ -386,6 +386,20 @@ def mistaken(rank: int, how: str) -> str:
 def test_mistakes(ending: Ending, how: str, said: str) -> None:
     for text in ending.run(mistaken, how):
         assert said in text
+
+
+def scales_before_the_gate(rank: int) -> str:
+    net = Net()
+    ddp = DistributedDataParallel(LossGate(net), find_unused_parameters=True)
+    with pytest.raises(JoinError) as caught, Join([ddp], divide_by_initial_world_size=False) as join:
+        for x in join.iterate([batch(rank, step) for step in range(COUNTS[rank])], dummy="last"):
+            ddp(join.scale(net(x).square().mean())).backward()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_scaled_before_its_gate_is_refused(pool: Pool) -> None:
+    for text in pool.run(scales_before_the_gate):
+        assert "join.scale(module(loss)). [J526]" in text
 
 
 class Raises(torch.autograd.Function):

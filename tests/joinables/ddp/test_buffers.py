@@ -189,3 +189,23 @@ def grow_without_grad(rank: int) -> str:
 def test_a_buffer_that_grows_without_grad_before_another_rank_leads_is_named(pool: Pool) -> None:
     for text in pool.run(grow_without_grad, timeout=20):
         assert "changed their shape while another rank had no data" in text and "[J444]" in text
+
+
+def train_after_a_loop(rank: int) -> dict[str, torch.Tensor]:
+    module = build("norm")
+    model = DistributedDataParallel(module)
+    with Join([model]) as join:
+        for x, _ in join.iterate([batch(rank, 0, step) for step in range(1 + rank)], dummy="last"):
+            model(x).sum().backward()
+        for step in 2, 3:
+            model(batch(rank, 0, step)[0]).sum().backward()
+    return dict(module.named_buffers())
+
+
+def test_statistics_of_plain_steps_after_a_loop(pool: Pool) -> None:
+    alone = build("norm")
+    for rank, step in (0, 0), (1, 1), (0, 2), (0, 3):
+        alone(batch(rank, 0, step)[0])
+    for buffers in pool.run(train_after_a_loop, ranks=2):
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], expected)

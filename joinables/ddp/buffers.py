@@ -95,7 +95,7 @@ class BufferSync(DDPBurst):
         return (bool(self._changed),)
 
     def notice_new_shapes(self) -> None:
-        """Find the buffers whose shape has changed; called before a forward announces anything."""
+        """Find the buffers whose shape has changed; called before a forward announces anything, and in a hand-over."""
         shapes, changed = self._shapes_now(), list[str]()
         if shapes != self._shapes:
             changed = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape != self._shapes[name]]

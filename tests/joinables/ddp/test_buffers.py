@@ -16,6 +16,16 @@ from tests.pool import Pool
 COUNTS = (0, 2, 1), (2, 1, 0)
 
 
+def assert_statistics(results: list[dict[str, torch.Tensor]], batches: list[tuple[int, int]]) -> None:
+    """All ranks have the statistics of a single process that has seen these batches, by rank and step."""
+    alone = build("norm")
+    for rank, step in batches:
+        alone(batch(rank, 0, step)[0])
+    for buffers in results:
+        for name, expected in alone.named_buffers():
+            torch.testing.assert_close(buffers[name], expected)
+
+
 def train(rank: int) -> dict[str, torch.Tensor]:
     module = build("norm")
     model = DistributedDataParallel(module)
@@ -106,13 +116,7 @@ def accumulate_before_the_gate(rank: int) -> dict[str, torch.Tensor]:
 
 
 def test_statistics_of_a_window_before_a_loss_gate_follow_the_lowest_rank_with_data(pool: Pool) -> None:
-    alone = build("norm")
-    for rank, step in (0, 0), (1, 1), (1, 2):
-        x, _ = batch(rank, 0, step)
-        alone(x)
-    for buffers in pool.run(accumulate_before_the_gate, ranks=2):
-        for name, expected in alone.named_buffers():
-            torch.testing.assert_close(buffers[name], expected)
+    assert_statistics(pool.run(accumulate_before_the_gate, ranks=2), [(0, 0), (1, 1), (1, 2)])
 
 
 def end_without_a_burst(rank: int, mode: str) -> dict[str, torch.Tensor]:
@@ -132,12 +136,7 @@ def end_without_a_burst(rank: int, mode: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["no_grad", "no_sync"])
 def test_statistics_of_a_last_step_without_a_reduction(pool: Pool, mode: str) -> None:
-    alone = build("norm")
-    for rank, step in (0, 0), (0, 1), (1, 2):
-        alone(batch(rank, 0, step)[0])
-    for buffers in pool.run(end_without_a_burst, mode, ranks=2):
-        for name, expected in alone.named_buffers():
-            torch.testing.assert_close(buffers[name], expected)
+    assert_statistics(pool.run(end_without_a_burst, mode, ranks=2), [(0, 0), (0, 1), (1, 2)])
 
 
 def skip_before_another_leads(rank: int, skipping: int) -> str:
@@ -169,12 +168,7 @@ def train_in_an_inner_block(rank: int) -> dict[str, torch.Tensor]:
 
 
 def test_statistics_in_a_plain_block_inside_a_loop(pool: Pool) -> None:
-    alone = build("norm")
-    for rank, step in (0, 0), (0, 0), (1, 1), (1, 1):
-        alone(batch(rank, 0, step)[0])
-    for buffers in pool.run(train_in_an_inner_block, ranks=2):
-        for name, expected in alone.named_buffers():
-            torch.testing.assert_close(buffers[name], expected)
+    assert_statistics(pool.run(train_in_an_inner_block, ranks=2), [(0, 0), (0, 0), (1, 1), (1, 1)])
 
 
 def grow_without_grad(rank: int) -> str:
@@ -203,9 +197,4 @@ def train_after_a_loop(rank: int) -> dict[str, torch.Tensor]:
 
 
 def test_statistics_of_plain_steps_after_a_loop(pool: Pool) -> None:
-    alone = build("norm")
-    for rank, step in (0, 0), (1, 1), (0, 2), (0, 3):
-        alone(batch(rank, 0, step)[0])
-    for buffers in pool.run(train_after_a_loop, ranks=2):
-        for name, expected in alone.named_buffers():
-            torch.testing.assert_close(buffers[name], expected)
+    assert_statistics(pool.run(train_after_a_loop, ranks=2), [(0, 0), (1, 1), (0, 2), (0, 3)])

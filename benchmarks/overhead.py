@@ -58,7 +58,7 @@ from join import Join
 WORLD_SIZE = 2
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first
 COUNTED_STEPS = 12
-WEIGHT = 256.0
+WEIGHTS = (200.0, 256.0)  # of ranks 0 and 1; unequal, so that gradients are multiplied after the reduction
 SETTLING_STEPS = 3  # of a turn; in the first two, ranks exchange additional messages
 _ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "unsigned char": 1, "bool": 1}
 
@@ -178,15 +178,19 @@ def our_join(training: Training, _: int, **arguments: Any) -> Join:
 @contextlib.contextmanager
 def weighted(training: Training, steps: int) -> Iterator[None]:
     with our_join(training, steps) as join:
-        join.weight = WEIGHT
+        join.weight = WEIGHTS[dist.get_rank()]
         with scaling(training, join):
             yield
+
+
+def weigh(_: int) -> float:
+    return WEIGHTS[dist.get_rank()]
 
 
 @contextlib.contextmanager
 def lockstep(training: Training, steps: int, lookahead: int = 1, weighs: bool = False) -> Iterator[Iterator[int]]:
     with our_join(training, steps) as join:
-        numbers = iter(join.iterate(range(steps), lookahead=lookahead, weigh=(lambda _: WEIGHT) if weighs else None))
+        numbers = iter(join.iterate(range(steps), lookahead=lookahead, weigh=weigh if weighs else None))
         with scaling(training, join) if weighs else contextlib.nullcontext():
             yield numbers
             assert next(numbers, None) is None  # its end, which is not measured

@@ -27,7 +27,6 @@ from typing_extensions import override
 from join import Join
 from join.errors import add_note
 from join.joinable import NothingListed
-from joinables._torch import reducer
 from joinables.integrations.lightning.blocks import Blocks
 from joinables.integrations.lightning.loaders import Fetcher, InjectedRank, Loader, share_length, trim
 from joinables.integrations.lightning.logged import LoggedValues, metrics_of
@@ -167,16 +166,6 @@ class JoinStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     # -- steps --------------------------------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        restores = self._blocks.is_dummy and self.lightning_module.automatic_optimization
-        before = reducer.copied_buffers(self.model) if restores else {}
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:  # a rank with data broadcasts its buffers only with the last backward of an accumulation window
-            if restores:
-                reducer.set_buffers(self.model.module, before, reshape=False)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:

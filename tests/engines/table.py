@@ -12,7 +12,8 @@ COLUMNS = {
     "plain": "a plain block, around the unchanged loop",
     "iterate": "a loop over `join.iterate`",
     "weights": "with `weigh=`: each batch counts by its number of samples",
-    "accumulation": "with `window=2`, and an incomplete last window; with `weigh=`, too, if *weights* says yes",
+    "accumulation": "with `window=2`, and an incomplete last window. Rows with *yes* under *weights* run with `weigh=`"
+    " here, too",
     "resume": "the run of *accumulation*, stopped after two steps, and resumed from a checkpoint with new objects",
 }
 """Columns of the table, and what each of them tests."""

@@ -37,6 +37,7 @@ COMMUNICATORS = 2
 """Each process group has so many: one for each device that a process uses in it."""
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 """Where packages put their programs; on no ``PATH`` if the virtual environment was not activated."""
+_libraries: list[torch.library.Library] = []  # a library's kernels are unregistered with it
 
 
 def _path() -> str:
@@ -119,6 +120,9 @@ def install() -> None:
     torch._register_device_module("sim", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend("simccl", _make_backend, devices=["sim"])
+    if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):  # torch 2.8
+        _libraries.append(torch.library.Library("_", "IMPL"))
+        _libraries[-1].fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")
 
 
 def _make_backend(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> Any:

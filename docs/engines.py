@@ -29,9 +29,9 @@ with Join([], process_group=None) as join:
 **What goes wrong without it.** A rank that is out of data does not take part in the engine's collectives, and the other
 ranks wait for it.
 
-Each cell of the table is a test in real processes. In each test, one process has no data. If several processes share
-their batches, as the stages of a pipeline do, one such group has none. Each link in the first column leads to code or a
-page for the engine.
+Each cell of the table is a test in real processes. In each test, one process has no data. If several processes work
+on the same batches, such as the stages of a pipeline, one group of such processes has no data. Each link in the first
+column leads to code or a page for the engine.
 
 """
 BOTTOM = """

@@ -16,8 +16,8 @@ TOP = """# Engines: FSDP, DeepSpeed, pipelines and others
 <!-- Written by `python -m docs.engines`, from the table of tests/engines. -->
 
 Use this page if something other than plain DDP reduces your gradients, or if the forward or the optimizer communicates.
-List a DDP or FSDP module. For any other engine, list nothing and pass its process group (`None` is the default group).
-Then loop over `join.iterate`:
+If the engine is DDP or FSDP, list the module. For any other engine, list nothing and pass its process group (`None` is
+the default group). Then loop over `join.iterate`:
 
 ```python
 with Join([], process_group=None) as join:

@@ -55,7 +55,6 @@ class Scaling:
         """Whether the current loop must scale its losses and has scaled none."""
         self.unit = 1.0
         """Divisor of losses in a plain block: a power of two, the same on all ranks."""
-        self._modules = 0  # the number of modules that may change the unit
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
@@ -134,23 +133,13 @@ class Scaling:
 
     # -- in a plain block ---------------------------------------------------------------------------------------------
 
-    def attach_module(self) -> None:
-        """Count a module whose reductions sum weights."""
-        self._modules += 1
-
-    def detach_module(self) -> None:
-        """Stop counting a module; the last one resets the unit."""
-        self._modules -= 1
-        if not self._modules:
-            self.unit = 1.0
-
-    def learn(self, mean_weight: float) -> None:
-        """Choose a new unit from the mean weight of a rank in the last reduction.
+    def learn(self, mean_weight: float, modules: int) -> None:
+        """Choose a new unit from the mean weight of a rank in the last reduction, if ``modules``, their number, is 1.
 
         With several modules the unit stays. A rank without data shadows their reductions one after the other, while on
         other ranks they overlap and begin with the same unit; a change in between would make the units differ.
         """
-        if self._modules == 1 and mean_weight:
+        if modules == 1 and mean_weight:
             self.unit = 2.0 ** round(math.log2(mean_weight))
 
 

@@ -165,26 +165,25 @@ def _is_same(value: Any, default: Any) -> bool:
     return value.shape == default.shape and bool(((value == default) | ((value != value) & (default != default))).all())
 
 
-def merged(parts: Mapping[str, Any], ranks: Sequence[RankStates | None], owner: str) -> dict[str, Contribution]:
+def merged(parts: Mapping[str, Any], ranks: Sequence[RankStates], owner: str) -> dict[str, Contribution]:
     """Merge the contributions of several ranks, by each state's ``dist_reduce_fx``.
 
     The result has no entry for a metric without any contribution.
 
     Args:
         parts: The metrics, by name.
-        ranks: The contributions, rank by rank; ``None`` for a rank without any.
+        ranks: The contributions, rank by rank.
         owner: The name of the object that has these metrics, for the error.
 
     Raises:
         ValueError: On all ranks that merge these contributions, if ranks have different metrics.
     """
-    present = {rank: contributions for rank, contributions in enumerate(ranks) if contributions is not None}
-    if len(set(map(tuple, present.values()))) > 1:
-        names = "; ".join(f"rank {rank}: {', '.join(contributions)}" for rank, contributions in present.items())
+    if len(set(map(tuple, ranks))) > 1:
+        names = "; ".join(f"rank {rank}: {', '.join(contributions)}" for rank, contributions in enumerate(ranks))
         raise ValueError(f"Ranks have different metrics in {owner} ({names}). List the same ones on all ranks. [J146]")
     total: dict[str, Contribution] = {}
     for name, part in parts.items():
-        own = [contribution for contributions in present.values() if (contribution := contributions[name])]
+        own = [contribution for contributions in ranks if (contribution := contributions[name])]
         if own:
             state = {key: _reduced(part, key, reduction, own) for key, reduction in part._reductions.items()}
             total[name] = max(sum(count for count, _ in own), 1), state

@@ -148,14 +148,6 @@ def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -
     )
 
 
-def refuse_synchronised_norms(
-    module: torch.nn.Module, norms: dict[str, torch.nn.SyncBatchNorm], channel: Channel
-) -> None:
-    """Raise a ``JoinError`` in a plain block if one of the layers would communicate."""
-    if any(norm.training for norm in norms.values()):
-        refuse_in_plain_block(module, "which contains SyncBatchNorm in training mode", channel)
-
-
 def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
     """Return the SyncBatchNorm layers in ``module``, by name."""
     parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())

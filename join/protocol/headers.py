@@ -200,9 +200,9 @@ class Roster:
         may_be_pending: The bursts that may be announced before they run.
         code: The code of the headers.
         flagged: The pairs in ``bursts`` that have flags.
+        backwards: The indices of the bursts that run ahead (``Burst.runs_ahead``), the backwards of DDP modules.
         first: The index of the burst that is expected before there is a period: the only announcing member, not
-            counting bursts that interject, or the only burst that runs ahead (``Burst.runs_ahead``). ``None`` if there
-            is no such burst.
+            counting bursts that interject, or the only one of ``backwards``. ``None`` if there is no such burst.
         is_alone: Whether only one member announces, not counting bursts that interject.
         early: The backward that may be announced in the forward, before it runs. ``None`` if there is more than one
             kind of backward, or a ``timeout``, since a header then means that the burst starts now.
@@ -232,12 +232,12 @@ class Roster:
         limited = {index for index, burst in self.bursts if burst.breaks_in_time}
         self.awaited = set(range(len(self.announcing))) - limited if self.timeout is not None else set[int]()
         regular = [index for index, member in enumerate(self.announcing) if not member.interjects]
-        backwards = [index for index, burst in self.bursts if burst.runs_ahead]
+        self.backwards = [index for index, burst in self.bursts if burst.runs_ahead]
         self.is_alone = len(regular) == 1
-        self.first = regular[0] if self.is_alone else backwards[0] if len(backwards) == 1 else None
-        is_early = len(backwards) == 1 and self.timeout is None
-        self.early = self.announcing[backwards[0]].burst if is_early else None
-        self.needing_leader.update(backwards if is_early else ())  # a header in the forward may cover buffers
+        self.first = regular[0] if self.is_alone else self.backwards[0] if len(self.backwards) == 1 else None
+        is_early = len(self.backwards) == 1 and self.timeout is None
+        self.early = self.announcing[self.backwards[0]].burst if is_early else None
+        self.needing_leader.update(self.backwards if is_early else ())  # a header in the forward may cover buffers
 
     def devices(self) -> list[torch.device]:
         """Return the device on which each listed member communicates."""

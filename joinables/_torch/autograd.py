@@ -17,12 +17,6 @@ import torch
 
 from join.collectives._torch_private import after_backward
 
-
-def after_reduction(callback: Callable[[], None]) -> None:
-    """Call ``callback`` after the callbacks that reducers queue until the backward pass ends."""
-    after_backward(partial(after_backward, callback))
-
-
 backward_under_way: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, or -1. Replaces a public query."""
 
@@ -85,17 +79,12 @@ RuntimeError if ``torch.autograd.grad`` computes the gradient of the parameter.
 
 def once_before(nodes: Sequence[Any], hook: Callable[[], None]) -> None:
     """Call ``hook`` before the first of these nodes runs, if one of them runs in the current backward pass."""
-    handles: list[Any] = []
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()
+    handles: dict[int, Any] = {}
 
     def run(*_: Any) -> None:
         if handles:
-            remove()
+            remove_hooks(handles)
             hook()
 
-    handles += [node.register_prehook(run) for node in nodes]
-    after_backward(remove)
+    handles.update(enumerate(node.register_prehook(run) for node in nodes))
+    after_backward(partial(remove_hooks, handles))

@@ -47,7 +47,7 @@ from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
 from joinables.ddp.records import Reduction, Window, memory_of
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, tensors_with_grad
-from joinables.own_collectives import mixing, refuse_synchronised_norms, synchronised_norms
+from joinables.own_collectives import mixing, refuse_in_plain_block, synchronised_norms
 
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
 """The flags in the header of a reduction: it announces the buffers too, this rank contributes, weights are summed."""
@@ -223,7 +223,7 @@ class GradientSync(DDPBurst):
             for call in end_calls:
                 call()
 
-        autograd.after_reduction(end)
+        autograd.after_backward(partial(autograd.after_backward, end))
 
     def _begin_backward(self, synchronised: bool) -> None:
         contributions, channel, in_loop = self._contributions, self._channel, self._channel.lockstep is not None
@@ -476,8 +476,8 @@ class Forwards:
         channel = self._channel
         if channel.scaling.flows and not autograd.in_backward():  # the last backward raised
             channel.scaling.flows = False
-        if self.norms:
-            refuse_synchronised_norms(self._ddp, self.norms, channel)
+        if self.norms and any(norm.training for norm in self.norms.values()):
+            refuse_in_plain_block(self._ddp, "which contains SyncBatchNorm in training mode", channel)
         watches = channel.late_use is not None or channel.step.batch is not StepBatch.DATA
         if channel.late_use is not None:
             channel.late_use = channel.late_use.called()
@@ -572,7 +572,6 @@ class Contributions:
         self._channel, self._burst, self._world_size = join.channel, burst, join.collective.world_size
         self._has_comm_hook = reducer.has_comm_hook(self._ddp)
         self._leaves_unused = self._ddp.find_unused_parameters or bool(self._ddp.static_graph)
-        self._channel.scaling.attach_module()
         self.used.attach(join)
         self.last_result.may_remain = self.memory.may_have_result
         self.window, self.was_weighted = Window(), False
@@ -583,7 +582,6 @@ class Contributions:
             self.memory.open_window, self.memory.writes = self.window, autograd.gradient_writes(self._parameters)
         if self.factors.factor != 1.0:
             self.factors.multiply_by(1.0)
-        self._channel.scaling.detach_module()
         self.used.detach()
         if self.last_result.taken_out:
             self.last_result.put_back()
@@ -791,7 +789,7 @@ class Contributions:
             total = self._channel.guard.wait(work, "sums weights or contributors", work.total)
             reduction.total, reduction.running_sum = total, None
             if reduction.weighted:
-                self._channel.scaling.learn(total / self._world_size)
+                self._channel.scaling.learn(total / self._world_size, len(self._channel.roster.backwards))
         if reduction.total is not None:
             return reduction.total
         if self._channel.lockstep is not None:

@@ -37,8 +37,7 @@ def capture() -> dict[str, Any]:
 
 def restore(state: Mapping[str, Any]) -> None:
     """Put all generators into a captured state."""
-    version, words, gauss = state["python"]  # these are lists in older checkpoints
-    random.setstate((version, tuple(words), gauss))
+    random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "accelerator" in state and torch.accelerator.device_count():
         torch.get_device_module().set_rng_state(state["accelerator"])  # takes effect when the device is first used

@@ -5,8 +5,8 @@ A run lives in the process of its rank, from the start of the rank's work to its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from join import Join
 from join.batch import map_tensors, samples_in
 from join.collectives import Collective
 from join.joinable import Burst, OnGroup
+from joinables.modules import replaced
 from joinables.trainer import rng
 from joinables.trainer.data import UnevenDistributedSampler, set_epoch
 from joinables.trainer.metrics import MetricStore, Reduction
@@ -286,14 +287,9 @@ class Run:
         self.trainer.metrics.update(values)
         return values
 
-    @contextmanager
-    def fresh_metrics(self) -> Generator[None]:
+    def fresh_metrics(self) -> AbstractContextManager[None]:
         """Return a context in which metrics are recorded in a separate store."""
-        outer, self.store = self.store, MetricStore()
-        try:
-            yield
-        finally:
-            self.store = outer
+        return replaced(self, "store", MetricStore())
 
     def backward(self, loss: torch.Tensor, *, sync: bool = True, **options: Any) -> None:
         """Add the gradients of the batch's loss; arguments as of ``Strategy.backward``."""

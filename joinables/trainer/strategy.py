@@ -27,6 +27,7 @@ from typing_extensions import override
 from join import Join, JoinReport
 from join.collectives import Collective, SingleCollective, collective_of
 from joinables.loss_gate import LossGate
+from joinables.modules import replaced
 from joinables.trainer.launch import Launcher, StartMethod
 
 if TYPE_CHECKING:
@@ -206,13 +207,9 @@ class DDPStrategy(Strategy):
             timeout=self._timeout,
             divide_by_initial_world_size=False,
         )
-        self._join = join if enable else None
-        try:
-            with join:
-                yield
-            self.report = join.report
-        finally:
-            self._join = None
+        with replaced(self, "_join", join if enable else None), join:
+            yield
+        self.report = join.report
 
     @override
     def backward(self, loss: torch.Tensor, weight: float | None, *, sync: bool = True, **options: Any) -> None:

@@ -10,7 +10,6 @@ The part in C++ is compiled on first use (half a minute on two cores), into ``bu
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import importlib.util
@@ -19,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -122,8 +120,6 @@ def install() -> None:
     torch._register_device_module("sim", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     dist.Backend.register_backend("simccl", _make_backend, devices=["sim"])
-    # Threads of the inner gloo groups release tensors late, and need the interpreter for that. Else SIGABRT, rarely.
-    atexit.register(time.sleep, 0.2)
     if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):  # torch 2.8
         _libraries.append(torch.library.Library("_", "IMPL"))
         _libraries[-1].fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")

@@ -223,7 +223,7 @@ class GradientSync(DDPBurst):
             for call in end_calls:
                 call()
 
-        autograd.after_backward(partial(autograd.after_backward, end))
+        autograd.after_backward(partial(autograd.after_backward, end))  # twice, as in _begin_reduction
 
     def _begin_backward(self, synchronised: bool) -> None:
         contributions, channel, in_loop = self._contributions, self._channel, self._channel.lockstep is not None
@@ -280,7 +280,7 @@ class GradientSync(DDPBurst):
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
         if needs_end or self._rebuild.is_due or channel.lockstep is None:
-            if self._end_calls is None:  # one call less than after_reduction
+            if self._end_calls is None:  # twice, so that it runs after the callbacks that reducers queue meanwhile
                 autograd.after_backward(partial(autograd.after_backward, self._finish_reduction))
             else:
                 self._end_calls.append(self._finish_reduction)

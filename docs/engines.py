@@ -29,9 +29,9 @@ with Join([], process_group=None) as join:
 **What goes wrong without it.** A rank that is out of data does not take part in the engine's collectives, and the other
 ranks wait for it.
 
-Each cell of the table is a test in real processes. In each test, one process has no data. If several processes work
-on the same batches, such as the stages of a pipeline, one group of such processes has no data. Each link in the first
-column leads to code or a page for the engine.
+Each cell of the table is a test in real processes. In each test, one process has no data. The stages of a pipeline work
+on the same batches, so there, all stages of one replica have no data. Each link in the first column leads to code or a
+page for the engine.
 
 """
 BOTTOM = """
@@ -52,7 +52,7 @@ Engines differ in how they average gradients and count micro-batches:
 | averages gradients over ranks | `join.scale(loss)` |
 | sums gradients over ranks | `join.scale(loss, divided_over=1)` |
 | divides each loss by the `k` micro-batches of a window | `Join(..., loss_divided_by=k)` |
-| counts micro-batches and steps by itself | `join.iterate(loader, window=k, fill_window=True)` |
+| counts micro-batches itself, and decides when its optimizer steps | `join.iterate(loader, window=k, fill_window=True)` |
 | cannot take empty dummies | `join.iterate(loader, dummy="last")` |
 
 Without `weigh=`, pass `divide_by_initial_world_size=False` to `Join`. Otherwise the mean is over all ranks, and a rank

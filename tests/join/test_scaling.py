@@ -177,6 +177,7 @@ CASES = [
     *[Case(loop=False, what=what) for what in KINDS if what != "zero"],
     *[Case(what=what, window=2) for what in KINDS if what not in ("static",)],
     Case(loop=False, window=5),
+    Case(loop=False, window=2, what="scaler"),
     *[Case(weigh=weigh, window=window) for weigh in (True, False) for window in (1, 3, "all")],
     *[Case(weigh=False, window=window, initial=True) for window in (1, 2, "all")],
     Case(window=2, what="filled"),

@@ -52,7 +52,7 @@ Engines differ in how they average gradients and count micro-batches:
 | averages gradients over ranks | `join.scale(loss)` |
 | sums gradients over ranks | `join.scale(loss, divided_over=1)` |
 | divides each loss by the `k` micro-batches of a window | `Join(..., loss_divided_by=k)` |
-| counts micro-batches itself, and decides when its optimizer steps | `join.iterate(loader, window=k, fill_window=True)` |
+| counts micro-batches itself, and steps after `k` of them | `join.iterate(loader, window=k, fill_window=True)` |
 | cannot take empty dummies | `join.iterate(loader, dummy="last")` |
 
 Without `weigh=`, pass `divide_by_initial_world_size=False` to `Join`. Otherwise the mean is over all ranks, and a rank

@@ -11,7 +11,6 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch.distributed as dist
@@ -146,18 +145,22 @@ class StoreBoard(Board):
 
     def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:
         super().__init__(rank, world_size)
-        self._shared_store = store
+        self._shared_store, self._own_store = store, None
         self._watched = (rank - 1) % world_size  # the rank whose beats this rank reads; another rank reads its own
         self._next_beat = 0.0
         self._beats = 0  # written by this rank
         self._last_beat, self._unheard = list[str](), 0  # of the watched rank, and how many own beats it has stayed
 
-    @cached_property
+    @property
     def _store(self) -> Any:  # clone() and multi_get() are not in torch's type stubs
-        store = cast("Any", self._shared_store).clone()
-        for kind in get_args(Kind):  # a message of each rank exists, so one request can read all of them
-            store.set(_key_of(kind, self.rank), "")
-        return store
+        # No cached_property, which up to Python 3.11 has one lock for all boards: a store that does not answer would
+        # block the boards of other process groups.
+        if self._own_store is None:
+            store = cast("Any", self._shared_store).clone()
+            for kind in get_args(Kind):  # a message of each rank exists, so one request can read all of them
+                store.set(_key_of(kind, self.rank), "")
+            self._own_store = store
+        return self._own_store
 
     @override
     def ring(self) -> None:

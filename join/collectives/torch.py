@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -107,6 +107,7 @@ class TorchCollective(StoreCollective):
         self._backend, self._given_store, self._timeout = backend, store, timeout
         self._group: dist.ProcessGroup | None = None
         self._last_group: dist.ProcessGroup | None = None
+        self._cpu_group: dist.ProcessGroup | None = None
         self._borrowed, self._made = group is not None, False
         if group is not None:
             self._connect(group, group.rank(), group.size())
@@ -114,6 +115,8 @@ class TorchCollective(StoreCollective):
     def _connect(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
+        # For CPU tensors; without it the companion serves, because each gloo group connects all ranks with all.
+        self._cpu_group = group if "cpu:" in dist.get_backend_config(group) else None
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
         self._agreed, self._blocks = self._shared.agreed, self._shared.blocks
         let_go_before_exit(group)
@@ -161,26 +164,21 @@ class TorchCollective(StoreCollective):
             del of_group[self._group]
         # The group is kept until the next teardown. One of its threads may still be clearing the callback of a comm
         # hook, and that thread must not free the group.
-        self._last_group, self._group, self.is_set_up = self._group, None, False
-        vars(self).pop("_cpu_group", None)  # the cached property
+        self._last_group, self.is_set_up = self._group, False
+        self._group = self._cpu_group = None
         if self._made:
             self._made = False
             dist.destroy_process_group()
 
-    @cached_property
-    def _cpu_group(self) -> dist.ProcessGroup:
-        # The companion serves, because each gloo group connects all ranks with all, and a group without a CPU backend
-        # sends no other CPU tensors there.
-        return self.group if "cpu:" in dist.get_backend_config(self.group) else self.companion().group
-
     @override
     def companion(self) -> TorchCollective:
         # The companion carries CPU tensors only, whatever the backend of the group.
+        group = self.group
         if self._shared.companion is None:
-            ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
+            ranks, limit = distributed_c10d.get_process_group_ranks(group), self._shared.timeout
             with for_small_messages():
-                group: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
-            self._shared.companion = TorchCollective(group)
+                made: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
+            self._shared.companion = TorchCollective(made)
         return self._shared.companion
 
     @override
@@ -232,7 +230,7 @@ class TorchCollective(StoreCollective):
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         # This is called at every step, and dist.all_reduce would add 10 us of Python to the group's own method.
-        group = self._cpu_group if tensor.is_cpu else self.group
+        group = (self._cpu_group or self.companion().group) if tensor.is_cpu else self.group
         if op == "sum":
             return group.allreduce([tensor])
         check_op(op)
@@ -246,14 +244,14 @@ class TorchCollective(StoreCollective):
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        group = self._cpu_group if tensor.is_cpu else self.group
+        group = (self._cpu_group or self.companion().group) if tensor.is_cpu else self.group
         return group.broadcast([tensor], options)
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # Tensors are sent as bytes, because gloo does not support every dtype.
-        group = self._cpu_group if tensor.is_cpu else self.group
+        group = (self._cpu_group or self.companion().group) if tensor.is_cpu else self.group
         return group.allgather([[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())])
 
     @property

@@ -179,9 +179,9 @@ class AcceleratedJoin(Join):
             is_wrong, state = self._step is not None and has_state, nullcontext()
         if is_wrong:
             raise JoinError(
-                "save_state has one place for the loader states of all ranks, which is not enough: the loaders of"
-                " some ranks have reached their end, or the loader is wrapped. Save earlier, loop over the prepared"
-                " loader itself, or save join.loader_state() of each rank. [J520]"
+                "save_state saves one loader state for all ranks, which would be wrong: the loaders of only some ranks"
+                " have reached their end, or the loader is wrapped. Save earlier, loop over the prepared loader itself,"
+                " or save join.loader_state() of each rank. [J520]"
             )
         with state:
             return as_usual(*args, **named)

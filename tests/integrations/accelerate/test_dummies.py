@@ -161,7 +161,7 @@ def read(rank: int, folder: str, save: str, count: int) -> list[list[float]]:
                         if save == "inside":
                             accelerate.save_state(folder)
                         if save == "refused":
-                            with pytest.raises(JoinError, match="save_state has one place for the loader states"):
+                            with pytest.raises(JoinError, match="save_state saves one loader state for all ranks"):
                                 accelerate.save_state(folder)
                         break
             if stop == 2:

@@ -147,6 +147,16 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
         assert time.monotonic() - started < 5
 
 
+def test_a_store_that_does_not_answer_blocks_no_other_board() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+    boards = Unreachable().board(), StoreBoard(0, 2, store)
+    stuck, answered = (Watch(board, Progress, lambda: False) for board in boards)
+    stuck.start()
+    assert not stuck.refresh(0.1)
+    assert answered.refresh(10.0)
+    answered.end()
+
+
 def test_a_watch_whose_store_is_gone_ends() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=2))
@@ -156,6 +166,7 @@ def test_a_watch_whose_store_is_gone_ends() -> None:
     watch.start()
     assert watch.refresh(30.0)
     del store
-    watch.join(30)
+    with using(abort=0.1):
+        watch.join(30)
     assert not watch.is_alive() and watch.failed
     assert not watch.refresh(0.1)

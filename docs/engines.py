@@ -29,17 +29,15 @@ with Join([], process_group=None) as join:
 **What goes wrong without it.** A rank that is out of data does not take part in the engine's collectives, and the other
 ranks wait for it.
 
-Each cell of the table is a test in real processes. In each test, one process has no data. The stages of a pipeline work
-on the same batches, so there, all stages of one replica have no data. Each link in the first column leads to code or a
-page for the engine.
+Each cell of the table is a test in real processes, in which one replica has no data. A replica is one process, or a
+pipeline with all of its stages. Each link in the first column leads to code or a page for the engine.
 
 """
 BOTTOM = """
 - *yes*: a single process that trains on the same global batches ends with equal parameters, up to float rounding,
   within 1e-12 in float64. DeepSpeed keeps its parameters in float32, and they are equal within 2e-6.
 - A code, such as J421: all ranks raise [that error](errors.md). J013 is the error of a block that lists the engine's
-  objects. J060 is the error if you pass `timeout=` to `Join`. Without it, the ranks wait for each other and raise no
-  error.
+  objects. If the cell is J060, the ranks wait for each other. They raise J060 only if you pass `timeout=` to `Join`.
 - *no*: the result differs, and no error says so. The loss of the contrastive rows is over the samples of all ranks at
   once, so it cannot be weighed by the batch of one rank.
 

@@ -2,8 +2,7 @@
 
 A collective connects the ranks of one process group. Operations are matched by their order: the n-th operation of one
 rank meets the n-th operation of every other rank. A method that returns a :class:`Work` has only started an operation;
-a method that returns a value has completed it. A small key-value store is available for texts, for which the ranks need
-no common operation.
+a method that returns a value has completed it.
 
 A backend implements the abstract methods and may override every method that is not final. A backend that calls
 :meth:`_take_place` during its setup inherits its rank and world size from here.
@@ -230,22 +229,6 @@ class Collective(ABC):
         Raises:
             ValueError: If ``outputs`` do not match, before anything is sent.
         """
-
-    @abstractmethod
-    def set(self, key: str, value: str) -> None:
-        """Put a text into the store, where all ranks can read it."""
-
-    @abstractmethod
-    def get(self, key: str) -> str:
-        """Return a text from the store. Wait until it is set."""
-
-    @abstractmethod
-    def check(self, key: str) -> bool:
-        """Return whether the store has ``key``."""
-
-    @abstractmethod
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter in the store and return its new value."""
 
     @property
     def agreed(self) -> dict[int, Any]:

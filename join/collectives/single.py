@@ -49,12 +49,3 @@ class SingleCollective(StoreCollective):
         with torch.no_grad():
             outputs[0].copy_(tensor)
         return DONE
-
-    @override
-    def get(self, key: str) -> str:
-        if not self.check(key):
-            raise RuntimeError(
-                f"The store has no key {key!r}. No other rank can set it, because this process is the only one. Call"
-                " set() first. [J040]"
-            )
-        return super().get(key)

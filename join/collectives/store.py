@@ -48,25 +48,6 @@ class StoreCollective(Collective):
         self._check_setup(rank, world_size)
         self._take_place(rank, world_size, self._rank, self._world_size)
 
-    @final
-    @override
-    def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    @override
-    def get(self, key: str) -> str:
-        return self._store.get(key).decode()
-
-    @final
-    @override
-    def check(self, key: str) -> bool:
-        return self._store.check([key])
-
-    @final
-    @override
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
     @override
     def board(self) -> Board:
         return StoreBoard(self.rank, self.world_size, self._store)

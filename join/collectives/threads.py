@@ -162,15 +162,6 @@ class ThreadCollective(StoreCollective):
         return operation
 
     @override
-    def get(self, key: str) -> str:
-        try:
-            return super().get(key)
-        except dist.DistStoreError:
-            raise RuntimeError(
-                f"No rank set key {key!r} in time. Call set() for it on one rank, or pass a longer timeout. [J044]"
-            ) from None
-
-    @override
     def companion(self) -> ThreadCollective:
         if self._companion is None:
             with self._world.lock:

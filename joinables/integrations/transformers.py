@@ -288,7 +288,7 @@ class JoinTrainerMixin(_Base):
             )
         if args.accelerator_config.dispatch_batches:
             raise ValueError(
-                "dispatch_batches=True has rank 0 read for all ranks. Remove it from accelerator_config. [J137]"
+                "With dispatch_batches=True, rank 0 reads for all ranks. Remove it from accelerator_config. [J137]"
             )
         if args.auto_find_batch_size:
             raise ValueError(

@@ -12,6 +12,7 @@ import torch
 
 from join import Join
 from join.collectives import Collective
+from join.collectives.store import StoreCollective
 from join.transfer import broadcast_tensors, broadcast_tree
 from tests.join.counter import Counter
 
@@ -132,9 +133,10 @@ def check_boolean_decision(collective: Collective) -> None:
 def check_barrier(collective: Collective) -> None:
     if collective.rank == collective.world_size - 1:
         time.sleep(0.1)
-    collective.set(f"came/{collective.rank}", "")
+    called = time.monotonic()  # of one clock for all processes of a machine
     collective.barrier()
-    assert all(collective.check(f"came/{each}") for each in range(collective.world_size))
+    left = time.monotonic()
+    assert max(collective.all_gather_object(called)) <= min(collective.all_gather_object(left))
 
 
 def check_objects(collective: Collective) -> None:
@@ -151,17 +153,6 @@ def check_objects(collective: Collective) -> None:
     with pytest.raises(RuntimeError, match=f"Some ranks cannot pickle the object to gather .rank {last}: .*lambda"):
         collective.all_gather_object((lambda: None) if rank == last else "fine")
     assert collective.all_gather_object(rank) == list(range(size))
-
-
-def check_store(collective: Collective) -> None:
-    rank, size = collective.rank, collective.world_size
-    collective.set(f"key/{rank}", f"text of {rank}")
-    assert [collective.get(f"key/{each}") for each in range(size)] == [f"text of {each}" for each in range(size)]
-    assert collective.check("key/0")
-    assert not collective.check("never set")
-    collective.add("counter", rank + 1)
-    collective.barrier()
-    assert collective.add("counter", 0) == sum(range(size + 1))
 
 
 def check_transfer(collective: Collective) -> None:
@@ -213,7 +204,6 @@ CHECKS: list[Callable[[Collective], None]] = [
     check_boolean_decision,
     check_barrier,
     check_objects,
-    check_store,
     check_transfer,
     check_next_block,
     check_join,
@@ -221,7 +211,7 @@ CHECKS: list[Callable[[Collective], None]] = [
 
 
 def check_lifecycle(
-    collective: Collective,
+    collective: StoreCollective,
     rank: int,
     size: int,
     *,
@@ -250,8 +240,9 @@ def check_lifecycle(
         assert not collective.is_set_up
         collective.setup(rank, size)
         assert (collective.rank, collective.world_size) == (rank, size)
-        assert not collective.check("key/0")
+        assert not collective._store.check(["earlier"])
         conforms(collective, asynchronous=asynchronous)
+        collective._store.set("earlier", "")
         collective.teardown()
         collective.teardown()
 
@@ -263,7 +254,6 @@ def check_refuses_when_not_set_up(collective: Collective) -> None:
         lambda: collective.all_reduce(tensor, "max"),
         lambda: collective.broadcast(tensor, 0),
         lambda: collective.all_gather_into(tensor, [tensor]),
-        lambda: collective.check("key"),
         lambda: collective.barrier(),
     ]
     for operation in operations:

@@ -283,7 +283,7 @@ class JoinTrainerMixin(_Base):
         args = self.args
         if not args.average_tokens_across_devices:
             raise ValueError(
-                "average_tokens_across_devices=False weights the means of all ranks equally, even the mean of a rank"
+                "average_tokens_across_devices=False counts the means of all ranks equally, even the mean of a rank"
                 " without tokens. Pass average_tokens_across_devices=True to TrainingArguments. [J136]"
             )
         if args.accelerator_config.dispatch_batches:

@@ -72,7 +72,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_is_refused(pool: Pool) -> None:
     starts = [
-        "average_tokens_across_devices=False weights the means of all ranks equally",
+        "average_tokens_across_devices=False counts the means of all ranks equally",
         "auto_find_batch_size=True restarts the training",
         "The module is wrapped in DistributedDataParallel twice",
         "The train_dataset of ranks [0] has no length",

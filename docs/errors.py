@@ -77,8 +77,8 @@ value that differs from one error to the next.
 Two kinds of error have no code of their own:
 
 - `PeerError` is raised by the ranks that did not fail. It quotes the error of the rank that failed. Look up the code of
-  the quoted error, fix its cause, and restart all processes from a checkpoint. If a rank is gone and left no error to
-  quote, the code is `[J064]`.
+  the quoted error, fix its cause, and restart all processes from a checkpoint. A rank that fails with `[J060]` only
+  waited: its text names the ranks to look at. If a rank is gone and left no error to quote, the code is `[J064]`.
 - `EarlyTerminationError` is raised if you pass `throw_on_early_termination=True` and a rank runs out of batches. It has
   the same texts as in PyTorch.
 
@@ -288,7 +288,8 @@ def placeholders(text: str) -> str:
 
 def prose(text: str) -> str:
     """Return a text as Markdown that shows its characters as they are."""
-    return re.sub(r"[_`\[\]<>]", r"\\\g<0>", placeholders(text))
+    # Python-Markdown does not know a backslash before "<".
+    return re.sub(r"[_`\[\]>]", r"\\\g<0>", placeholders(text).replace("<", "&lt;"))
 
 
 if __name__ == "__main__":

@@ -344,17 +344,15 @@ class Join:
     def is_last_step(self) -> bool:
         """Whether the current step of a loop over :meth:`iterate` is the last one; ``False`` outside a loop.
 
-        All ranks get the same answer, so all of them can use the remaining gradients of an accumulation window that is
-        not full. No collective is sent for the answer, but reading it may wait until all ranks have begun this step.
+        All ranks get the same answer, so collectives may depend on it. No collective is sent for the answer, but reading it may wait until all ranks have begun this step.
         With ``throw_on_early_termination``, it stays ``False`` in the step before the error.
 
         Example::
 
-            for step, (x, y) in enumerate(join.iterate(loader), start=1):
-                loss_fn(model(x), y).backward()
-                if step % 4 == 0 or join.is_last_step:
-                    optimizer.step()
-                    optimizer.zero_grad()
+            for step, batch in enumerate(join.iterate(loader), start=1):
+                train(batch)
+                if step % 1000 == 0 or join.is_last_step:
+                    evaluate()
         """
         return self._loop is not None and self._loop.is_last_step
 

@@ -67,6 +67,7 @@ def follow(rank: int, code: str, zero: bool, wrapped: bool) -> list[torch.Tensor
         ("weights.md", 0, False, True),
         ("weights.md", 1, False, True),
         ("weights.md", 2, False, True),
+        ("weights.md", 3, False, True),
         ("metrics.md", 0, False, True),
         ("iterate.md", 0, False, True),
         ("iterate.md", 1, False, True),
@@ -104,7 +105,7 @@ def test_fsdp2_accumulates_in_the_second_loop(pool: Pool) -> None:
 
 
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 3, "weights.md": 3, "metrics.md": 1, "iterate.md": 3, "sharded.md": 2, "authors.md": 2}
+    counts = {"block.md": 3, "weights.md": 4, "metrics.md": 1, "iterate.md": 3, "sharded.md": 2, "authors.md": 2}
     counts |= {"joinable.md": 2, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 

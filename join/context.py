@@ -344,8 +344,9 @@ class Join:
     def is_last_step(self) -> bool:
         """Whether the current step of a loop over :meth:`iterate` is the last one; ``False`` outside a loop.
 
-        All ranks get the same answer, so collectives may depend on it. No collective is sent for the answer, but reading it may wait until all ranks have begun this step.
-        With ``throw_on_early_termination``, it stays ``False`` in the step before the error.
+        All ranks get the same answer, so collectives may depend on it. No collective is sent for the answer, but
+        reading it may wait until all ranks have begun this step. With ``throw_on_early_termination``, it stays
+        ``False`` in the step before the error.
 
         Example::
 

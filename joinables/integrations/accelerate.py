@@ -258,8 +258,8 @@ def counting_no_dummies(accelerator: Any, join: Join) -> Generator[None]:
     def in_loop(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if join.channel.lockstep is None:
             raise JoinError(
-                f"Ranks without data never call accelerator.{call.__name__} outside of a loop over join.iterate. Loop"
-                " over join.iterate, or call it after the block. [J116]"
+                f"Ranks without data call accelerator.{call.__name__} only in a loop over join.iterate. Use such a"
+                " loop, or make the call after the block. [J116]"
             )
         return call(*args, **named)
 

@@ -35,7 +35,7 @@ def gather(rank: int, counts: tuple[int, ...]) -> tuple[Any, ...]:
                 gathered = accelerate.gather_for_metrics({"x": x, "y": (model(x), x.sum())})
                 found.append([gathered["x"], gathered["y"][0], gathered["y"][1]])
                 names += accelerate.gather_for_metrics([f"{rank}: {len(x)}"], use_gather_object=True)
-            with pytest.raises(JoinError, match=r"never call accelerator\.gather_for_metrics outside"):
+            with pytest.raises(JoinError, match=r"call accelerator\.gather_for_metrics only in a loop"):
                 accelerate.gather_for_metrics(torch.ones(1))
         return found, names, accelerate.gather_for_metrics(torch.ones(1)).shape
 

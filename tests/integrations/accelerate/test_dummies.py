@@ -81,9 +81,9 @@ def reduce(rank: int, counts: tuple[int, ...]) -> list[Any]:
                 with pytest.raises(JoinError, match=r"Call accelerator\.gather_for_metrics, which does not"):
                     accelerate.gather(step)
             for collective in (accelerate.reduce, accelerate.gather):
-                with pytest.raises(JoinError, match="Ranks without data never call accelerator"):
+                with pytest.raises(JoinError, match="Ranks without data call accelerator"):
                     collective(torch.ones(1))
-            with pytest.raises(JoinError, match=r"Ranks without data never call accelerator\.reduce"):
+            with pytest.raises(JoinError, match=r"Ranks without data call accelerator\.reduce"):
                 accelerate.check_trigger()
         assert {"gather", "reduce", "gradient_state"} & set(vars(accelerate)) == {"gradient_state"}
         assert accelerate.gather(torch.ones(1)).shape == (RANKS,)

@@ -180,8 +180,9 @@ def test_links_lead_to_a_heading() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", TEXT):
         path, _, anchor = link.partition("#")
         if "://" not in link:
-            assert (ROOT / path).exists(), link
-            assert not anchor or anchor in anchors((ROOT / path).read_text()), link
+            page = ROOT / (path or "README.md")
+            assert page.exists(), link
+            assert not anchor or anchor in anchors(page.read_text()), link
 
 
 def test_tests_that_it_names_exist() -> None:

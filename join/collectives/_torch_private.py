@@ -163,13 +163,21 @@ def abort_on_devices(seconds: float) -> bool:
     return bool(hanging)
 
 
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` has a backend for CPU tensors.
+
+    Replaces ``dist.get_backend_config``, which raises for groups that were destroyed or that torch did not make.
+    """
+    return "cpu" in {device.type for device in group._device_types}
+
+
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close the gloo connections of ``group``, so that all of its running operations fail, here and on the other ranks.
 
     Replaces ``ProcessGroupGloo.abort``, which fails no operation up to torch 2.13. Gloo closes all connections when a
     wait has taken too long, so this function waits for a message that no rank sends.
     """
-    backend = group._get_backend(torch.device("cpu")) if "cpu" in {d.type for d in group._device_types} else None
+    backend = group._get_backend(torch.device("cpu")) if has_cpu_backend(group) else None
     if backend is None or not _is_of_gloo(backend):
         return
     for distance in range(1, group.size()):  # a receive over a connection that is already broken fails at once

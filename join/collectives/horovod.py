@@ -69,8 +69,8 @@ class HorovodCollective(StoreCollective):
     """All ranks that Horovod started.
 
     Args:
-        store: The store for texts. By default, rank 0 opens a store on a free port. The other ranks reach it by the
-            host name of rank 0, or on this host if all ranks have the same host name.
+        store: The store for the notes of ranks that fail. By default, rank 0 opens a store on a free port. The other
+            ranks reach it by the host name of rank 0, or on this host if all ranks have the same host name.
 
     Raises:
         ImportError: If Horovod is not installed.

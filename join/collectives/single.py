@@ -23,7 +23,7 @@ class SingleCollective(StoreCollective):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # a trainer that is pickled for another process has a collective; its texts stay here
+        return type(self), ()  # a trainer that is pickled for another process has a collective; its store stays here
 
     @override
     def _check_is_set_up(self) -> None:

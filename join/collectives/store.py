@@ -1,4 +1,4 @@
-"""Base class of collectives that keep their texts in a ``torch.distributed.Store``: :class:`StoreCollective`.
+"""Base class of collectives whose board is in a ``torch.distributed.Store``: :class:`StoreCollective`.
 
 A store may have keys of ranks that are gone. The store of torchrun outlives a restart of all ranks, possibly with a
 different number of ranks, and the earlier ranks need not all have reached the same point. So ranks that need a part of

@@ -28,6 +28,7 @@ from join.collectives._torch_private import (
     abort_on_devices,
     close_connections,
     for_small_messages,
+    has_cpu_backend,
     issued_counter_of,
     let_go_before_exit,
     limit,
@@ -116,7 +117,7 @@ class TorchCollective(StoreCollective):
         self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
         # For CPU tensors; without it the companion serves, because each gloo group connects all ranks with all.
-        self._cpu_group = group if "cpu:" in dist.get_backend_config(group) else None
+        self._cpu_group = group if has_cpu_backend(group) else None
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
         self._agreed, self._blocks = self._shared.agreed, self._shared.blocks
         let_go_before_exit(group)

@@ -32,8 +32,8 @@ class XlaCollective(StoreCollective):
     """All ranks that PyTorch/XLA started.
 
     Args:
-        store: The store for texts. By default, rank 0 opens a store on a free port. The other ranks reach it by the
-            host name of rank 0, or on this host if all ranks have the same host name.
+        store: The store for the notes of ranks that fail. By default, rank 0 opens a store on a free port. The other
+            ranks reach it by the host name of rank 0, or on this host if all ranks have the same host name.
 
     Raises:
         ImportError: If PyTorch/XLA is not installed.

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from join import Join
 from join.collectives import SingleCollective, ThreadCollective, TorchCollective, collective_of, run_threads
 from tests.conformance.collective_suite import check_lifecycle, check_refuses_when_not_set_up, conforms
+from tests.join.counter import Counter
 from tests.pool import Pool
 
 RANKS = 3
@@ -139,6 +141,13 @@ def without_cpu_backend(rank: int) -> None:
     assert collective._cpu_group is None and collective.companion() is collective.companion()
 
 
+def is_asked_about_a_group_that_was_destroyed(rank: int) -> None:
+    group: Any = dist.new_group()
+    dist.destroy_process_group(group)
+    with Join([Counter(collective_of(None))]):
+        assert not Join.is_open_on(group)
+
+
 def connects_when_used(rank: int) -> None:
     """Else it would take as many connections as there are ranks."""
     collective, new_group, seen = collective_of(dist.new_group(backend="cuda:gloo")), dist.new_group, list[Any]()
@@ -193,6 +202,10 @@ def test_gloo_leaves_a_group_that_it_was_given(pool: Pool) -> None:
 
 def test_group_without_cpu_backend(pool: Pool) -> None:
     pool.run(without_cpu_backend, ranks=RANKS)
+
+
+def test_a_group_that_was_destroyed(pool: Pool) -> None:
+    pool.run(is_asked_about_a_group_that_was_destroyed, ranks=RANKS)
 
 
 def test_sub_group(pool: Pool) -> None:

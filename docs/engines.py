@@ -29,9 +29,9 @@ with Join([], process_group=None) as join:
 **What goes wrong without it.** A rank that is out of data does not take part in the engine's collectives, and the other
 ranks wait for it.
 
-Each cell of the table is a test in real processes. In each test, one rank has no data, or one group of ranks that share
-their batches: the stages of a pipeline, or the ranks of a tensor-parallel layer. Each link in the first column leads to
-code or a page for the engine.
+Each cell of the table is a test in real processes. In each test, one rank or one group of ranks has no data. The ranks
+of a group share their batches: the stages of a pipeline, or the ranks of a tensor-parallel layer. Each link in the first
+column leads to code or a page for the engine.
 
 """
 BOTTOM = """

@@ -30,8 +30,8 @@ with Join([], process_group=None) as join:
 ranks wait for it.
 
 Each cell of the table is a test in real processes. In each test, one rank or one group of ranks has no data. The ranks
-of a group share their batches: the stages of a pipeline, or the ranks of a tensor-parallel layer. Each link in the first
-column leads to code or a page for the engine.
+of a group share their batches: the stages of a pipeline, or the ranks of a tensor-parallel layer. Each link in the
+first column leads to code or a page for the engine.
 
 """
 BOTTOM = """

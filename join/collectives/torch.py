@@ -116,7 +116,6 @@ class TorchCollective(StoreCollective):
     def _connect(self, group: dist.ProcessGroup, rank: int, world_size: int) -> None:
         self._take_place(rank, world_size, group.rank(), group.size())
         self._group = group
-        # For CPU tensors; without it the companion serves, because each gloo group connects all ranks with all.
         self._cpu_group = group if has_cpu_backend(group) else None
         self._shared = _shared.setdefault(group, _Shared(timeout_of(group).total_seconds()))
         self._agreed, self._blocks = self._shared.agreed, self._shared.blocks
@@ -171,15 +170,21 @@ class TorchCollective(StoreCollective):
             self._made = False
             dist.destroy_process_group()
 
+    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        if tensor.is_cpu and self._cpu_group is not None:
+            return self._cpu_group
+        group = self.group  # checks that the collective is set up
+        # The companion serves for CPU tensors, because each gloo group connects all ranks with all.
+        return self.companion().group if tensor.is_cpu else group
+
     @override
     def companion(self) -> TorchCollective:
         # The companion carries CPU tensors only, whatever the backend of the group.
-        group = self.group
         if self._shared.companion is None:
-            ranks, limit = distributed_c10d.get_process_group_ranks(group), self._shared.timeout
+            ranks, limit = distributed_c10d.get_process_group_ranks(self.group), self._shared.timeout
             with for_small_messages():
-                made: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
-            self._shared.companion = TorchCollective(made)
+                group: Any = dist.new_group(ranks, timedelta(seconds=limit), "gloo", use_local_synchronization=True)
+            self._shared.companion = TorchCollective(group)
         return self._shared.companion
 
     @override
@@ -231,7 +236,7 @@ class TorchCollective(StoreCollective):
     @override
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         # This is called at every step, and dist.all_reduce would add 10 us of Python to the group's own method.
-        group = (self._cpu_group or self.companion().group) if tensor.is_cpu else self.group
+        group = self._group_for(tensor)
         if op == "sum":
             return group.allreduce([tensor])
         check_op(op)
@@ -245,14 +250,14 @@ class TorchCollective(StoreCollective):
         options = dist.BroadcastOptions()
         options.rootRank = source
         options.rootTensor = 0
-        group = (self._cpu_group or self.companion().group) if tensor.is_cpu else self.group
+        group = self._group_for(tensor)
         return group.broadcast([tensor], options)
 
     @override
     def all_gather_into(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor]) -> Work:
         self._check_outputs(tensor, outputs)
         # Tensors are sent as bytes, because gloo does not support every dtype.
-        group = (self._cpu_group or self.companion().group) if tensor.is_cpu else self.group
+        group = self._group_for(tensor)
         return group.allgather([[as_bytes(output) for output in outputs]], [as_bytes(tensor.contiguous())])
 
     @property

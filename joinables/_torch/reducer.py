@@ -262,14 +262,14 @@ def forget_use(ddp: DistributedDataParallel) -> None:
         ddp.reducer._reset_state()
 
 
-def used_anywhere(ddp: DistributedDataParallel) -> torch.Tensor:
-    """Return for each reduced parameter whether the last reduction changed its ``grad``.
+def used_anywhere(ddp: DistributedDataParallel) -> torch.Tensor | None:
+    """Return for each reduced parameter whether the last reduction changed its ``grad``; ``None`` means all.
 
     It needs ``find_unused_parameters``. Replaces the result of the all-reduce of the used map, which is in the
     reducer's copy of the map afterwards. The result is on the module's device, so using it there does not make the host
-    wait.
+    wait. A gradient that is a view of its bucket is reduced with it, even if no rank used the parameter.
     """
-    return ddp.reducer._get_local_used_map() > 0
+    return None if ddp.gradient_as_bucket_view else ddp.reducer._get_local_used_map() > 0
 
 
 @torch.no_grad()

@@ -799,9 +799,7 @@ class Contributions:
     def end(self) -> None:
         """Turn the result of a reduction, which is the sum divided by the world size, into the requested mean."""
         reduction, scale = self.reduction, self._world_size * self.reduction.unit
-        # Gradients that are views of buckets are reduced with them, even if no rank used their parameters.
-        leaves_unused = self._leaves_unused and not self._ddp.gradient_as_bucket_view
-        touched = reducer.used_anywhere(self._ddp) if leaves_unused else None
+        touched = reducer.used_anywhere(self._ddp) if self._leaves_unused else None
         if self.last_result.taken_out:
             if self._adds_result_later():
                 self.last_result.add(1.0)

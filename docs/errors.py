@@ -77,9 +77,9 @@ value that differs from one error to the next.
 Two kinds of error have no code of their own:
 
 - `PeerError` is raised by the ranks that did not fail. It quotes the error of the rank that failed. Look up the code of
-  the quoted error, fix its cause, and restart all processes from a checkpoint. If an error
-  quotes `[J060]` after `rank N failed:`, rank N only waited: the text of `[J060]` names the ranks to look at. If a rank
-  is gone and left no error to quote, the code is `[J064]`.
+  the quoted error, fix its cause, and restart all processes from a checkpoint. If an error quotes `[J060]` after
+  `rank N failed:`, rank N only waited: the text of `[J060]` names the ranks to look at. If a rank is gone and left no
+  error to quote, the code is `[J064]`.
 - `EarlyTerminationError` is raised if you pass `throw_on_early_termination=True` and a rank runs out of batches. It has
   the same texts as in PyTorch.
 

@@ -146,8 +146,8 @@ def raise_difference(collective: Collective, values: Values) -> None:
         raise ProtocolError(
             f"Ranks that made the same steps hold different values: {text}. Step optimizers, schedulers and scalers"
             " alike on all ranks, even if join.shadowing is true. Pass a scheduler a loss that is reduced over all"
-            " ranks. Set learning rates by a counter that is equal on all ranks, such as one to which you add"
-            " join.report.steps after each block. [J441]"
+            " ranks. Set learning rates by a counter that is equal on all ranks: after each block, continue with the"
+            " largest counter of all ranks. [J441]"
         )
 
 

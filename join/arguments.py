@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -181,6 +182,28 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
             " Join(...). [J016]"
         )
     return collective
+
+
+def collective_to_tell(objects: Sequence[Any], group: Any) -> Collective | None:
+    """Return the collective of the ranks that wait for this one if it cannot build or enter a ``Join``.
+
+    Args:
+        objects: The first argument of ``Join``, as far as it is known.
+        group: The argument ``process_group`` of ``Join``; ``...`` if it was not passed.
+
+    Returns:
+        The collective of the process group, of the first object that has one, or of the default group. ``None`` if
+        there is no process group.
+    """
+    with suppress(Exception):
+        if group is not ...:
+            return collective_of(group)
+    for obj in objects:
+        with suppress(Exception):  # this object may be the cause of the failure
+            for joinable in joinables_of(obj):
+                if joinable.communicates:
+                    return collective_of(joinable.join_process_group)
+    return collective_of(None) if dist.is_initialized() else None
 
 
 def check_initialised(joinable: Any) -> None:

@@ -91,7 +91,7 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
 
     Nothing is sent inside another block on the group, because that block sends the error when it is left.
     """
-    if id(collective) not in channels:
+    if collective.world_size > 1 and id(collective) not in channels:
         peers = Peers(collective, collective.next_block(), Progress)
         peers.post(error)
         peers.end()
@@ -139,8 +139,6 @@ class OpenBlock:
         channel.open(scope)
         channels[id(collective)] = self.channel = channel
         self._previous_limit: timedelta | None = None  # time limit of the group's operations outside the block
-        self.loop: Iteration | None = None
-        """Last loop over ``Join.iterate`` in the block, if any."""
         self.undo = ExitStack()
         """Callbacks that run when the block is left, whatever happened in it; the one added last runs first."""
         self.undo.callback(self._close_channel)
@@ -191,7 +189,7 @@ class OpenBlock:
         except BaseException as error:
             self._fail(error)
             raise
-        self._tally = replace(self.channel.headers.tally)
+        self._tally, self._loops = replace(self.channel.headers.tally), self.channel.loops
         self._started = time.monotonic()
         for member in self._scope.members:
             member.announced_at = self._started
@@ -226,11 +224,12 @@ class OpenBlock:
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
-    def end(self, error: BaseException | None) -> Callable[[], JoinReport] | None:
+    def end(self, error: BaseException | None, loop: Iteration | None) -> Callable[[], JoinReport] | None:
         """Shadow the other ranks until all are out of data, then synchronise; called when the user's code has ended.
 
         Args:
             error: The exception that the code raised, if any; the caller raises it after this call.
+            loop: The last loop over ``Join.iterate`` in the block, if any.
 
         Returns:
             A function that returns the report of all ranks; ``None`` after an error.
@@ -238,7 +237,6 @@ class OpenBlock:
         Raises:
             PeerError, ProtocolError, JoinTimeoutError: If the block failed, here or on another rank.
         """
-        loop = self.loop
         if error is not None:
             if loop is not None and loop.running:
                 loop.fail(error)
@@ -252,6 +250,11 @@ class OpenBlock:
         except BaseException as failure:
             self._fail(failure)  # other ranks may wait for this one
             raise
+
+    @property
+    def _has_looped(self) -> bool:
+        """Whether a loop over ``Join.iterate`` has begun in this block, on all ranks alike."""
+        return self.channel.loops > self._loops
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with ``error``; raise the failure of another rank that caused it, if there is one."""
@@ -275,7 +278,8 @@ class OpenBlock:
             own = OwnTensors(collective, tensors, headers.leader, collective.agreed[self._digest])
         with profiled("compare"):
             rows = self.channel.guard.wait(work, "has left its block", work.rows)
-        outcome = self._compare(outcome, [_End(*_END.unpack_from(row)) for row in rows], values)
+        ends = [_End(*_END.unpack_from(row)) for row in rows]
+        outcome = self._compare(outcome, ends, values)
         self._restore_limit()  # because a copy of all state may take longer than a burst
         if own is None or outcome.shadowed:
             self._copy_all(headers.leader)
@@ -284,8 +288,9 @@ class OpenBlock:
             self.channel.synchronise_own(own, self._scope.members, headers.leader)
         for member in self._scope.members:
             member.hook.post_hook(outcome.last)
+        counts_steps = self._has_looped and not (outcome.shadowed or any(end.total_steps for end in ends))
         return lambda: JoinReport(
-            tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), outcome.even
+            tuple(RankReport.of(rank, row[_END.size :]) for rank, row in enumerate(rows)), outcome.even, counts_steps
         )
 
     def _row(self, out_of_data_at: float) -> RankReport:
@@ -295,7 +300,7 @@ class OpenBlock:
         # Announced and shadowed bursts together are equally many on all ranks, so all choose the same member.
         busiest = max(announcing, key=lambda member: sum(member.times) + member.shadowed)
         steps, shadowed = sum(busiest.times), busiest.shadowed
-        if not (steps or shadowed):  # no rank has announced anything in its loops, as in an evaluation
+        if self._has_looped:
             steps, shadowed = spent.batches, spent.dummies
         sent, times = (spent.idle, spent.headers, spent.nbytes), tuple(busiest.times)
         return RankReport(self._collective.rank, steps, shadowed, joined_at, ended_at, *sent, times)

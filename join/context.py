@@ -8,7 +8,8 @@ inside a block, and ``join.loop`` the loops over :meth:`Join.iterate`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from join.arguments import (
     checked_divisor,
     checked_timeout,
     checked_weight,
+    collective_to_tell,
     common_collective,
     entered_with,
     expand,
@@ -37,7 +39,7 @@ from join.loop import Batches, Iteration, LoopAlone, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
 from join.report import JoinReport
-from join.scaling import checked_divided_over, factor_in_loop, scaled
+from join.scaling import checked_divided_over, factor_in_loop, scale_alone, scaled
 
 T = TypeVar("T")
 L = TypeVar("L", bound="torch.Tensor | float")
@@ -113,17 +115,18 @@ class Join:
         loss_divided_by: int = 1,
         **kwargs: Any,
     ) -> None:
-        self._timeout = checked_timeout(timeout)
-        self._objects, self._group = listed(joinables, process_group), process_group
-        self._block: OpenBlock | None = None  # while the block is open
-        self._enable = enable
-        self._reset()
-        check_keywords(self._joinables, kwargs)
-        divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
-        check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
-        self._throw, self._kwargs = throw_on_early_termination, kwargs
-        self._divisor = checked_divisor(loss_divided_by)
-        self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._block: OpenBlock | None = None  # while the block is open, if it does anything
+        self._enable, self._group, self._objects = enable, process_group, list[Any]()
+        with self._told_to_others():
+            self._timeout = checked_timeout(timeout)
+            self._objects = listed(joinables, process_group)
+            self._reset()
+            check_keywords(self._joinables, kwargs)
+            divides = {name: value for name, value in kwargs.items() if name == "divide_by_initial_world_size"}
+            check_flags({"enable": enable, "throw_on_early_termination": throw_on_early_termination} | divides)
+            self._throw, self._kwargs = throw_on_early_termination, kwargs
+            self._divisor = checked_divisor(loss_divided_by)
+            self._over_all_ranks = bool(kwargs.get("divide_by_initial_world_size", True))
         self._weight: float | None = None  # outside a block, and at the beginning of each block
         self._scope: Scope | None = None  # while the block is open
 
@@ -131,7 +134,6 @@ class Join:
         """Make new joinables for the objects, and forget the report: both belong to the previous block."""
         self._joinables = expand(self._objects) if self._objects else [NothingListed(self._group)]
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
-        self._enable = self._enable and any(joinable.communicates for joinable in self._joinables)
         self._loop: Iteration | LoopAlone | None = None  # that began last
         self._report: Callable[[], JoinReport] | None = None
 
@@ -296,8 +298,11 @@ class Join:
                 " join.iterate. [J470]"
             )
         weight = None if self._scope is None else self._scope.weight
-        if block is None or weight is None:
+        if weight is None:
             return loss
+        if block is None:
+            targets = [joinable.join_target for joinable in self._joinables]
+            return scale_alone(scaled(loss, self._divisor), weight, targets)
         scaling = block.channel.scaling
         return scaling.scale(loss, weight * self._divisor, scaling.unit)
 
@@ -457,16 +462,25 @@ class Join:
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         check_loader(loader)
-        block = self._block
-        if block is None:  # with enable=False
-            self._loop = LoopAlone(loader, options, self._collective.world_size)
-        else:
-            if block.loop is not None and block.loop.running:
-                block.loop.leave(superseded=True)
-            self._loop = block.loop = Iteration(
-                block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks
-            )
-        return Batches(self._loop)
+        scope, block = self._scope, self._block
+        loop = (
+            LoopAlone(loader, options, self._collective.world_size)
+            if block is None  # with enable=False
+            else Iteration(block.channel, loader, options, throw=self._throw, over_all_ranks=self._over_all_ranks)
+        )
+
+        def begin() -> None:
+            if self._scope is not scope:
+                raise JoinError(
+                    "A loop over join.iterate began after its block had ended. Call join.iterate in the block in which"
+                    " the loop runs. [J563]"
+                )
+            if self._loop is not None and self._loop.running:
+                self._loop.leave(superseded=True)
+            self._loop = loop
+
+        loop.on_begin = begin
+        return Batches(loop)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "weight":
@@ -532,22 +546,22 @@ class Join:
     def __enter__(self) -> Self:
         if self._scope is not None:
             raise JoinError("This Join is open already. Leave its block first, or make another Join. [J058]")
-        self._reset()
-        for joinable in self._joinables:
-            if join_of(joinable.join_target) is not None:
-                raise JoinError(f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]")
-        if not self._enable:
+        with self._told_to_others():
+            self._reset()
+            for joinable in self._joinables:
+                if join_of(joinable.join_target) is not None:
+                    raise JoinError(
+                        f"{joinable.join_name} is inside another Join block. Leave that block first. [J059]"
+                    )
+        if not (self._enable and any(joinable.communicates for joinable in self._joinables)):
             self._scope = Scope([], self._throw, self._timeout, self._weight)
             claim(self, self._joinables, enable=False, throw=False)
             return self
-        try:
+        with self._told_to_others():
             members = [Member(joinable, hook_of(joinable, self._kwargs)) for joinable in self._joinables]
-            self._scope = Scope(members, self._throw, self._timeout, self._weight)
-            self._block = block = OpenBlock(self._collective, self._scope)
-        except BaseException as error:
-            self._scope = None
-            report_failed_entry(self._collective, error)
-            raise
+            scope = Scope(members, self._throw, self._timeout, self._weight)
+            block = OpenBlock(self._collective, scope)
+        self._scope, self._block = scope, block
         block.undo.callback(self._unconfigure)
         try:
             arguments = {"throw_on_early_termination": self._throw, "timeout": self._timeout, **self._kwargs}
@@ -562,15 +576,14 @@ class Join:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._enable:
+        block, loop = self._block, self._loop
+        if block is None:
             self._unconfigure()
             self._report = JoinReport if error is None else None
             return
-        assert self._block is not None
-        block = self._block
         try:
-            self._report = block.end(error)
-            if error is None and self._loop is None and not self._objects:
+            self._report = block.end(error, loop if isinstance(loop, Iteration) else None)
+            if error is None and loop is None and not self._objects:
                 warnings.warn(
                     "A block that lists nothing is meant for loops over join.iterate, but it had none. Write for batch"
                     " in join.iterate(loader).",
@@ -578,6 +591,16 @@ class Join:
                 )
         finally:
             block.undo.close()
+
+    @contextmanager
+    def _told_to_others(self) -> Generator[None]:
+        """Send an exception to the other ranks, which wait for this one to enter a block."""
+        try:
+            yield
+        except BaseException as error:
+            if self._enable and (collective := collective_to_tell(self._objects, self._group)) is not None:
+                report_failed_entry(collective, error)
+            raise
 
     def _unconfigure(self) -> None:
         self._scope = self._block = None

@@ -156,6 +156,8 @@ class Iteration:
         ValueError: If the dummy batches would count in a listed module.
     """
 
+    on_begin: Callable[[], None]
+    """Called when the loop begins, before anything is sent; set by the ``Join`` of the loop."""
     _lockstep: Lockstep  # set when the loop begins
     _counts: StepCounts  # set when the loop begins
 
@@ -274,6 +276,7 @@ class Iteration:
 
     def _begin(self) -> None:
         """Begin the loop and its first round, with all ranks."""
+        self.on_begin()
         channel, options = self._channel, self._options
         lockstep = self._lockstep = channel.begin_loop()
         self._phase = _Phase.RUNNING
@@ -590,7 +593,7 @@ class StepCounts:
         if self._guard.closed:
             self._guard.raise_closed()
         if step.ends_window:
-            self._channel.scaling.window_number += 1
+            self._channel.scaling.begin_window()
         self.begun = index + 1
         step.number = lockstep.progress.steps
         step.shadowing = index >= self.own_batches
@@ -777,6 +780,9 @@ class LoopAlone:
         world_size: The number of ranks, which are assumed to have the same numbers of batches.
     """
 
+    on_begin: Callable[[], None]
+    """Called when the loop begins; set by the ``Join`` of the loop."""
+
     def __init__(self, loader: Iterable[Any], options: Options, world_size: int) -> None:
         self._length, self._window, self._world_size = length_of(loader), options.window, world_size
         self.ahead = ReadAhead(loader, options.weigh)
@@ -784,9 +790,20 @@ class LoopAlone:
         """Current step; ``None`` outside the loop."""
         self.is_last_step = False
         """Whether the current step is the last one."""
+        self._is_superseded = False  # whether another loop has begun in the middle of this one
+
+    @property
+    def running(self) -> bool:
+        """Whether the loop has begun and not ended."""
+        return self.step is not None
+
+    def leave(self, *, superseded: bool = False) -> None:
+        """Leave the loop before its end."""
+        self.step, self._is_superseded = None, superseded
 
     def batches(self) -> Generator[Any]:
         """Yield the batches."""
+        self.on_begin()
         ahead, number, window = self.ahead, 0, self._window
         size = window if isinstance(window, int) else max(ahead.read(sys.maxsize), 1)
         try:
@@ -799,6 +816,8 @@ class LoopAlone:
                     self.step = Step(number, weight=weight, total=total, ends_window=place == len(weights))
                     self.is_last_step = len(ahead.held) == 1 and ahead.error is None
                     yield ahead.take()
+                    if self._is_superseded:
+                        raise JoinError(ONE_AT_A_TIME)
                 if not ahead.held:
                     break
             if ahead.error is not None:

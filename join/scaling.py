@@ -15,17 +15,21 @@ The sum over ranks and micro-batches is then the weighted mean.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
 from join.batch import Step
-from join.collectives._torch_private import after_backward, on_gradient
+from join.collectives._torch_private import accumulators, after_backward, are_zero, on_gradient, will_run, writes_to
 from join.errors import JoinError
 from join.joinable import Joinable
 
 L = TypeVar("L", bound="torch.Tensor | float")
+_window_numbers = count(1)  # modules remember the number of a window from one block to the next
 
 
 def scaled(loss: L, factor: float) -> L:
@@ -50,11 +54,15 @@ class Scaling:
         self.in_use: bool | None = None
         """Whether the current loop scales its losses; ``None`` before its first backward."""
         self.window_number = 0
-        """Number of the current accumulation window, counted over all loops."""
+        """Number of the current accumulation window, which no other window of this process has."""
         self.is_due = False
         """Whether the current loop must scale its losses and has scaled none."""
         self.unit = 1.0
         """Divisor of losses in a plain block: a power of two, the same on all ranks."""
+
+    def begin_window(self) -> None:
+        """Begin an accumulation window of a loop."""
+        self.window_number = next(_window_numbers)
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
@@ -144,6 +152,95 @@ class Scaling:
 
 
 _CALL = "Call join.scale(loss).backward() for every backward."
+
+
+# -- in a plain block that does nothing --------------------------------------------------------------------------------
+
+
+class WindowAlone:
+    """Accumulation window of a listed object in plain blocks that do nothing: ``enable=False``, or a single process.
+
+    Before each backward, the gradients of earlier backwards are multiplied so that together they become the weighted
+    mean. A window ends with a backward that DDP reduces, with a step, which writes to parameters, and with
+    ``zero_grad``.
+    """
+
+    def __init__(self) -> None:
+        self._weight = 0.0  # of the backwards
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}  # the gradients from before the window, by parameter
+        self._steps: dict[int, int] = {}  # the writes to each parameter by the end of the last backward
+        self._writes: list[tuple[int, int]] = []  # the writes to each gradient by then
+
+    @torch.no_grad()
+    def add(self, weight: float, trained: Sequence[torch.Tensor], *, is_reduced: bool) -> float:
+        """Add a backward, and return the factor of its loss.
+
+        Args:
+            weight: The weight of the batch.
+            trained: The parameters that are not frozen.
+            is_reduced: Whether DDP reduces the gradients at the end of the backward.
+        """
+        held = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
+        has_stepped = any(self._steps.get(key, writes) != writes for key, writes in writes_to(trained))
+        if has_stepped or (writes_to(held.values()) != self._writes and are_zero(held.values())):
+            self._weight = 0.0
+        if not self._weight:
+            self._kept = {} if are_zero(held.values()) else {each: grad.clone() for each, grad in held.items()}
+        before, self._weight = self._weight, self._weight + weight
+        share = weight / self._weight if weight else 0.0
+        for parameter, gradient in held.items() if before and weight else ():
+            gradient.mul_(1 - share)
+            if parameter in self._kept:
+                gradient.add_(self._kept[parameter], alpha=share)
+        after_backward(partial(self._end_backward, trained, is_reduced=is_reduced))
+        return share
+
+    def _end_backward(self, trained: Sequence[torch.Tensor], *, is_reduced: bool) -> None:
+        self._steps, self._writes = dict(writes_to(trained)), writes_to(parameter.grad for parameter in trained)
+        if is_reduced:
+            self._weight = 0.0
+
+
+_alone: WeakKeyDictionary[Any, WindowAlone] = WeakKeyDictionary()  # by module or optimizer: windows outlast blocks
+
+
+def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
+    """Scale a loss in a plain block that does nothing, so that gradients become the weighted mean over a window.
+
+    Args:
+        loss: The loss of a batch.
+        weight: The weight of the batch.
+        targets: The listed objects.
+    """
+
+    def begin_backward(gradient: torch.Tensor) -> torch.Tensor:
+        windows: list[tuple[WindowAlone, Sequence[torch.Tensor], bool]] = []
+        seen: set[torch.Tensor] = set()  # an optimizer holds parameters of modules
+        for target in targets:
+            if isinstance(target, torch.nn.Module):
+                parameters = list(target.parameters())
+            else:
+                parameters = [each for group in getattr(target, "param_groups", ()) for each in group["params"]]
+            if trained := [each for each in parameters if each.requires_grad and each not in seen]:
+                seen.update(trained)
+                is_reduced = getattr(target, "require_backward_grad_sync", False)
+                windows.append((_alone.setdefault(target, WindowAlone()), trained, is_reduced))
+        reached = [window for window in windows if any(map(will_run, accumulators(window[1])))]
+        # Behind reentrant checkpoints, no parameter is seen at the beginning of the backward.
+        added = reached or windows
+        shares = {window.add(weight, trained, is_reduced=reduced) for window, trained, reduced in added}
+        if len(shares) > 1:
+            raise JoinError(
+                "A scaled loss reached several modules whose accumulation windows have different weights so far, in a"
+                " block with enable=False or in a single process. Loop over join.iterate(loader, window=k), or call"
+                " zero_grad() on each module at the beginning of its window. [J564]"
+            )
+        return gradient * shares.pop() if shares else gradient
+
+    result = scaled(loss, float(weight > 0))
+    if isinstance(result, torch.Tensor) and result.requires_grad:
+        on_gradient(result, begin_backward)
+    return result
 
 
 def checked_divided_over(divided_over: Any) -> float:

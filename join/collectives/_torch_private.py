@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -54,6 +54,43 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tenso
     tensor._backward_hooks = OrderedDict({_NO_HANDLE: hook})
     tensor.grad_fn._register_hook_dict(tensor)  # pyright: ignore[reportOptionalMemberAccess]
     return None
+
+
+def accumulators(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the nodes of the graph that accumulate the gradients of parameters, frozen or not.
+
+    A parameter keeps its node while it is frozen and thawed. Replaces ``get_gradient_edge`` for frozen parameters.
+    """
+    nodes: list[Any] = []
+    for parameter in parameters:
+        is_trained = parameter.requires_grad
+        nodes.append(torch.autograd.graph.get_gradient_edge(parameter.requires_grad_(True)).node)
+        parameter.requires_grad_(is_trained)
+    return nodes
+
+
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the current backward pass runs an accumulator; ``torch.autograd.grad`` runs none.
+
+Replaces a public query, which ``torch.autograd.graph.register_multi_grad_hook`` makes in the same way. It raises
+RuntimeError if ``torch.autograd.grad`` computes the gradient of the parameter.
+"""
+
+
+def writes_to(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """Return the id of each tensor and the number of its in-place writes, for a later comparison.
+
+    Replaces a query for changes of a gradient by ``zero_grad`` or a backward, and of a parameter by a step.
+    """
+    return [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
+
+
+def are_zero(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all elements of all tensors are 0, with one host synchronisation for each device."""
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        flags.setdefault(tensor.device, []).append(tensor.any())
+    return not any(bool(torch.stack(flags_here).any()) for flags_here in flags.values())
 
 
 _NOTHING = nullcontext()

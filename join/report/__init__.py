@@ -18,25 +18,25 @@ class JoinReport:
     Attributes:
         ranks: One row for each rank; empty for a block with ``enable=False``.
         even: Whether all ranks ran out of data together.
+        counts_steps: Whether all steps of the block were steps of loops over ``Join.iterate``.
     """
 
     ranks: tuple[RankReport, ...] = ()
     even: bool = True
+    counts_steps: bool = False
 
     @property
     def steps(self) -> int:
-        """Number of steps of the block as a whole, as a single process would count them.
-
-        It is the largest sum of ``steps`` and ``shadowed`` of a rank. If you set a learning rate by a counter, add this
-        number to the counter after each block. The counter is then equal on all ranks.
+        """Number of steps of the loops over ``Join.iterate`` in the block, which all ranks made.
 
         Raises:
-            JoinError: For a block with ``enable=False``.
+            JoinError: If the block had a loop of another kind, which may run any number of backwards in a step.
         """
-        if not self.ranks:
+        if not self.counts_steps:
             raise JoinError(
-                "report.steps is unknown after a block with enable=False. Such a block counts no steps. Count the steps"
-                " of your loop yourself. [J442]"
+                "report.steps is unknown after this block, because only loops over join.iterate count their steps. Loop"
+                " over join.iterate, or count the steps of your loop on each rank, and all-reduce the largest count"
+                " after the block. [J442]"
             )
         return max(row.steps + row.shadowed for row in self.ranks)
 

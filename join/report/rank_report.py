@@ -27,11 +27,11 @@ class RankReport:
 
     Attributes:
         rank: The rank in the process group.
-        steps: The number of bursts that this rank announced for the joinable with the most announcements. If the loops
-            over ``Join.iterate`` in a block announced none, as in an evaluation, the number of batches that this rank
-            had in them.
-        shadowed: The number of bursts of other ranks that this rank shadowed, counted in the same way; in such loops,
-            the number of its dummy batches.
+        steps: The number of batches that this rank had in loops over ``Join.iterate``. If the block had no such loop,
+            the number of bursts, such as backwards, that this rank announced for the joinable with the most
+            announcements.
+        shadowed: The number of dummy batches of this rank in such loops. If the block had none, the number of bursts of
+            other ranks that this rank shadowed, of the same joinable.
         joined_at: Seconds from entering the block until this rank was out of data.
         ended_at: Seconds from entering the block until all ranks were out of data.
         idle: Seconds that this rank waited for headers after it had joined.

@@ -29,15 +29,6 @@ def in_backward() -> bool:
     return backward_under_way() != -1
 
 
-def gradient_writes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the id of each gradient and the number of its in-place writes, for a later comparison.
-
-    Replaces a query for changes of a gradient by ``zero_grad`` or a backward.
-    """
-    gradients = (parameter.grad for parameter in parameters)
-    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
-
-
 def hook_gradients(
     parameters: Sequence[torch.Tensor],
     handles: dict[int, Any],
@@ -60,21 +51,6 @@ def remove_hooks(handles: dict[int, Any]) -> None:
     for handle in handles.values():
         handle.remove()
     handles.clear()
-
-
-def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the nodes of the graph that accumulate the gradients of parameters, without frozen parameters."""
-    return [
-        torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad
-    ]
-
-
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Return whether the current backward pass runs an accumulator; ``torch.autograd.grad`` runs none.
-
-Replaces a public query, which ``torch.autograd.graph.register_multi_grad_hook`` makes in the same way. It raises
-RuntimeError if ``torch.autograd.grad`` computes the gradient of the parameter.
-"""
 
 
 def once_before(nodes: Sequence[Any], hook: Callable[[], None]) -> None:

@@ -152,7 +152,10 @@ def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]
     synchronised = parameters(ddp)
     if all(parameter.requires_grad for parameter in synchronised):
         return synchronised
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    try:
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:  # one of the buckets is sparse, and the block is refused
+        return synchronised
     reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
     return [parameter for parameter in synchronised if id(parameter) in reduced]
 

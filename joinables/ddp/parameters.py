@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from join import Join
 from join.collectives import Collective
+from join.collectives._torch_private import accumulators
 from joinables._torch import autograd, reducer
 from joinables.ddp.records import memory_of
 
@@ -147,8 +148,8 @@ class StaticGraph:
         def arrived(index: int, *_: Any) -> None:
             counts[index] += 1
 
-        nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in self._parameters]
-        handles: list[Any] = [node.register_hook(partial(arrived, i)) for i, node in enumerate(nodes)]
+        nodes = enumerate(accumulators(self._parameters))
+        handles: list[Any] = [node.register_hook(partial(arrived, index)) for index, node in nodes]
 
         def finish() -> None:
             for handle in handles:

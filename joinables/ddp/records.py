@@ -6,6 +6,7 @@ from one block to the next. It is not on the module, which belongs to the user, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -21,15 +22,19 @@ class Window:
     Attributes:
         unreduced: Whether this rank has gradients that no reduction has included yet.
         weight: The sum of the weights of this rank's backwards in a plain block; ``None`` if they have no weights.
+        unit: The unit of these weights (``join.scaling``) in the block of the last backward.
         number: The number of the accumulation window in a loop over ``Join.iterate``; 0 in a plain block,
             and after a reduction until the next backward.
         with_dummies: Whether a rank had no data in one of the backwards in such a loop.
+        writes: The writes to each gradient by the end of the last backward; empty before it.
     """
 
     unreduced: bool = False
     weight: float | None = None
+    unit: float = 1.0
     number: int = 0
     with_dummies: bool = False
+    writes: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(slots=True)
@@ -64,7 +69,6 @@ class Memory:
 
     Attributes:
         open_window: The window that the last block left unreduced, until the next backward; ``None`` without one.
-        writes: The writes to each gradient by the end of that block.
         may_have_result: Whether the gradients may contain the result of the last reduction.
         buffer_shapes: The shapes of the buffers at their last synchronisation, which are the same on all ranks. The
             present shapes may differ, since one rank may evaluate between blocks.
@@ -73,7 +77,6 @@ class Memory:
     """
 
     open_window: Window | None = None
-    writes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     may_have_result: bool = True
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     arrivals: list[int] | None = None

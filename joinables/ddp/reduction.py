@@ -27,7 +27,7 @@ steps on the gradients (``ZeroRedundancyOptimizer``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 from weakref import ref
@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.batch import StepBatch
-from join.collectives._torch_private import on_gradient
+from join.collectives._torch_private import accumulators, are_zero, on_gradient, will_run, writes_to
 from join.protocol.channel import Channel
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
@@ -77,7 +77,7 @@ class GradientSync(DDPBurst):
         super().__init__(ddp)
         self._buffers, self._rebuild = buffers, rebuild
         self._parameters = reducer.reduced_parameters(ddp)
-        self._accumulators = autograd.accumulators(self._parameters)
+        self._accumulators = accumulators(self._parameters)
         self._static_graph = StaticGraph(ddp, self._parameters)
         self._forwards = Forwards(ddp, self._parameters, buffers)
         self.mixes_ranks = mixing(self.join_name, self._forwards.norms)  # a NaN on a dummy would reach other ranks
@@ -101,7 +101,7 @@ class GradientSync(DDPBurst):
             raise ValueError(IN_TORCH_JOIN)
         for name, layer in cast("Iterator[tuple[str, torch.nn.Module]]", self._ddp.named_modules()):
             is_embedding = isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-            if is_embedding and layer.sparse and layer.weight.requires_grad:
+            if is_embedding and layer.sparse and any(layer.weight is parameter for parameter in self._parameters):
                 raise ValueError(
                     f"The layer {name!r} has sparse gradients, which a rank without data cannot receive. Build it with"
                     " sparse=False. [J110]"
@@ -208,7 +208,7 @@ class GradientSync(DDPBurst):
             return
         self._backward, self._end_calls = backward, None
         try:
-            reaches_parameters = any(map(autograd.will_run, self._accumulators))
+            reaches_parameters = any(map(will_run, self._accumulators))
         except RuntimeError:  # torch.autograd.grad computes the gradient of one of the parameters
             reaches_parameters = False
         if reaches_parameters:
@@ -253,6 +253,7 @@ class GradientSync(DDPBurst):
         if depends_on_others and result.may_remain and not contributions.window.unreduced and not in_loop:
             result.take_out()
         contributions.window.unreduced = True
+        self._at_end(contributions.remember_writes)
 
     def _begin_reduction(self, weight: float | None) -> None:
         """Begin the reduction at the end of the current backward, and announce it if the forward has not."""
@@ -280,11 +281,15 @@ class GradientSync(DDPBurst):
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
         if needs_end or self._rebuild.is_due or channel.lockstep is None:
-            if self._end_calls is None:  # twice, so that it runs after the callbacks that reducers queue meanwhile
-                autograd.after_backward(partial(autograd.after_backward, self._finish_reduction))
-            else:
-                self._end_calls.append(self._finish_reduction)
+            self._at_end(self._finish_reduction)
         self._forwards.reduces_next, contributions.last_result.may_remain = False, True
+
+    def _at_end(self, call: Callable[[], None]) -> None:
+        """Call a function when the current backward has ended, the backwards that it runs inside included."""
+        if self._end_calls is None:  # twice, so that it runs after the callbacks that reducers queue meanwhile
+            autograd.after_backward(partial(autograd.after_backward, call))
+        else:
+            self._end_calls.append(call)
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(
@@ -487,7 +492,7 @@ class Forwards:
         if torch.is_grad_enabled():
             self._on_forward()
         if self._may_run_backward_inside:
-            self._writes_before = autograd.gradient_writes(self._parameters)
+            self._writes_before = writes_to(parameter.grad for parameter in self._parameters)
         if channel.step.shadowing:  # SyncBatchNorm's statistics come from all ranks, so they count even on a dummy
             self._buffers_before = reducer.copied_buffers(self._ddp, but=self.norms)
         if watches:
@@ -531,7 +536,7 @@ class Forwards:
             self._on_backward(synchronises, gradient)
 
     def _refuse_backward_inside(self) -> None:
-        if autograd.gradient_writes(self._parameters) != self._writes_before:
+        if writes_to(parameter.grad for parameter in self._parameters) != self._writes_before:
             name = type(cast("object", self._ddp.module)).__name__
             raise JoinError(
                 f"A backward ran inside the forward of DistributedDataParallel({name}). It can neither be announced nor"
@@ -579,7 +584,7 @@ class Contributions:
     def detach(self) -> None:
         """Release the block that is left, and keep its unreduced window for the next block."""
         if self.window.unreduced and not self.last_result.taken_out:  # the last result is put back into the gradients
-            self.memory.open_window, self.memory.writes = self.window, autograd.gradient_writes(self._parameters)
+            self.memory.open_window = self.window
         if self.factors.factor != 1.0:
             self.factors.multiply_by(1.0)
         self.used.detach()
@@ -616,7 +621,11 @@ class Contributions:
                 "join.weight was set or unset in an accumulation window. Set it in every step or in none. [J111]"
             )
         if weight is not None:
-            window.weight = (window.weight or 0.0) + weight
+            window.weight, window.unit = (window.weight or 0.0) + weight, self._channel.scaling.unit
+
+    def remember_writes(self) -> None:
+        """Record the writes to the gradients at the end of a backward that leaves them unreduced."""
+        self.window.writes = writes_to(parameter.grad for parameter in self._parameters)
 
     def enter_step(self) -> None:
         """Begin a new window if the step is in another window of a loop over ``Join.iterate``, or after the loop.
@@ -640,26 +649,33 @@ class Contributions:
         window.with_dummies |= in_loop and channel.step.contributors < self._world_size
 
     def drop_if_zeroed(self) -> None:
-        """Drop the window if ``zero_grad`` has set all gradients to ``None`` since, so that they do not count.
-
-        Gradients of 0 do not show a call of ``zero_grad``, because a batch may produce them.
-        """
-        if self.last_result.has_no_gradient:
+        """Drop the window if ``zero_grad`` was called since its last backward, so that it does not count."""
+        if self._was_zeroed(self.window):
             self.window = Window()
             self.last_result.taken_out.clear()
+
+    def _was_zeroed(self, window: Window) -> bool:
+        """Return whether ``zero_grad`` was called since the last backward of a window.
+
+        It sets gradients to ``None``, or writes 0 to them. Gradients of 0 do not show a call without a write, because a
+        batch may produce them.
+        """
+        if self.last_result.has_no_gradient:
+            return True
+        is_written = window.writes and window.writes != writes_to(parameter.grad for parameter in self._parameters)
+        return bool(is_written) and self.last_result.gradients_are_zero
 
     def resume_window(self) -> None:
         """Resume the window that the last block has left open; called when the first backward begins.
 
-        The window is dropped if ``zero_grad`` was called since, which sets gradients to ``None`` or writes 0 to them. A
-        rank that only shadows does not call this, since it cannot know whether the loop would have called
-        ``zero_grad``.
+        The window is dropped if ``zero_grad`` was called since. A rank that only shadows does not call this, since it
+        cannot know whether the loop would have called ``zero_grad``.
         """
         window, self.memory.open_window = self.memory.open_window, None
-        writes = autograd.gradient_writes(self._parameters)
-        was_zeroed = self.memory.writes != writes and self.last_result.is_zero
-        if window is not None and not (was_zeroed or self.last_result.has_no_gradient):
-            self.window = window
+        if window is not None and not self._was_zeroed(window):
+            self.window, unit = window, self._channel.scaling.unit
+            if window.weight is not None and window.unit != unit:
+                reducer.multiply_gradients(self._parameters, window.unit / unit)
 
     @property
     def holds_unreduced(self) -> bool:
@@ -832,14 +848,9 @@ class LastResult:
         return all(parameter.grad is None for parameter in self._parameters)
 
     @property
-    def is_zero(self) -> bool:
-        """Whether the last result is 0 everywhere; reads all of it."""
-        return _are_zero(self.taken_out.values()) if self.taken_out else self.gradients_are_zero
-
-    @property
     def gradients_are_zero(self) -> bool:
         """Whether all gradients are 0, or there are none; reads all of them."""
-        return _are_zero(parameter.grad for parameter in self._parameters if parameter.grad is not None)
+        return are_zero(parameter.grad for parameter in self._parameters if parameter.grad is not None)
 
     def notice_zero_grad(self) -> None:
         """Check whether ``zero_grad`` has set all gradients to ``None``."""
@@ -882,11 +893,3 @@ class LastResult:
             if gradient is not None and used is not None:
                 gradient.copy_(torch.where(used[index].to(result.device), gradient, result))
         self.taken_out.clear()
-
-
-def _are_zero(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all elements of all tensors are 0, with one host synchronisation for each device."""
-    flags: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        flags.setdefault(tensor.device, []).append(tensor.any())
-    return not any(bool(torch.stack(flags_here).any()) for flags_here in flags.values())

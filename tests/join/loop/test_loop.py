@@ -511,7 +511,7 @@ def test_a_loop_that_is_left_inside_a_window_ends_the_block() -> None:
         for _ in join.iterate([0] * 4, window=2):
             break
         with pytest.raises(JoinError, match="inside an accumulation window"):
-            join.iterate([0])
+            list(join.iterate([0]))
         with pytest.raises(JoinError, match="has already ended") as caught:
             list(join.iterate([0]))
         join.close(caught.value)
@@ -613,7 +613,7 @@ def test_two_loops_and_a_plain_one_in_one_block() -> None:
                 counter()
         return counter.total, join.report.ranks[rank].steps
 
-    assert run_threads(3, run) == [(3 * 3 + 3 + 3, 1 + 1 + 0), (15, 2 + 1 + 1), (15, 3 + 1 + 2)]
+    assert run_threads(3, run) == [(3 * 3 + 3 + 3, 1 + 1), (15, 2 + 1), (15, 3 + 1)]
 
 
 def test_an_iterator_that_is_kept_after_a_break() -> None:
@@ -817,3 +817,28 @@ def test_a_logger_around_the_loop_and_not_inside() -> None:
 
     expected = [text for step in (1, 2, 3) for text in (f"ran {step}", f"logged {step}/3")]
     assert run_threads(3, run) == [expected] * 3
+
+
+def test_loops_that_are_made_before_the_first_begins() -> None:
+    def run(collective: ThreadCollective) -> tuple[list[bool], list[bool], list[Any]]:
+        rank = collective.rank
+        with Join([Leading(collective)]) as join:
+            train, valid = join.iterate(batches(rank, 3 - rank), until="first"), join.iterate(range(2))
+            is_last = [join.is_last_step for _ in train]
+            pending = join.pending
+            return is_last, [join.is_last_step for _ in valid], pending
+
+    for rank, found in enumerate(run_threads(2, run)):
+        assert found == ([False, True], [False, True], list(batches(rank, 3))[2:] if rank == 0 else [])
+
+
+def test_a_loop_that_begins_after_its_block() -> None:
+    def run(collective: ThreadCollective) -> None:
+        join = Join([Leading(collective)])
+        with join:
+            loop = join.iterate([0])
+        for again in (False, True):
+            with join if again else nullcontext(), pytest.raises(JoinError, match="J563"):
+                len(loop)
+
+    run_threads(2, run)

@@ -33,8 +33,12 @@ def train(rank: int, cleared: str, kind: str, validates: bool) -> dict[str, torc
     ddp = DistributedDataParallel(model)
     for block, counts in enumerate(COUNTS):
         with Join([ddp], divide_by_initial_world_size=kind != "contributors") as join:
+            if kind == "weights, after a reduction" and block == 0:  # which chooses the unit of the weights
+                join.weight = weight_of(rank, block)
+                join.scale(loss_of(ddp, rank, block)).backward()
+                ddp.zero_grad()
             for _ in range(counts[rank]):
-                if kind == "weights":
+                if kind.startswith("weights"):
                     join.weight = weight_of(rank, block)
                 ddp.require_backward_grad_sync = block == 1
                 join.scale(loss_of(ddp, rank, block)).backward()
@@ -47,15 +51,15 @@ def train(rank: int, cleared: str, kind: str, validates: bool) -> dict[str, torc
     return gradients(model)
 
 
-@pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights"])
+@pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights", "weights, after a reduction"])
 @pytest.mark.parametrize("cleared", CLEARED)
 @pytest.mark.parametrize("validates", [False, True])
 def test_equals_one_process(pool: Pool, cleared: str, kind: str, validates: bool) -> None:
     model = build("mlp")
     begins = 0 if CLEARED[cleared] is None else 1
     of_window = [(rank, block) for block in range(begins, 2) for rank in range(3) if COUNTS[block][rank]]
-    weights = [weight_of(*each) if kind == "weights" else 1.0 for each in of_window]
-    parts = {"all ranks": 3.0, "contributors": len({rank for rank, _ in of_window}), "weights": sum(weights)}[kind]
+    weights = [weight_of(*each) if kind.startswith("weights") else 1.0 for each in of_window]
+    parts = {"all ranks": 3.0, "contributors": len({rank for rank, _ in of_window})}.get(kind, sum(weights))
     for weight, each in zip(weights, of_window, strict=True):
         (loss_of(model, *each) * weight / parts).backward()
     for found in pool.run(train, cleared, kind, validates, ranks=3):
@@ -79,7 +83,55 @@ def brings_a_window(rank: int, cleared: str) -> str:
     return "fine"
 
 
-@pytest.mark.parametrize("cleared", ["kept", "set to None"])
+@pytest.mark.parametrize("cleared", CLEARED)
 def test_a_window_that_is_brought_into_a_loop(ending: Ending, cleared: str) -> None:
     for text in ending.run(brings_a_window, cleared):
         assert "call zero_grad() between loops" in text if cleared == "kept" else text == "fine"
+
+
+def leaves_a_loop(rank: int, one_block: bool) -> str:
+    """A loop leaves gradients that are not reduced, and another loop begins."""
+    ddp, data = DistributedDataParallel(build("mlp")), range(1 - rank)
+    try:
+        with Join([ddp]) as join:
+            for _ in join.iterate(data):
+                with ddp.no_sync():
+                    join.scale(loss_of(ddp, rank, 0)).backward()
+            if not one_block:
+                join.close()
+                join.open()
+            for _ in join.iterate(data):
+                join.scale(loss_of(ddp, rank, 1)).backward()
+    except JoinError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("one_block", [True, False])
+def test_a_window_of_a_loop_is_not_that_of_the_next(ending: Ending, one_block: bool) -> None:
+    for text in ending.run(leaves_a_loop, one_block):
+        assert "call zero_grad() between loops" in text
+
+
+def zeroes(rank: int, kind: str, to_none: bool) -> dict[str, torch.Tensor]:
+    """A window that zero_grad drops, after which rank 1 has no more data."""
+    model = build("mlp")
+    ddp = DistributedDataParallel(model)
+    with Join([ddp], divide_by_initial_world_size=kind != "contributors") as join:
+        for block in range(2 - rank):
+            if kind == "weights":
+                join.weight = weight_of(rank, block)
+            ddp.require_backward_grad_sync = block == 1
+            join.scale(loss_of(ddp, rank, block)).backward()
+            if block == 0:
+                ddp.zero_grad(set_to_none=to_none)
+    return gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["all ranks", "contributors", "weights"])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_window_that_is_dropped(pool: Pool, kind: str, to_none: bool) -> None:
+    model = build("mlp")
+    (loss_of(model, 0, 1) / (2.0 if kind == "all ranks" else 1.0)).backward()
+    for found in pool.run(zeroes, kind, to_none, ranks=2):
+        assert_same(found, gradients(model), TOLERANCE)

@@ -56,7 +56,7 @@ test-gpu: .venv/.test-installed
 
 SOAK ?= 500
 soak: .venv/.test-installed
-	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py
+	SOAK=$(SOAK) $(PYTEST) tests/joinables/test_random.py tests/joinables/test_random_blocks.py
 	TESTS=all $(BIN)/python -m pytest tests/join/failure/test_ends.py
 
 test-horovod: .venv-horovod/.installed

@@ -172,15 +172,16 @@ class WindowAlone:
         self._writes: list[tuple[int, int]] = []  # the writes to each gradient by then
 
     @torch.no_grad()
-    def add(self, weight: float, trained: Sequence[torch.Tensor], *, is_reduced: bool) -> float:
+    def add(self, weight: float, parameters: Sequence[torch.Tensor], *, is_reduced: bool) -> float:
         """Add a backward, and return the factor of its loss.
 
         Args:
             weight: The weight of the batch.
-            trained: The parameters that are not frozen.
+            parameters: The parameters, frozen or not.
             is_reduced: Whether DDP reduces the gradients at the end of the backward.
         """
-        held = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
+        held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        trained = [parameter for parameter in parameters if parameter.requires_grad]  # a forward may write to others
         has_stepped = any(self._steps.get(key, writes) != writes for key, writes in writes_to(trained))
         if has_stepped or (writes_to(held.values()) != self._writes and are_zero(held.values())):
             self._weight = 0.0
@@ -192,11 +193,11 @@ class WindowAlone:
             gradient.mul_(1 - share)
             if parameter in self._kept:
                 gradient.add_(self._kept[parameter], alpha=share)
-        after_backward(partial(self._end_backward, trained, is_reduced=is_reduced))
+        after_backward(partial(self._end_backward, parameters, is_reduced=is_reduced))
         return share
 
-    def _end_backward(self, trained: Sequence[torch.Tensor], *, is_reduced: bool) -> None:
-        self._steps, self._writes = dict(writes_to(trained)), writes_to(parameter.grad for parameter in trained)
+    def _end_backward(self, parameters: Sequence[torch.Tensor], *, is_reduced: bool) -> None:
+        self._steps, self._writes = dict(writes_to(parameters)), writes_to(each.grad for each in parameters)
         if is_reduced:
             self._weight = 0.0
 
@@ -221,14 +222,14 @@ def scale_alone(loss: L, weight: float, targets: Iterable[Any]) -> L:
                 parameters = list(target.parameters())
             else:
                 parameters = [each for group in getattr(target, "param_groups", ()) for each in group["params"]]
-            if trained := [each for each in parameters if each.requires_grad and each not in seen]:
-                seen.update(trained)
+            if own := [each for each in parameters if each.is_floating_point() and each not in seen]:
+                seen.update(own)
                 is_reduced = getattr(target, "require_backward_grad_sync", False)
-                windows.append((_alone.setdefault(target, WindowAlone()), trained, is_reduced))
+                windows.append((_alone.setdefault(target, WindowAlone()), own, is_reduced))
         reached = [window for window in windows if any(map(will_run, accumulators(window[1])))]
         # Behind reentrant checkpoints, no parameter is seen at the beginning of the backward.
         added = reached or windows
-        shares = {window.add(weight, trained, is_reduced=reduced) for window, trained, reduced in added}
+        shares = {window.add(weight, own, is_reduced=reduced) for window, own, reduced in added}
         if len(shares) > 1:
             raise JoinError(
                 "A scaled loss reached several modules whose accumulation windows have different weights so far, in a"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from join.collectives.base import FloatSum
@@ -69,6 +70,7 @@ class Memory:
 
     Attributes:
         open_window: The window that the last block left unreduced, until the next backward; ``None`` without one.
+        taken_out: The parts of the last result that were taken out of the gradients during this window, and put back.
         may_have_result: Whether the gradients may contain the result of the last reduction.
         buffer_shapes: The shapes of the buffers at their last synchronisation, which are the same on all ranks. The
             present shapes may differ, since one rank may evaluate between blocks.
@@ -77,6 +79,7 @@ class Memory:
     """
 
     open_window: Window | None = None
+    taken_out: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     may_have_result: bool = True
     buffer_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     arrivals: list[int] | None = None

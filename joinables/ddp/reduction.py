@@ -583,8 +583,8 @@ class Contributions:
 
     def detach(self) -> None:
         """Release the block that is left, and keep its unreduced window for the next block."""
-        if self.window.unreduced and not self.last_result.taken_out:  # the last result is put back into the gradients
-            self.memory.open_window = self.window
+        if self.window.unreduced:
+            self.memory.open_window, self.memory.taken_out = self.window, dict(self.last_result.taken_out)
         if self.factors.factor != 1.0:
             self.factors.multiply_by(1.0)
         self.used.detach()
@@ -674,6 +674,8 @@ class Contributions:
         window, self.memory.open_window = self.memory.open_window, None
         if window is not None and not self._was_zeroed(window):
             self.window, unit = window, self._channel.scaling.unit
+            self.last_result.taken_out = self.memory.taken_out
+            self.last_result.add(-1.0)
             if window.weight is not None and window.unit != unit:
                 reducer.multiply_gradients(self._parameters, window.unit / unit)
 

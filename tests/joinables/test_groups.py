@@ -75,7 +75,7 @@ def in_two_blocks(rank: int, largest_first: bool) -> str:
 def test_blocks_inside_plain_blocks_of_other_groups(pool: Pool, largest_first: bool, sizes: tuple[int, int]) -> None:
     for text in pool.run(in_two_blocks, largest_first, ranks=4):
         assert text.startswith("A block on {} ranks was entered inside a plain block on another".format(*sizes))
-        assert f"of {sizes[1]} ranks. " in text and text.endswith("[J548]")
+        assert f"of {sizes[1]} ranks, " in text and text.endswith("[J548]")
 
 
 def in_a_loop(rank: int) -> list[int]:

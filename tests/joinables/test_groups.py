@@ -1,8 +1,6 @@
-"""Modules on different process groups: an encoder over all ranks, and a decoder for the ranks of each task."""
+"""Blocks inside blocks of other process groups; ``tests/docs/test_pages.py`` trains modules on several groups."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -11,60 +9,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from join import Join, JoinError
-from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
 from tests.pool import Pool
 
-COUNTS = (2, 5, 3, 0)
-TASKS = ([0, 1], [2, 3])  # ranks
-
-
-def nets(task: int) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(task)
-    decoder = nn.Linear(4, TARGETS)
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh()), decoder
-
-
-def over_all_ranks(rank: int) -> dict[str, torch.Tensor]:
-    """The way that J015 names: only objects on the group of all ranks are listed."""
-    groups = [dist.new_group(ranks) for ranks in TASKS]
-    encoder, decoder = nets(rank // 2)
-    all_ranks = DistributedDataParallel(encoder)
-    task: Any = DistributedDataParallel(decoder, process_group=groups[rank // 2])
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (encoder, decoder)]
-    with pytest.raises(ValueError, match=r"List only .* \[J015\]"):
-        Join([all_ranks, task])
-    with Join([all_ranks, optimizers[0]], divide_by_initial_world_size=False) as join:
-        for x, y in join.iterate([batch(rank, 0, step) for step in range(COUNTS[rank])]):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            join.scale((task(all_ranks(x)) - y).square().mean()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    return flat_state(encoder.state_dict(), decoder.state_dict())
-
-
-def test_one_block_on_the_group_of_all_ranks(pool: Pool) -> None:
-    """A decoder's gradients are divided by the 2 ranks of its group, not by the 4 ranks: it has twice the rate."""
-    encoder, first = nets(0)
-    decoders = [first, nets(1)[1]]
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
-    for decoder in decoders:
-        optimizer.add_param_group({"params": decoder.parameters(), "lr": 0.2})
-    for step in range(max(COUNTS)):
-        ranks = [rank for rank in range(4) if step < COUNTS[rank]]
-        optimizer.zero_grad()
-        for rank in ranks:
-            x, y = batch(rank, 0, step)
-            ((decoders[rank // 2](encoder(x)) - y).square().mean() / len(ranks)).backward()
-        optimizer.step()
-    for rank, state in enumerate(pool.run(over_all_ranks, ranks=4)):
-        assert_same(state, flat_state(encoder.state_dict(), decoders[rank // 2].state_dict()))
+COUNTS = (2, 5, 3)
 
 
 def in_two_blocks(rank: int, largest_first: bool) -> str:
-    groups = [dist.new_group(ranks) for ranks in TASKS]
-    modules = [DistributedDataParallel(nets(0)[0], process_group=group) for group in (None, groups[rank // 2])]
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    modules = [DistributedDataParallel(nn.Linear(2, 2), process_group=group) for group in (None, groups[rank // 2])]
     outer, inner = modules if largest_first else reversed(modules)
     with pytest.raises(JoinError) as caught, Join([outer]), Join([inner]):
         raise AssertionError("it was entered")

@@ -247,8 +247,7 @@ class ModuleState(State):
         reduced = {id(parameter) for each in reducers for parameter in each.join_target.parameters()}
         own = {id(parameter) for parameter in self._target.parameters() if parameter.requires_grad} - reduced
         for each in listed:
-            groups: Sequence[Mapping[str, Any]] = getattr(each.join_target, "param_groups", ())
-            if any(id(parameter) in own for group in groups for parameter in group["params"]):
+            if any(id(p) in own for group in getattr(each.join_target, "param_groups", ()) for p in group["params"]):
                 raise ValueError(
                     f"{each.join_name} trains {self.join_name}, but nothing in the list reduces the gradients of this"
                     " module. List the DistributedDataParallel module around it. If your loop reduces its gradients,"

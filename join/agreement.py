@@ -2,7 +2,8 @@
 
 Ranks that enter a block or a loop with different arguments would run collectives of different bursts; instead, all of
 them raise. At the end of a block, each joinable lists in ``Joinable.equal_values`` the values that are equal on all
-ranks: learning rates, step counts, and so on. Every rank, active or joined, does the same::
+ranks: learning rates, step counts, and so on. The values of ``Joinable.before_entering`` are compared together with the
+arguments. Every rank, active or joined, does the same::
 
     all-reduce (min) of [digest, -digest, ...]
     if the digests differ: all-gather of the values of each rank; all raise
@@ -18,11 +19,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
-from join.collectives import Collective, Work
+from join.collectives import Collective
 from join.collectives.base import Line
 from join.errors import ProtocolError
 from join.joinable import Joinable
@@ -38,35 +39,37 @@ def check_same(
     collective: Collective,
     name: str,
     parts: Sequence[str],
-    wait: Callable[[Work, str], None],
+    wait: Callable[..., Any],
     length: int | None = None,
+    values: Values = (),
 ) -> tuple[int, int] | None:
-    """Check that all ranks enter a block or loop with the same arguments: one all-reduce of five words.
+    """Check that all ranks have the same arguments and values, of a block or loop: one all-reduce of five words.
 
     Args:
         collective: The ranks.
-        name: The name of the block or loop, for the error text.
+        name: The name of the block or loop, for the error text; without arguments, what this rank is doing.
         parts: The arguments of this rank, as texts.
         wait: Waits for the all-reduce; called with the work and a text that says what this rank is doing.
         length: The number of batches of this rank, if it is known.
+        values: The values of this rank that are equal on all ranks now.
 
     Returns:
         The shortest and the longest length, if all ranks know theirs.
 
     Raises:
-        ProtocolError: On every rank, if the arguments differ.
+        ProtocolError: On every rank, if the arguments differ, or the values differ by more than rounding.
     """
-    number, has_length = digest("\n".join(parts)), length is not None
+    number, has_length = digest_of(values, parts), length is not None
     extremes = torch.tensor([number, -number, int(has_length), length or 0, -(length or 0)], device="cpu")
-    wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(parts)}")
+    wait(collective.all_reduce(extremes, "min"), f"entered {name} with {', '.join(parts)}" if parts else name)
     smallest, largest, all_have_length, shortest, longest = cast("list[int]", extremes.tolist())
-    if smallest == -largest:
-        return (shortest, -longest) if all_have_length else None
-    _raise_not_same(collective, name, parts)
+    if smallest != -largest:
+        _raise_not_same(collective, name, parts, values)
+    return (shortest, -longest) if all_have_length else None
 
 
 def start_check(
-    collective: Collective, line: Line, name: str, parts: Sequence[str], wait: Callable[..., Any]
+    collective: Collective, line: Line, name: str, parts: Sequence[str], values: Values, wait: Callable[..., Any]
 ) -> Callable[[], None]:
     """Start the comparison of :func:`check_same` as one sum on a line.
 
@@ -75,18 +78,21 @@ def start_check(
     Returns:
         A function that waits for the sum. It raises as :func:`check_same` does.
     """
-    number, size = digest("\n".join(parts)), collective.world_size
+    number, size = digest_of(values, parts), collective.world_size
     work = line.sum(number, DIGEST_BITS + size.bit_length())
 
     def finish() -> None:
         if wait(work, f"entered {name} with {', '.join(parts)}", work.total) != number * size:
-            _raise_not_same(collective, name, parts)
+            _raise_not_same(collective, name, parts, values)
 
     return finish
 
 
-def _raise_not_same(collective: Collective, name: str, parts: Sequence[str]) -> NoReturn:
+def _raise_not_same(collective: Collective, name: str, parts: Sequence[str], values: Values) -> None:
+    """Find what is behind digests that differ, and raise an error that names it. Values may differ by rounding."""
     by_rank: list[list[str]] = collective.all_gather_object(list(parts))
+    if all(theirs == by_rank[0] for theirs in by_rank):
+        return raise_difference(collective, values)
     common = reduce(Counter[str].__and__, map(Counter, by_rank))
     own = [list((Counter(entered) - common).elements()) for entered in by_rank]
     ranks_of: dict[str, list[int]] = {}
@@ -104,32 +110,14 @@ def values_of(joinables: Sequence[Joinable]) -> list[tuple[str, Mapping[str, Any
     return [(joinable.join_name, joinable.equal_values()) for joinable in joinables]
 
 
-def digest_of(values: Values) -> int:
-    """Return a number of 56 bits that is, in practice, different for different ``values``."""
-    return digest(repr([(name, sorted(items.items())) for name, items in values]))
+def digest_of(values: Values, parts: Sequence[str] = ()) -> int:
+    """Return a number of 56 bits that is, in practice, different for different ``values`` or ``parts``."""
+    return digest(repr([*parts, *((name, sorted(items.items())) for name, items in values)]))
 
 
 def digest(text: str) -> int:
     """Return a number of 56 bits that is, in practice, different for different texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[: DIGEST_BITS // 8], "big")
-
-
-def check_equal(collective: Collective, values: Values, wait: Callable[[Work, str], None]) -> None:
-    """Check that all ranks hold the same values: one all-reduce of two words.
-
-    Args:
-        collective: The ranks.
-        values: The values of this rank.
-        wait: Waits for the all-reduce; called with the work and a text that says what this rank is doing.
-
-    Raises:
-        ProtocolError: On every rank, if the values differ.
-    """
-    number = digest_of(values)
-    extremes = torch.tensor([number, -number], device="cpu")
-    wait(collective.all_reduce(extremes, "min"), "compares its state")
-    if int(extremes[0]) != -int(extremes[1]):
-        raise_difference(collective, values)
 
 
 def raise_difference(collective: Collective, values: Values) -> None:
@@ -144,10 +132,10 @@ def raise_difference(collective: Collective, values: Values) -> None:
     text = differences(dict(enumerate(collective.all_gather_object(values))))
     if text:
         raise ProtocolError(
-            f"Ranks that made the same steps hold different values: {text}. Step optimizers, schedulers and scalers"
-            " alike on all ranks, even if join.shadowing is true. Pass a scheduler a loss that is reduced over all"
-            " ranks. Set learning rates by a counter that is equal on all ranks: after each block, continue with the"
-            " largest counter of all ranks. [J441]"
+            f"Ranks hold different values, although the block keeps them equal: {text}. Step optimizers, schedulers and"
+            " scalers alike on all ranks, even if join.shadowing is true. Pass a scheduler a loss that is reduced over"
+            " all ranks. Set learning rates by a counter that is equal on all ranks: after each block, continue"
+            " with the largest counter of all ranks. Load a checkpoint on all ranks. [J441]"
         )
 
 

@@ -172,9 +172,11 @@ def common_collective(joinables: Sequence[Joinable], group: Any, *, enable: bool
     collective = collective_of(first.join_process_group)
     for other in others:
         if collective_of(other.join_process_group) is not collective:
+            #: If no listed object is on that group, pass an empty list and the group. The ranks of smaller groups then
+            #: need no block, because all ranks run the loop body.
             raise ValueError(
-                f"{first.join_name} and {other.join_name} use multiple process groups in one Join block. Open one block"
-                " for each process group. [J015]"
+                f"{first.join_name} and {other.join_name} use multiple process groups in one Join block. List only the"
+                " objects on the group of all ranks, loop over join.iterate, and call join.scale(loss). [J015]"
             )
     if group is not ... and collective_of(group) is not collective:
         raise ValueError(

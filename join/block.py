@@ -39,7 +39,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from join.agreement import Values, check_same, digest, digest_of, raise_difference, start_check, values_of
-from join.collectives import Collective, Work
+from join.collectives import Collective, TorchCollective, Work
 from join.collectives._torch_private import profiled
 from join.collectives.board import Progress
 from join.errors import JoinError, ProtocolError
@@ -97,6 +97,11 @@ def report_failed_entry(collective: Collective, error: BaseException) -> None:
         peers.end()
 
 
+def _would_block(outer: Collective, inner: Collective) -> bool:
+    """Return whether ranks that are out of data on one of two groups can wait for ranks that wait on the other."""
+    return outer is not inner and all(isinstance(g, TorchCollective) and g.world_size > 1 for g in (outer, inner))
+
+
 class _End(NamedTuple):
     """Message of a rank when all ranks are out of data; its row of the report follows it.
 
@@ -133,6 +138,13 @@ class OpenBlock:
 
     def __init__(self, collective: Collective, scope: Scope) -> None:
         self._collective, self._scope = collective, scope
+        for outer in channels.values():
+            if outer.lockstep is None and _would_block(outer.collective, collective):
+                raise JoinError(
+                    f"A block on {collective.world_size} ranks was entered inside a plain block on another group of"
+                    f" {outer.collective.world_size} ranks, so ranks could wait for each other forever. Leave the outer"
+                    " block first, or loop over join.iterate in one block, on the group of all ranks. [J548]"
+                )
         channel = channels.get(id(collective))
         if channel is None:
             channel = Channel(collective)
@@ -147,27 +159,30 @@ class OpenBlock:
     # -- entering -----------------------------------------------------------------------------------------------------
 
     def begin(self, entered_with: Sequence[str]) -> None:
-        """Check that all ranks enter with the same objects and arguments.
+        """Check that all ranks enter with the same objects, arguments and values (``Joinable.before_entering``).
 
-        The check is awaited at once if they are new to the group, and before the first header if an earlier block on
-        the group had the same.
+        The check is awaited at once if objects or arguments are new to the group, and before the first header if an
+        earlier block on the group had the same.
 
         Args:
             entered_with: The names of the joinables, and the arguments of ``Join``, as texts.
 
         Raises:
-            ProtocolError: On all ranks, if they enter with different texts.
+            ProtocolError: On all ranks, if they enter with different texts or values.
+            ValueError: If a joinable refuses the list.
         """
         collective, channel, agreed = self._collective, self.channel, self._collective.agreed
         self._digest = digest("\n".join(entered_with))
-        is_first = not agreed
+        is_first, wait = not agreed, channel.guard.wait
+        listed = [member.joinable for member in channel.roster.listed] if collective.world_size > 1 else []
         try:
+            values = [(m.joinable.join_name, m.joinable.before_entering(listed)) for m in self._scope.members]
             with profiled("enter"):
                 if is_first:
-                    check_same(collective, "Join", entered_with, channel.guard.wait)
+                    check_same(collective, "Join", entered_with, wait, values=values)
                 channel.agree()
                 if not is_first:
-                    check = start_check(collective, channel.headers.line, "Join", entered_with, channel.guard.wait)
+                    check = start_check(collective, channel.headers.line, "Join", entered_with, values, wait)
                     if self._digest in agreed and len(channel.roster.scopes) == 1:
                         channel.headers.before_next = check
                     else:

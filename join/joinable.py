@@ -151,6 +151,21 @@ class Joinable(ABC):
     def join_process_group(self) -> Any:
         """``ProcessGroup`` or :class:`join.collectives.Collective` of the joinable; ``None`` is the default group."""
 
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        """Return values by name that are equal on all ranks when a block is entered, such as learning rates.
+
+        It is called on all ranks before anything is sent. A difference is a ``ProtocolError``. Reading the values
+        should not wait for a device.
+
+        Args:
+            listed: The joinables of the block, and of the blocks around it on the process group. It is empty if the
+                group has one rank.
+
+        Raises:
+            ValueError: If this joinable cannot be in one list with the others.
+        """
+        return {}
+
     def attach(self, join: Any) -> None:
         """Prepare for a block that is being entered, for example by registering hooks.
 

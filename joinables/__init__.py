@@ -16,6 +16,7 @@ import join
 from join import *  # noqa: F403
 from join import Joinable, register_joinable
 from join.registry import joinables_of, register_state_adapter
+from joinables._torch.objects import is_replicated
 from joinables.adapter import TorchJoinable
 from joinables.ddp import joinables_of_ddp
 from joinables.ddp.buffers import BucketRebuild, BufferSync
@@ -23,7 +24,7 @@ from joinables.ddp.reduction import GradientSync
 from joinables.loss_gate import LossGate
 from joinables.metrics import joinable_of_metric
 from joinables.own_collectives import ShardedModule, is_dtensor, is_sharded
-from joinables.state import OptimizerState, State
+from joinables.state import ModuleState, OptimizerState, State
 from joinables.wrapped import holds_optimizers, unwrapped
 
 if TYPE_CHECKING:
@@ -77,12 +78,17 @@ def _joinables_of_module(module: torch.nn.Module) -> Joinable | Sequence[Joinabl
         return TorchJoinable(module)
     if is_sharded(module):
         return ShardedModule(module)
+    if any(map(is_replicated, module.modules())):
+        raise TypeError(
+            f"replicate was called on {type(module).__name__} or a part of it. Join does not support the module that"
+            " replicate hides there. Write model = DistributedDataParallel(model) instead, and list it. [J545]"
+        )
     if any(is_dtensor(parameter) for parameter in module.parameters()):
         raise TypeError(
             f"The parameters of {type(module).__name__} are DTensors, and Join cannot determine what reduces their"
             " gradients. Apply fully_shard to the module, or wrap it in DistributedDataParallel. [J102]"
         )
-    return joinable_of_metric(module) or State(module)
+    return joinable_of_metric(module) or ModuleState(module)
 
 
 register_state_adapter(_through_wrappers(State))

@@ -27,7 +27,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join
+from join import Join, Joinable
 from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
@@ -79,6 +79,10 @@ class OptimizerState(Silent):
                     return
 
     # -- comparing ----------------------------------------------------------------------------------------------------
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return group_values(self._optimizer.param_groups, on_cpu=True)
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
@@ -203,13 +207,6 @@ class State(Silent):
             self._stateful.load_state_dict(received)
 
     @override
-    def own_tensors(self) -> Sequence[torch.Tensor]:
-        stateful = self._stateful
-        if not isinstance(stateful, torch.nn.Module):
-            return ()
-        return [buffer for buffer in stateful.buffers() if is_plain(buffer)]
-
-    @override
     def synchronise_own(self, source: int) -> None:
         stateful, names = self._stateful, self._names_of_buffers()
         if isinstance(stateful, torch.nn.Module) or not names or is_compared(stateful):
@@ -234,16 +231,45 @@ class State(Silent):
 
     @override
     def equal_values(self) -> Mapping[str, Any]:
-        if isinstance(self._stateful, torch.nn.Module):
-            return shapes_of(dict(self._stateful.named_buffers()))
         return plain_values(self._stateful.state_dict()) if is_compared(self._stateful) else {}
 
 
-def group_values(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+class ModuleState(State):
+    """Adapter of a module that is not trained, such as an EMA copy, or that another listed module contains."""
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        """Refuse a module that a listed optimizer trains, if no listed object can reduce its gradients."""
+        # ZeRO's step communicates, but does not reduce gradients. A joinable of the user may reduce any gradients.
+        reducers = [each for each in listed if each.communicates and type(each).__module__ != "joinables.zero"]
+        if not all(isinstance(each.join_target, torch.nn.Module) for each in reducers):
+            return {}
+        reduced = {id(parameter) for each in reducers for parameter in each.join_target.parameters()}
+        own = {id(parameter) for parameter in self._target.parameters() if parameter.requires_grad} - reduced
+        for each in listed:
+            if any(id(p) in own for group in getattr(each.join_target, "param_groups", ()) for p in group["params"]):
+                raise ValueError(
+                    f"{each.join_name} trains {self.join_name}, but nothing in the list reduces the gradients of this"
+                    " module. List the DistributedDataParallel module around it. If your loop reduces its gradients,"
+                    " remove it from the list, loop over join.iterate, and call join.scale(loss). [J546]"
+                )
+        return {}
+
+    @override
+    def own_tensors(self) -> Sequence[torch.Tensor]:
+        return [buffer for buffer in self._target.buffers() if is_plain(buffer)]
+
+    @override
+    def equal_values(self) -> Mapping[str, Any]:
+        return shapes_of(dict(self._target.named_buffers()))
+
+
+def group_values(groups: Sequence[Mapping[str, Any]], *, on_cpu: bool = False) -> dict[str, Any]:
     """Return the plain values in an optimizer's parameter groups, and the number of groups."""
     values: dict[str, Any] = {"number of parameter groups": len(groups)}
     for index, group in enumerate(without_params(groups)):
-        values |= {f"value {path} of parameter group {index}": value for path, value in plain_values(group).items()}
+        plain = plain_values(group, on_cpu=on_cpu).items()
+        values |= {f"value {path} of parameter group {index}": value for path, value in plain}
     return values
 
 
@@ -267,11 +293,17 @@ def flattened(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return pytree.tree_flatten_with_path(tree)[0]
 
 
-def plain_values(tree: Any) -> dict[str, Any]:
-    """Return the numbers, texts and one-element tensors of nested containers, by path. Other leaves are skipped."""
+def plain_values(tree: Any, *, on_cpu: bool = False) -> dict[str, Any]:
+    """Return the numbers, texts and one-element tensors of nested containers, by path. Other leaves are skipped.
+
+    Args:
+        tree: The containers.
+        on_cpu: Whether to skip tensors on other devices, for which the host would wait.
+    """
     values: dict[str, Any] = {}
     for path, leaf in flattened(tree):
-        value = leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf
+        is_read = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and (leaf.is_cpu or not on_cpu)
+        value = leaf.item() if is_read else leaf
         if isinstance(value, (bool, int, float, complex, str)):
             values[pytree.keystr(path)] = float(value) if isinstance(value, float) else value  # also a numpy.float64
     return values

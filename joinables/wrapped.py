@@ -9,6 +9,8 @@ their attributes rather than their classes, so that no framework is imported::
                  Fabric's optimizer      .optimizer
                  Fabric's module         ._forward_module
     torch        torch.compile           ._orig_mod
+                 PostLocalSGDOptimizer   .optim
+    others       wrapped optimizers      .base_optimizer, ._optimizer
 """
 
 from __future__ import annotations
@@ -17,32 +19,29 @@ from typing import Any
 
 import torch
 
-from joinables._torch.objects import compiled_from
+from joinables._torch.objects import compiled_from, has_hooks
 
 
 def unwrapped(obj: Any) -> Any:
     """Return the optimizer, scheduler or module inside all wrappers of ``obj``, or ``obj`` itself without any."""
-    while True:
-        inner = _inner(obj)
-        if inner is None:
-            return obj
+    while (inner := _inner(obj)) is not None:
         obj = inner
+    return obj
 
 
 def holds_optimizers(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer contains others with separate state, which its ``state_dict`` returns.
+    """Return whether an optimizer contains others whose state its ``state_dict`` returns, so that it has no own hooks.
 
     Raises:
         TypeError: If its ``state_dict`` does not return that state.
     """
-    holds = False
+    holds, state = not has_hooks(optimizer), getattr(optimizer, "state", None)
     for name, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer and inner.state is not optimizer.state:
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer and inner.state is not state:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-                kind, held = type(optimizer).__name__, type(inner).__name__
                 raise TypeError(
-                    f"{kind} contains a {held} in .{name}, but its state_dict does not return the state of that. List"
-                    f" optimizer.{name} instead. [J443]"
+                    f"{type(optimizer).__name__} contains a {type(inner).__name__} in .{name}, but its state_dict does"
+                    f" not return the state of that. List optimizer.{name} instead. [J443]"
                 )
             holds = True
     return holds
@@ -53,10 +52,9 @@ def _inner(obj: Any) -> Any:
         inner = compiled_from(obj) or dict(obj.named_children()).get("_forward_module")
         return inner if isinstance(inner, torch.nn.Module) else None
     if hasattr(obj, "param_groups"):  # a scheduler has none
-        inner = getattr(obj, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
-            return None
         state = getattr(obj, "state", None)
-        return inner if state is None or state is getattr(inner, "state", None) else None
+        held = [getattr(obj, name, None) for name in ("optimizer", "optim", "base_optimizer", "_optimizer")]
+        inner = [each for each in held if isinstance(each, torch.optim.Optimizer)]
+        return next((each for each in inner if state is None or state is getattr(each, "state", None)), None)
     inner = None if isinstance(obj, torch.optim.lr_scheduler.LRScheduler) else getattr(obj, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else None

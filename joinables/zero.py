@@ -26,13 +26,13 @@ scale. So a step is an error if the block lists a GradScaler, except in a loop o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from typing_extensions import override
 
-from join import Join, JoinError
+from join import Join, Joinable, JoinError
 from join.collectives._torch_private import pytree
 from join.transfer import Exchange
 from joinables._torch.objects import broadcast_shards, overlaps_with_ddp, zero_redundancy_optimizer
@@ -94,6 +94,10 @@ class ZeroStep(Announcing):
             self._zero.register_step_pre_hook(self._before_step),
             local.register_step_post_hook(self._after_local_step),
         ]
+
+    @override
+    def before_entering(self, listed: Sequence[Joinable]) -> Mapping[str, Any]:
+        return group_values(self._zero.param_groups, on_cpu=True)
 
     @override
     def exchange(self, source: int) -> Exchange:

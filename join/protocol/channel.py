@@ -49,7 +49,7 @@ from typing import NoReturn
 
 import torch
 
-from join.agreement import Values, check_equal, values_of
+from join.agreement import Values, check_same, values_of
 from join.batch import Step
 from join.collectives import Collective, Work
 from join.collectives._torch_private import profiled
@@ -470,7 +470,7 @@ class Channel:
             ProtocolError: If ranks hold different values. All ranks raise it.
         """
         try:
-            check_equal(self.collective, values, self.guard.wait)
+            check_same(self.collective, "compares its state", (), self.guard.wait, values=values)
         except ProtocolError as error:
             self.guard.close_and_raise(error)
 

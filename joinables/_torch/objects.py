@@ -68,6 +68,17 @@ def call_uncompiled(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
 
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Return whether ``replicate`` has added a hidden DDP module to ``module``.
+
+    Replaces its import, which is private and slow.
+    """
+    return any(cls.__module__ == "torch.distributed._composable.replicate" for cls in type(module).__mro__)
+
+
 # -- DataLoader -------------------------------------------------------------------------------------------------------
 
 LoaderT = TypeVar("LoaderT", bound=DataLoader[Any])
@@ -100,6 +111,14 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     Replaces the step itself.
     """
     vars(optimizer).update(_opt_called=True)
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks can be registered on an optimizer; not if it skips the constructor of its base class.
+
+    Replaces an attempt to register a hook.
+    """
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def zero_redundancy_optimizer() -> type[ZeroRedundancyOptimizer]:

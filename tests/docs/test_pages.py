@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import join
 from tests.ending import Ending
-from tests.models import FEATURES, TARGETS, batch
+from tests.models import FEATURES, TARGETS, assert_same, batch, flat_state
 from tests.pool import Pool
 from tests.scripts import run_forked
 
@@ -105,7 +105,7 @@ def test_fsdp2_accumulates_in_the_second_loop(pool: Pool) -> None:
 
 
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 3, "weights.md": 4, "metrics.md": 1, "iterate.md": 3, "sharded.md": 2, "authors.md": 2}
+    counts = {"block.md": 3, "weights.md": 4, "metrics.md": 1, "iterate.md": 4, "sharded.md": 2, "authors.md": 2}
     counts |= {"joinable.md": 2, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 
@@ -122,6 +122,48 @@ def test_a_loss_over_the_samples_of_all_ranks(pool: Pool) -> None:
         optimizer.step()
     for found in pool.run(follow, blocks("iterate.md")[1], False, True, ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+
+
+def encoder_and_decoder(task: int) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(task)
+    decoder = nn.Linear(4, TARGETS)
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh()), decoder
+
+
+def follow_on_two_groups(rank: int) -> dict[str, torch.Tensor]:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    encoder, decoder = encoder_and_decoder(rank // 2)
+    names: dict[str, Any] = {"DistributedDataParallel": DistributedDataParallel, "Join": join.Join}
+    names |= {
+        "encoder": encoder,
+        "decoder": decoder,
+        "ranks_of_task": groups[rank // 2],
+        "loss_fn": nn.functional.mse_loss,
+    }
+    names |= {"loader": [batch(rank, 0, step) for step in range((2, 5, 3, 0)[rank])]}
+    for name, module in ("encoder", encoder), ("decoder", decoder):
+        names[f"{name}_optimizer"] = torch.optim.SGD(module.parameters(), lr=0.1)
+    exec(blocks("iterate.md")[3], names)
+    return flat_state(encoder.state_dict(), decoder.state_dict())
+
+
+def test_modules_on_several_process_groups(pool: Pool) -> None:
+    """A decoder's gradients are divided by the 2 ranks of its task instead of all 4: its rate is twice the rate."""
+    encoder, first = encoder_and_decoder(0)
+    decoders = [first, encoder_and_decoder(1)[1]]
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    for decoder in decoders:
+        optimizer.add_param_group({"params": decoder.parameters(), "lr": 0.2})
+    for step in range(5):
+        optimizer.zero_grad()
+        ranks = [rank for rank, count in enumerate((2, 5, 3, 0)) if step < count]
+        for rank in ranks:
+            x, y = batch(rank, 0, step)
+            (nn.functional.mse_loss(decoders[rank // 2](encoder(x)), y) / len(ranks)).backward()
+        optimizer.step()
+    for rank, state in enumerate(pool.run(follow_on_two_groups, ranks=4)):
+        assert_same(state, flat_state(encoder.state_dict(), decoders[rank // 2].state_dict()), 1e-6)
 
 
 def follow_and_save(rank: int, folder: str, fails: bool) -> None:

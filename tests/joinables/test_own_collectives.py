@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from join import Join, JoinError
 from tests.cases import DDP, Case, Data, Loop, Model, Optimizer, Shards, Step, shorter
 from tests.ending import Ending, assert_blamed
-from tests.models import TOLERANCE, assert_same, batch, build, flat_state
+from tests.models import TOLERANCE, assert_same, batch, build, flat_state, mlp_in_one_process
 from tests.pool import Pool
 from tests.selection import all_or_some, first_and_last
 from tests.sync_norm import sync_batch_norm_on_cpu
@@ -684,3 +684,23 @@ def forgets_to_scale(rank: int) -> str:
 def test_a_loss_that_is_not_scaled(ending: Ending) -> None:
     for text in ending.run(forgets_to_scale):
         assert "SGD stepped, but no loss was scaled, although nothing else weighs the gradients of the forward" in text
+
+
+def train_replicated(rank: int) -> list[torch.Tensor]:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    model: Any = build("mlp")
+    replicate(model, mesh=mesh_of())
+    optimizer = torch.optim.Adam(model.parameters())
+    with Join([model, optimizer], divide_by_initial_world_size=False) as join:
+        for x, y in join.iterate([batch(rank, 0, step) for step in range((2, 4, 0)[rank])]):
+            optimizer.zero_grad()
+            join.scale((model(x) - y).square().mean()).backward()
+            optimizer.step()
+    return [parameter.to_local().detach() for parameter in model.parameters()]
+
+
+def test_replicated_by_fsdp_equals_one_process(pool: Pool) -> None:
+    pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    for found in pool.run(train_replicated):
+        torch.testing.assert_close(found, mlp_in_one_process((2, 4, 0)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -75,8 +77,9 @@ def test_state_that_cannot_be_pickled_is_an_error_on_all_ranks(pool: Pool) -> No
 
 def one_last_rank_differs(rank: int) -> str:
     ddp = DistributedDataParallel(build("mlp"))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2 if rank == 2 else 0.1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(JoinError) as caught, Join([ddp, optimizer]):
+        optimizer.param_groups[0]["lr"] = 0.2 if rank == 2 else 0.1
         for step in range((0, 2, 2)[rank]):
             ddp(batch(rank, 0, step)[0]).sum().backward()
             optimizer.step()
@@ -87,6 +90,81 @@ def test_ranks_that_differ_are_named(pool: Pool) -> None:
     for text in pool.run(one_last_rank_differs, ranks=3):
         assert "is 0.1 on rank 1, 0.2 on rank 2" in text
         assert "on rank 0" not in text
+
+
+def enters_with_other_rates(rank: int, zero: bool, blocks: int, off_by: float) -> str:
+    """In the last block, rank 2 has another rate. The check does not wait for it, since the arguments are known."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(build("mlp"))
+    rates: Any = {"lr": torch.tensor(0.1)}  # as a capturable optimizer has them
+    cls, options = (ZeroRedundancyOptimizer, {"optimizer_class": torch.optim.SGD}) if zero else (torch.optim.SGD, {})
+    optimizer: Any = cls(ddp.parameters(), **options, **rates, weight_decay=math.nan)
+    try:
+        for block in range(blocks):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + block) + (rank == 2 and block == blocks - 1) * off_by
+            with Join([ddp, optimizer]) as join:
+                assert (join.channel.headers.before_next is not None) == (block > 0)
+                for step in range((0, 2, 1)[rank]):
+                    ddp(batch(rank, block, step)[0]).sum().backward()
+    except JoinError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(("blocks", "rates"), [(1, "0.1 on rank 0, 0.1 on rank 1, 0.6"), (2, "0.05 on rank 0, 0.05")])
+def test_learning_rates_that_differ_on_entering_are_an_error(pool: Pool, zero: bool, blocks: int, rates: str) -> None:
+    texts = pool.run(enters_with_other_rates, zero, blocks, 0.5, ranks=3)
+    assert len(set(texts)) == 1
+    assert re.match(rf"ProtocolError: .* the value \['lr'\] of parameter group 0 of .* is {rates} on rank", texts[0])
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_rounding_of_learning_rates_is_no_error(pool: Pool, blocks: int) -> None:
+    assert pool.run(enters_with_other_rates, False, blocks, 1e-9, ranks=3) == ["fine"] * 3
+
+
+def lists_a_module(rank: int, kind: str) -> str:
+    ddp, other = DistributedDataParallel(build("norm")), build("norm")
+    parameters = list(ddp.parameters() if kind in ("copy", "inside") else other.parameters())
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
+    if kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    if kind == "frozen":
+        other.requires_grad_(False)
+    if kind == "holds":
+        other = torch.nn.Sequential(DistributedDataParallel(other))
+    if kind == "replicate":
+        from torch.distributed._composable import replicate
+
+        replicate(other)
+    more = [Summer()] if kind == "reduced" else []
+    try:
+        with Join([ddp, *more, ddp.module if kind == "inside" else other, optimizer], enable=kind != "disabled"):
+            pass
+    except (ValueError, TypeError) as error:
+        dist.barrier()  # the group is whole
+        return str(error)
+    return "entered"
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("forgotten", "SGD trains Norm, but nothing in the list reduces .*J546"),
+        ("holds", "SGD trains Sequential, but nothing in the list reduces .*J546"),
+        ("zero", "the step of ZeroRedundancyOptimizer trains Norm, but .*J546"),
+        ("replicate", "replicate was called on DDPNorm .*J545"),
+        *((kind, "entered") for kind in ("copy", "inside", "frozen", "reduced", "disabled")),
+    ],
+)
+def test_modules_that_are_trained_need_an_engine(pool: Pool, kind: str, told: str, ranks: int) -> None:
+    for text in pool.run(lists_a_module, kind, ranks=ranks):
+        assert re.match(told if ranks > 1 or kind == "replicate" else "entered", text)
 
 
 class Broken:
@@ -147,8 +225,7 @@ def test_torch_joinables_of_others(pool: Pool, first: bool) -> None:
 
 def in_blocks_that_overlap(rank: int) -> None:
     """The block that was opened first is closed first: the other's joinable still notifies its ``Join``."""
-    groups = [dist.new_group(), dist.new_group()]
-    first, second = Summer(groups[0]), Summer(groups[1])
+    first, second = Summer(), Summer()
     joins = [Join([first]).open(), Join([second]).open()]
     first()
     joins[0].close()

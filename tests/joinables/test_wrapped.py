@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from join import Join
 from join.registry import joinables_of
 from joinables.wrapped import unwrapped
+from tests.models import assert_same, batch, build, flat_state
+from tests.pool import Pool
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -21,6 +25,33 @@ class Accelerated(torch.optim.Optimizer):
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
+
+
+class Shares(torch.optim.Optimizer):
+    """Like torch's ``PostLocalSGDOptimizer``: it shares the state of the optimizer inside, under any of these names."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        setattr(self, name, optimizer)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers in one, whose constructor does not call that of the base class."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> Any:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for optimizer, state in zip(self.optimizers, state_dict, strict=True):
+            optimizer.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 class AcceleratedScheduler:
@@ -50,6 +81,7 @@ def things() -> dict[str, tuple[Any, Any]]:
     return {
         "optimizer": (wrapped, sgd),
         "twice": (Accelerated(wrapped), sgd),
+        **{name: (Shares(sgd, name), sgd) for name in ("optim", "base_optimizer", "_optimizer")},
         "scheduler": (AcceleratedScheduler(scheduler, wrapped), scheduler),
         "module": (Fabric(model, model), model),
         "compiled": (torch.compile(Fabric(compiled, model), backend="eager"), model),
@@ -64,3 +96,41 @@ def test_what_is_inside(name: str) -> None:
     outer, inner = things()[name]
     assert unwrapped(outer) is inner
     assert [each.join_target for each in joinables_of(outer)] == [inner]
+
+
+def trained(rank: int, kind: str, iterates: bool) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(build("mlp"))
+    first, *rest = ddp.parameters()
+    inner = [torch.optim.Adam(parameters, lr=0.1) for parameters in ([first], rest)]
+    outer: Any = Several(*inner)
+    if kind == "averages":
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        inner = [torch.optim.Adam(ddp.parameters(), lr=0.1)]
+        outer = PostLocalSGDOptimizer(inner[0], PeriodicModelAverager(period=100, warmup_steps=50))
+    with Join([ddp, outer], divide_by_initial_world_size=False) as join:
+        data = [batch(rank, 0, step) for step in range((2, 4, 0)[rank])]
+        for x, y in join.iterate(data) if iterates else data:
+            ddp.zero_grad()
+            (ddp(x) - y).square().mean().backward()
+            outer.step()
+    return flat_state(ddp.module.state_dict(), *(optimizer.state_dict() for optimizer in inner))
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+@pytest.mark.parametrize("kind", ["averages", "several"])
+def test_optimizers_without_the_constructor_of_their_base_class(pool: Pool, kind: str, iterates: bool) -> None:
+    model = build("mlp")
+    first, *rest = model.parameters()
+    groups = [[first], rest] if kind == "several" else [[first, *rest]]
+    optimizers = [torch.optim.Adam(parameters, lr=0.1) for parameters in groups]
+    for step in range(4):
+        model.zero_grad()
+        pairs = [batch(rank, 0, step) for rank, count in enumerate((2, 4, 0)) if step < count]
+        sum((model(x) - y).square().mean() for x, y in pairs).div(len(pairs)).backward()  # pyright: ignore
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = flat_state(model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers))
+    for state in pool.run(trained, kind, iterates, ranks=3):
+        assert_same(state, expected, 1e-6)

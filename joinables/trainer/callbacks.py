@@ -160,7 +160,8 @@ class ModelCheckpoint(Callback):
         if writes:
             trainer.note(self)  # called while both the new and the old files exist
             for discarded in before["kept"].keys() - self._kept.keys():
-                Path(discarded).unlink(missing_ok=True)
+                if folder.resolve() in Path(discarded).resolve().parents:
+                    Path(discarded).unlink(missing_ok=True)
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
         """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if this fit has such a file.

@@ -56,7 +56,7 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
         part.replace(path)
     except BaseException as error:
         part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno:
             error.filename = str(path)  # it has no name, or the name of the part
         raise
     if survives:

@@ -1,12 +1,12 @@
 """Files that exist as a whole or not at all (:func:`replacing`), and temporary folders (:func:`temporary_folder`).
 
-A file is written under a name that no other file has, and then renamed. So two processes that write the same file do
-not disturb each other: the file of the last one stays. The name is random, and the file is created only if the name is
-free. So nobody can put a link in the way.
+A file is written under a random name in the folder, and then renamed. If two processes write the same file at the same
+time, the file of the last one stays, whole. The random name is created only if it is free. So no other user can put a
+link in the way.
 
-The name contains the machine and the process of its writer. A killed process leaves its file. The next writer in the
-folder removes this file, but only if no process of that number runs on the same machine. The numbers of processes on
-other machines say nothing here, so files of other machines stay.
+The random name begins with the machine and the process of the writer. A killed process leaves its file. The next writer
+in the folder removes this file, but only if the process has ended and ran on the same machine. From another machine, it
+cannot be seen whether a process has ended, so the files of other machines stay.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Gener
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return the context of a folder that only this user can open. Folders of processes that are gone are removed."""
+    """Return the context of a folder that only this user can open, and remove the folders of killed processes."""
     _remove_left(Path(tempfile.gettempdir()))
     return tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()), ignore_cleanup_errors=True)
 
 
 def _prefix(process: object) -> str:
-    """Return the begin of the names of all files and folders of a process of this machine."""
+    """Return the start of the names of all files and folders of a process of this machine."""
     where = secrets.token_hex(8)
-    with suppress(OSError):  # nothing is known of other processes
+    with suppress(OSError):  # without /proc, no process can be recognised
         where = re.sub(r"\W", "", machine())
     return f"joinables-{where}-{process}-"
 

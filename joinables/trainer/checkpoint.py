@@ -154,9 +154,9 @@ _CHUNK = 1 << 20  # bytes in one read
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
 
-    Of several processes that write to the same path at the same time, the last one replaces the files of the others. A
-    killed process may leave a file ``.joinables-*.part`` beside it. The next write in the folder removes this file if
-    it happens on the same machine. Remove the files of other machines yourself.
+    If several processes write to the same path at the same time, the file of the last one stays, whole. A killed
+    process may leave a file ``.joinables-*.part`` in the folder. The next write there from the same machine removes it.
+    If the killed process ran on another machine, remove the file yourself.
 
     Args:
         state: Plain data and tensors.

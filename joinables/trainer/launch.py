@@ -172,7 +172,7 @@ class Launcher:
         Raises:
             NotPicklable: If ``fn`` or an argument (before any process starts) or the result cannot be pickled.
             WorkerDied: If a worker ended before ``fn`` did.
-            WorkerRaised: If a worker raised an exception that cannot be pickled, or that is too long for a full disk.
+            WorkerRaised: If a worker raised an exception that cannot be pickled, or a long one while the disk was full.
             LaunchError: If this process has a process group or has used its GPU, and processes are to be forked. Also
                 if the store at ``MASTER_PORT`` belongs to another job.
             OSError: If the call or the result does not fit on the disk of the temporary folder, which ``TMPDIR`` names.
@@ -272,6 +272,9 @@ class Environment:
 
     MPI does not name the host of rank 0, so a run on several nodes needs both variables. On one node the port follows
     from the job's name (``PMIX_NAMESPACE``), which Open MPI sets and Hydra does not.
+
+    Rank 0 of another job may serve a store at the same address. So a rank compares its own job with the job that serves
+    the store. An agent of torchrun may serve the store of several jobs. So each job uses a part of that store.
 
     Attributes:
         name: The launcher's name, for messages.

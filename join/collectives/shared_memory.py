@@ -148,7 +148,7 @@ def obstacle_found() -> str:
     return ""
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return a text that is equal only for processes that see the same processes under the same numbers."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -166,7 +166,7 @@ def _create(world_size: int) -> _Address:
     try:
         os.fchmod(file, 0o600)
         os.posix_fallocate(file, 0, Segment.size_for(world_size))  # raises if memory is short
-        return _Address(_machine(), os.getpid(), file, name)
+        return _Address(machine(), os.getpid(), file, name)
     except OSError:
         os.close(file)
         raise
@@ -176,7 +176,7 @@ def _open(address: _Address) -> int | None:
     """Open the memory of rank 0. Return its file, or ``None`` if it cannot be opened or should not be."""
     try:
         # On another machine, the same path may be an unrelated file.
-        if obstacle() or _machine() != address.machine or address.name not in os.readlink(address.path):
+        if obstacle() or machine() != address.machine or address.name not in os.readlink(address.path):
             return None
         return os.open(address.path, os.O_RDWR)
     except OSError:

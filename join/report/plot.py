@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from join.files import replacing
 from join.report.rank_report import EDGES, PER_DECADE, RankReport
 
 _ACTIVE, _SHADOWING, _IDLE = "#334e68", "#c3d0dc", "#d64545"
@@ -41,15 +42,11 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure to a file.
 
     Raises:
-        FileNotFoundError: If the folder does not exist.
+        OSError: If the file cannot be written, such as ``FileNotFoundError`` if the folder does not exist.
+        ValueError: If ``path`` is a folder, a device or a pipe.
     """
-    part = path.with_name(f".{path.name}.part")  # so that a reader never sees half a picture
-    try:
-        with part.open("wb") as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:  # so that a reader never sees half a picture
+        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=150)
 
 
 def _draw_timeline(axis: Any, ranks: Sequence[RankReport]) -> None:

@@ -25,8 +25,9 @@ class ModelCheckpoint(Callback):
 
     All ranks decide alike, since they have the same metrics; one rank writes. A new file is written before an old one
     is removed, so a complete file exists at any moment. A file of the same name from another fit is replaced. A file
-    of another ``ModelCheckpoint`` of this fit is not, and the new file is called ``NAME-v1``. The paths are available
-    even after a fit that raised, or whose processes died. If a file cannot be written, an ``OSError`` names it.
+    of another ``ModelCheckpoint`` of this fit is not, and the new file is called ``NAME-v1``. Files outside the folder
+    are never removed, even if this fit resumes from a checkpoint that names them. The paths are available even after a
+    fit that raised, or whose processes died. If a file cannot be written, an ``OSError`` names it.
 
     Args:
         dirpath: The folder; by default ``checkpoints`` in the trainer's ``default_root_dir``.
@@ -160,7 +161,8 @@ class ModelCheckpoint(Callback):
         if writes:
             trainer.note(self)  # called while both the new and the old files exist
             for discarded in before["kept"].keys() - self._kept.keys():
-                Path(discarded).unlink(missing_ok=True)
+                if folder.resolve() in Path(discarded).resolve().parents:
+                    Path(discarded).unlink(missing_ok=True)
 
     def _free_path(self, trainer: Trainer, folder: Path) -> str:
         """Return ``filename`` in ``folder`` with its fields filled in, and ``-v1`` or so if this fit has such a file.

@@ -31,16 +31,16 @@ Reading runs no code (``weights_only``).
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
-from typing_extensions import override
 
+from join.files import replacing, save
 from joinables._torch.objects import mark_stepped
 from joinables.trainer.metrics import MetricStore
 from joinables.trainer.run import Run
@@ -151,35 +151,12 @@ _SIZE = len(_SEAL) + 2 * hashlib.sha256().digest_size
 _CHUNK = 1 << 20  # bytes in one read
 
 
-class _Sealed(io.RawIOBase):
-    """A file for ``torch.save`` that computes the checksum of the bytes that it writes to ``file``.
-
-    An error is kept for later: torch would replace it by its own error, about a wrong position.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.checksum = file, hashlib.sha256()
-        self.error: OSError | None = None
-
-    @override
-    def write(self, data: Any) -> int:
-        if self.error is None:
-            try:
-                self._file.write(data)
-                self.checksum.update(data)
-            except OSError as error:
-                self.error = error
-        return len(data)
-
-    @override
-    def tell(self) -> int:
-        return self._file.tell()
-
-
 def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``state`` to ``path``; a process that is killed at any moment leaves the old file or the new one.
 
-    A killed process may leave ``.NAME.part`` beside it. The next write to the same place replaces that file.
+    If several processes write to the same path at the same time, the file of the last one stays, whole. A killed
+    process may leave a file ``.joinables-*.part`` in the folder. The next write there from the same machine removes it.
+    If the killed process ran on another machine, remove the file yourself.
 
     Args:
         state: Plain data and tensors.
@@ -189,32 +166,22 @@ def write_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> 
         OSError: If the file cannot be written, with ``errno.ENOSPC`` if the disk is full. Its ``filename`` is ``path``,
             or the folder that could not be made. The old file stays, and no temporary file is left.
         TypeError: If the state has other objects, which could be written, but not read again.
+        ValueError: If ``path`` is a folder, a device or a pipe.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    checksum = hashlib.sha256()
     try:
-        with part.open("wb") as file:
-            sealed = _Sealed(file)
-            torch.save(dict(state), cast("BinaryIO", sealed))
-            sealed.write(_SEAL + sealed.checksum.hexdigest().encode())
-            if sealed.error is not None:
-                raise sealed.error
+        with replacing(path, survives=True) as file:
+            save(dict(state), lambda data: (file.write(data), checksum.update(data)))
+            file.write(_SEAL + checksum.hexdigest().encode())
             file.flush()
-            os.fsync(file.fileno())
-        torch.load(part, map_location="cpu", weights_only=True, mmap=True)
-        part.replace(path)
+            torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        part.unlink()
         raise TypeError(
             f"The checkpoint has objects that cannot be read again: {error}. Put only plain data and"
             " tensors into it, from on_save_checkpoint and the callbacks' state_dict. [J200]"
         ) from error
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # it has no name, or the name of the part
-        raise
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -228,15 +195,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: If its bytes have changed since it was written, or if it is another kind of file.
     """
     checksum = hashlib.sha256()
-    with Path(path).open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size - _SIZE
+    # The path might name another file in a moment, so everything is read from the file that is opened here.
+    # Without O_NONBLOCK, opening a pipe would wait for its writer. Reads are buffered, since other reads may be short.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        size = status.st_size - _SIZE  # below 0 for a pipe or a device
         for begin in range(0, size, _CHUNK):
             checksum.update(file.read(min(_CHUNK, size - begin)))
-        is_whole = file.read() == _SEAL + checksum.hexdigest().encode()
-    if not is_whole:
-        raise ValueError(
-            f"ckpt_path={str(path)!r} does not end with the checksum of its bytes, so it is not a checkpoint of a"
-            " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of other"
-            " files into the module yourself. [J198]"
-        )
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not stat.S_ISREG(status.st_mode) or file.read(_SIZE + 1) != _SEAL + checksum.hexdigest().encode():
+            raise ValueError(
+                f"ckpt_path={str(path)!r} does not end with the checksum of its bytes, so it is not a checkpoint of a"
+                " Trainer, or has changed since it was written. Resume from another checkpoint, or load weights of"
+                " other files into the module yourself. [J198]"
+            )
+        return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)

@@ -6,12 +6,13 @@ If the launcher starts the processes, the parent and each worker share the work 
     pickles fn and args into a file
     starts the workers
     serves a store, sends its port              waits for the port; reads the file
-    waits until the processes end               makes the process group
+    waits until the processes end               meets the others; rank 0 removes the file
+                                                makes the process group
                                                 runs fn
                                                 puts "done" into the store; waits a while for the other ranks
                                                 takes the group down, unless fn raised, or did so itself
                                                 writes its result (rank 0) or its exception into a file
-                                                one message: (rank, whether it returned)
+                                                one message: its rank, and whether it returned
     reads the message of each ended worker      ends
     ends the others after a failure
     reads the file
@@ -23,7 +24,8 @@ These launchers describe the rank of a process and the address of the store in e
 read, never set.
 
 Everything that may be long goes through a file. So no pipe can be full while its reader waits for the writer to end. A
-message is either complete or missing if its writer is killed.
+message is either complete or missing if its writer is killed. If the disk is full, a failure is shortened and goes
+through the pipe.
 
 Sources: "torchrun (Elastic Launch)" in PyTorch's documentation; "OUTPUT ENVIRONMENT VARIABLES" in srun(1);
 "Environment variables set for MPI applications" in Open MPI's documentation. Hydra's variables are those that MPICH and
@@ -39,7 +41,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 import zlib
@@ -62,6 +63,7 @@ from join.collectives.broken import is_broken
 from join.collectives.store import fresh_store
 from join.collectives.timeouts import TIMEOUTS
 from join.errors import add_note, described
+from join.files import replacing, save, temporary_folder
 from joinables.trainer.accelerator import used_accelerator
 
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
@@ -102,7 +104,7 @@ class WorkerDied(LaunchError):
 
 
 class WorkerRaised(LaunchError):
-    """A worker that raised an exception that cannot be pickled; the message has its rank, and the exception's text."""
+    """A worker that raised an exception that cannot be sent; the message has its rank, and the exception's text."""
 
 
 class NotPicklable(LaunchError):
@@ -170,14 +172,18 @@ class Launcher:
         Raises:
             NotPicklable: If ``fn`` or an argument (before any process starts) or the result cannot be pickled.
             WorkerDied: If a worker ended before ``fn`` did.
-            WorkerRaised: If a worker raised an exception that cannot be pickled.
-            LaunchError: If this process has a process group or has used its GPU, and processes are to be forked.
+            WorkerRaised: If a worker raised an exception that cannot be pickled, or a long one while the disk was full.
+            LaunchError: If this process has a process group or has used its GPU, and processes are to be forked. Also
+                if the store at ``MASTER_PORT`` belongs to another job.
+            OSError: If the call or the result does not fit on the disk of the temporary folder, which ``TMPDIR`` names.
             BaseException: The exception that ``fn`` raised on a rank, with the worker's traceback as its cause. If
                 several ranks failed, it is the exception that caused the others, of the lowest such rank.
         """
         environment = self._environment
         if environment is not None:
-            return _as_rank(environment.place, environment.store(), self._options, fn, args)
+            place = environment.place
+            store = fresh_store(environment.store(), place.rank, place.world_size)
+            return _as_rank(place, store, self._options, fn, args)
         forks = self._start_method == "fork"
         if forks and dist.is_initialized():
             raise LaunchError(
@@ -189,10 +195,10 @@ class Launcher:
                 "This process has used its GPU, so processes that start_method='fork' starts cannot use it. Pass"
                 " start_method='spawn', or do not use the GPU before the launch. [J500]"
             )
-        with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
+        with temporary_folder() as folder:
             if not forks:
                 # torch.multiprocessing would have the workers share the tensors of this process.
-                _write((fn, args), Path(folder, "call"))
+                write((fn, args), Path(folder, "call"))
             context = multiprocessing.get_context(self._start_method)
             ranks = self._world_size
             threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -216,7 +222,8 @@ class _Job:
         options: The options of the process group.
         ports: The port of the store, once for each worker. The store is served only after all workers are forked: a
             fork copies locks as they are, and the store's thread takes a lock of the C library at each connection.
-        messages: One message from each worker, with its rank and whether ``fn`` has returned.
+        messages: One message from each worker: its rank, and ``None`` if ``fn`` has returned. If ``fn`` has failed, the
+            message has empty bytes if the failure is in a file, and otherwise the shortened failure.
         call: ``fn`` and its arguments, for forked workers. Others read them from the file ``call`` in ``folder``.
     """
 
@@ -266,6 +273,9 @@ class Environment:
     MPI does not name the host of rank 0, so a run on several nodes needs both variables. On one node the port follows
     from the job's name (``PMIX_NAMESPACE``), which Open MPI sets and Hydra does not.
 
+    Rank 0 of another job may serve a store at the same address. So a rank compares its own job with the job that serves
+    the store. An agent of torchrun may serve the store of several jobs. So each job uses a part of that store.
+
     Attributes:
         name: The launcher's name, for messages.
         environ: The environment variables.
@@ -275,6 +285,13 @@ class Environment:
     name: str
     environ: Mapping[str, str]
     names: tuple[str, str, str]
+
+    @property
+    def job(self) -> str:
+        """The launcher's names for the job, the number of its ranks, and the user: equal on all ranks of a job."""
+        of_launcher = {"RANK": ["TORCHELASTIC_RUN_ID"], "SLURM_PROCID": ["SLURM_JOB_ID", "SLURM_STEP_ID"]}
+        names = [*of_launcher.get(self.names[0], ["PMIX_NAMESPACE"]), self.names[1]]
+        return " ".join([*(f"{name}={self.environ.get(name, '')}" for name in names), f"uid={os.getuid()}"])
 
     @property
     def place(self) -> Place:
@@ -292,17 +309,27 @@ class Environment:
         """Connect to the store where the processes meet, and serve it first if that is the task of this rank.
 
         Raises:
+            LaunchError: If rank 0 of another job serves it.
             ValueError: If the variables do not contain its address, or a variable that ``place`` needs.
             torch.distributed.DistError: If the store cannot be reached within 5 minutes, or its port is taken.
         """
         place, address = self.place, self.address()
-        if place.rank != 0 or self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            return dist.TCPStore(*address, place.world_size, is_master=False)
+        if self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):  # an agent may serve several jobs
+            return dist.PrefixStore(self.job, dist.TCPStore(*address, place.world_size, is_master=False))
+        if place.rank != 0:
+            store = dist.TCPStore(*address, place.world_size, is_master=False)
+            if (other := store.get("launcher/job").decode()) != self.job:
+                raise LaunchError(
+                    f"This process belongs to the job {self.job!r}, but {address[0]}:{address[1]} is the store of the"
+                    f" job {other!r}. Set a different MASTER_PORT for each job. [J584]"
+                )
+            return store
         if address not in _served:
             # Multi-tenant: the script itself may have made a process group on the same port.
             _served[address] = dist.TCPStore(
                 *address, place.world_size, is_master=True, wait_for_workers=False, multi_tenant=True
             )
+        _served[address].set("launcher/job", self.job)
         return _served[address]
 
     def address(self) -> tuple[str, int]:
@@ -406,10 +433,10 @@ def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
         ended = [running.pop(sentinel) for sentinel in connection.wait(running, left) if isinstance(sentinel, int)]
         # A worker sends its message before it ends, so the messages of all ended workers have arrived.
         while not job.messages.empty():
-            rank, returned = job.messages.get()
+            rank, failure = job.messages.get()
             reported.add(rank)
-            if not returned:
-                failures.append(_failure(rank, job.folder))
+            if failure is not None:
+                failures.append(_failure(rank, failure or (job.folder / f"failure-{rank}").read_bytes()))
         for rank in ended:
             workers[rank].join()
             code = workers[rank].exitcode or 0
@@ -421,14 +448,15 @@ def _watch(workers: Sequence[BaseProcess], job: _Job) -> list[_Failure]:
     return failures
 
 
-def _failure(rank: int, folder: Path) -> _Failure:
-    """Return the failure that a worker has written into its file."""
-    text, trace, blame, pickled = pickle.loads((folder / f"failure-{rank}").read_bytes())
+def _failure(rank: int, written: bytes) -> _Failure:
+    """Return the failure that a worker has written."""
+    text, trace, blame, pickled = pickle.loads(written)
     try:
         error: BaseException = pickle.loads(pickled)
     except Exception:  # the class cannot be pickled, or cannot be imported here
-        #: Read its traceback above. Define the exception's class in a file, with an __init__ that accepts its args.
-        error = WorkerRaised(f"Rank {rank} raised an exception that cannot be pickled: {text}. [J216]")
+        #: Read its traceback above. Define the exception's class in a file, with an __init__ that accepts its args. If
+        #: the text ends with an error about a file, free space there, or set TMPDIR to a folder with more space.
+        error = WorkerRaised(f"Rank {rank} raised an exception that cannot be sent to this process: {text}. [J216]")
     error.__cause__ = RemoteTraceback(f"\non rank {rank}\n{trace}")
     return blame, rank, error, text
 
@@ -457,14 +485,16 @@ def _work(rank: int, job: _Job) -> None:
     torch.set_num_threads(job.threads)
     try:
         fn, args = job.call or torch.load(job.folder / "call", weights_only=False)
-        store = dist.TCPStore(_LOOPBACK, job.ports.get(), is_master=False)
+        store = fresh_store(dist.TCPStore(_LOOPBACK, job.ports.get(), is_master=False), rank, job.world_size)
+        if rank == 0:  # all ranks have read it, and it should not stay if the parent is killed
+            (job.folder / "call").unlink(missing_ok=True)
         result = _as_rank(Place(rank, job.world_size, rank), store, job.options, fn, args)
         if rank == 0:
-            _write(result, job.folder / "result")
+            write(result, job.folder / "result")
     except SystemExit:
         raise  # fn ends the process with this code, which the parent reads
     except BaseException as error:
-        is_of_others = isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error)
+        blame = _OTHERS if isinstance(error, (PeerError, JoinTimeoutError)) or is_broken(error) else _OWN
         trace = "".join(traceback.format_exception(error))
         text = "".join(traceback.format_exception_only(error))
         try:
@@ -472,19 +502,31 @@ def _work(rank: int, job: _Job) -> None:
             pickle.loads(pickled)
         except Exception:
             pickled = b""
-        failure = (text.strip(), trace, _OTHERS if is_of_others else _OWN, pickled)
-        (job.folder / f"failure-{rank}").write_bytes(pickle.dumps(failure))
-        job.messages.put((rank, False))
+        short = b""
+        try:
+            with replacing(job.folder / f"failure-{rank}", 0o600) as file:
+                file.write(pickle.dumps((text.strip(), trace, blame, pickled)))
+        except OSError as full:  # all parts together have less than 4096 bytes, which a pipe accepts at once
+            sys.stderr.write(trace)
+            text, trace = f"{text[:200]} ({str(full)[:200]})", "(The traceback is in the output of the rank.)"
+            short = pickle.dumps((text, trace, blame, pickled if len(pickled) < 2000 else b""))
+        job.messages.put((rank, short))
         sys.exit(1)
-    job.messages.put((rank, True))
+    job.messages.put((rank, None))
 
 
 def _as_rank(
     place: Place, store: dist.Store, options: dict[str, Any], fn: Callable[..., _T], args: Sequence[Any]
 ) -> _T:
-    """Run ``fn(*args)`` as one rank of the default process group; all ranks call it equally often."""
-    # Keys of an earlier launch, or of ranks that were killed, must not be mistaken for keys of this launch.
-    store = fresh_store(store, place.rank, place.world_size)
+    """Run ``fn(*args)`` as one rank of the default process group; all ranks call it equally often.
+
+    Args:
+        place: The rank.
+        store: A store without keys of an earlier launch, or of ranks that were killed.
+        options: The options of the process group.
+        fn: The function.
+        args: Its arguments.
+    """
     collective = TorchCollective(store=store, **options)
     collective.setup(place.rank, place.world_size)
     result = fn(*args)
@@ -498,14 +540,16 @@ def _as_rank(
     return result
 
 
-def _write(value: Any, path: Path) -> None:
+def write(value: Any, path: Path) -> None:
     """Write ``value`` for another process.
 
     Raises:
         NotPicklable: If it cannot be pickled.
+        OSError: If it cannot be written, with ``errno.ENOSPC`` if the disk is full.
     """
     try:
-        torch.save(value, path)
+        with replacing(path, 0o600) as file:
+            save(value, file.write)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise NotPicklable(
             f"The {path.name} cannot be pickled for another process: {described(error)}. Use functions and classes"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import tempfile
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +22,12 @@ from torch.utils.data import Dataset
 
 from join import JoinReport
 from join.collectives._torch_private import pytree
+from join.files import temporary_folder
 from joinables.modules import keeping_modes
 from joinables.trainer import rng
 from joinables.trainer.accelerator import accelerator_of
 from joinables.trainer.checkpoint import read_checkpoint, write_checkpoint
-from joinables.trainer.launch import detect_environment
+from joinables.trainer.launch import detect_environment, write
 from joinables.trainer.loop import Fit, evaluate
 from joinables.trainer.module import Callback, TrainModule, check_callback, check_module
 from joinables.trainer.run import Counters, Run, Task, TrainerState, Uneven
@@ -223,7 +223,7 @@ class Trainer(TrainerState):
             self._begin(module)
             saved = saved or self._last_state
         before = self.counters.state_dict()
-        with tempfile.TemporaryDirectory(prefix="joinables-", ignore_cleanup_errors=True) as folder:
+        with temporary_folder() as folder:
             task = Task(stage, saved, Path(folder), os.getpid(), rng.capture())
             try:
                 result, state, home = self.strategy.launch(
@@ -354,9 +354,7 @@ class Trainer(TrainerState):
         """Send a callback's state to the process that started the run, which receives it even if the run fails."""
         task = self.run.task
         if os.getpid() != task.home:
-            path = task.folder / f"callback-{self.callbacks.index(callback)}"
-            torch.save(callback.state_dict(), path.with_suffix(".part"))
-            path.with_suffix(".part").replace(path)  # the file is complete, even if this process is killed
+            write(callback.state_dict(), task.folder / f"callback-{self.callbacks.index(callback)}")
 
     def device_of(self, rank: int) -> torch.device:
         """Return the device on which this process computes as ``rank``."""

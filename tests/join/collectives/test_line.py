@@ -212,7 +212,7 @@ def one_cannot(rank: int, how: str) -> None:
     faults: dict[str, Any] = {
         "switched off": mock.patch.dict(os.environ, {memory.SWITCH: "0"}),
         "other processor": mock.patch.object(memory.platform, "machine", mock.Mock(return_value="aarch64")),
-        "another machine": mock.patch.object(memory, "_machine", mock.Mock(return_value="another")),
+        "another machine": mock.patch.object(memory, "machine", mock.Mock(return_value="another")),
         "no room": mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=OSError("no space"))),
         "no address space": mock.patch.object(memory.mmap, "mmap", mock.Mock(side_effect=OSError)),
     }

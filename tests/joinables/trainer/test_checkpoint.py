@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import multiprocessing
 import os
 import re
@@ -42,9 +44,67 @@ def test_what_a_killed_writer_leaves_is_replaced(tmp_path: Path) -> None:
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    assert names(tmp_path) == {".file.ckpt.part"}
-    write_checkpoint({}, tmp_path / "file.ckpt")
+    (left,) = names(tmp_path)
+    assert re.fullmatch(rf"\.joinables-\w+-{writer.pid}-\w+\.part", left)
+    write_checkpoint({}, tmp_path / "another.ckpt")
+    assert names(tmp_path) == {"another.ckpt"}
+
+
+def write_often(path: Path, number: int) -> None:
+    for _ in range(15):
+        write_checkpoint({"number": number, "data": torch.full((300_000 * (number + 1),), number)}, path)
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.ckpt"
+    write_often(path, 0)
+    writers = [FORKS.Process(target=write_often, args=(path, number)) for number in range(2)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        state = read_checkpoint(path)
+        assert bool((state["data"] == state["number"]).all())
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert names(tmp_path) == {"file.ckpt"}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "pipe with a writer", "device"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "pipe"
+    if kind != "device":
+        os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR) if kind == "pipe with a writer" else None
+    with pytest.raises(ValueError, match=rf"ckpt_path='{path}' does not end with .* not a checkpoint of a Trainer"):
+        Trainer().fit(Classifier(), loader(12), ckpt_path=path)
+    if writer is not None:
+        os.close(writer)
+
+
+class Short(io.FileIO):
+    """A file of which a read or a write moves a few bytes, as the system allows."""
+
+    def read(self, size: int | None = -1, /) -> Any:
+        return super().read(min(size, 1000) if size and size > 0 else size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        return super().readinto(memoryview(buffer).cast("B")[:1000])
+
+    def write(self, data: Any, /) -> int:
+        return super().write(memoryview(data).cast("B")[:1000])
+
+
+def test_short_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(file: Any, mode: str = "r", buffering: int = -1, *_: Any, opener: Any = None) -> Any:
+        raw = Short(file, mode.replace("b", ""), opener=opener)
+        return raw if buffering == 0 else (io.BufferedWriter if "w" in mode else io.BufferedReader)(raw)
+
+    path, written = tmp_path / "file.ckpt", {"data": torch.arange(100_000)}
+    with monkeypatch.context() as patch:
+        for module in (io, builtins):
+            patch.setattr(module, "open", opened)
+        write_checkpoint(written, path)
+        read = read_checkpoint(path)
+    assert torch.equal(read["data"], written["data"])
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
@@ -304,6 +364,19 @@ def test_a_metric_of_epochs_for_files_of_steps(tmp_path: Path) -> None:
 def test_bad_arguments(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ModelCheckpoint(**options)
+
+
+def test_files_outside_the_folder_are_never_removed(tmp_path: Path) -> None:
+    """Their paths come from a checkpoint, which another user may have written."""
+    keeper = ModelCheckpoint(tmp_path / "mine")
+    others = [tmp_path / "theirs.ckpt", tmp_path / "mine" / ".." / "near.ckpt", tmp_path / "mine" / "old.ckpt"]
+    (tmp_path / "mine").mkdir()
+    for other in others:
+        other.touch()
+    keeper.load_state_dict({"kept": {str(other): 0.0 for other in others}, "last": "", "step": 0})
+    Trainer(callbacks=keeper).fit(Classifier(), loader(12))
+    assert names(tmp_path) == {"mine", "theirs.ckpt", "near.ckpt"}
+    assert names(tmp_path / "mine") == {"epoch=0-step=2.ckpt"}
 
 
 def test_metric_that_is_not_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 
@@ -151,9 +152,33 @@ def test_rank_0_serves_the_store_unless_an_agent_does() -> None:
     assert store_of(variables) is served  # another launcher in the same process
     client = store_of(variables | {"RANK": "1"})
     assert client.get("key") == b"value"
-    client = store_of(variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert isinstance(client, dist.TCPStore)
-    assert client.get("key") == b"value"
+    of_agent = variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    jobs = [store_of(of_agent | {"TORCHELASTIC_RUN_ID": job, "RANK": rank}) for job in "ab" for rank in "01"]
+    jobs[0].set("agent's key", "value")
+    assert [job.check(["agent's key"]) for job in (served, *jobs)] == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("variables", "others"),
+    [
+        (TORCHRUN, {"TORCHELASTIC_RUN_ID": "other"}),
+        (BY_HAND, {"WORLD_SIZE": "3"}),
+        (SRUN, {"SLURM_JOB_ID": "12"}),
+        (SRUN, {"SLURM_STEP_ID": "12"}),
+        (OPEN_MPI, {"PMIX_NAMESPACE": "12"}),
+    ],
+)
+def test_jobs_of_a_launcher(variables: Mapping[str, str], others: Mapping[str, str]) -> None:
+    """Ranks of one job have the same job, and each variable that names another one makes another."""
+
+    def job(more: Mapping[str, str]) -> str:
+        environment = detect_environment({**variables, **more})
+        assert environment is not None
+        return environment.job
+
+    rank = dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NODEID", "OMPI_COMM_WORLD_RANK"), "0")
+    assert job({}) == job({name: value for name, value in rank.items() if name in variables}) != job(others)
+    assert job({}).endswith(f" uid={os.getuid()}")
 
 
 @pytest.mark.parametrize(

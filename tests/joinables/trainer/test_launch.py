@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader
 import join
 from join import PeerError
 from join.collectives.broken import BrokenCollective
+from join.files import temporary_folder
 from joinables.trainer import launch as module
 from joinables.trainer.launch import (
     Launcher,
@@ -171,7 +173,27 @@ def test_large_result_of_spawned_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not argument.is_shared()
     assert len(entries) == 10_000
     assert entries["key 9999"] == [9999, "9999"]
-    assert sorted(got) == [(0, True), (1, True)]
+    assert sorted(got) == [(0, None), (1, None)]
+
+
+def found_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("joinables-*/*")]
+
+
+def test_no_pickle_stays_once_all_have_read_it(folder: Path) -> None:
+    """A parent that is killed cannot remove it."""
+    assert local(2, "forkserver").launch(found_in, folder) == []
+
+
+def test_the_next_launch_removes_what_a_killed_one_has_left(folder: Path) -> None:
+    if not (pid := os.fork()):
+        with temporary_folder() as held:
+            Path(held, "result").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    (left,) = folder.iterdir()
+    assert local().launch(found_in, folder) == []
+    assert not left.exists()
 
 
 def loads() -> list[int]:
@@ -233,7 +255,9 @@ def test_same_exception_with_the_worker_s_traceback(rank: int) -> None:
     [("lock", "WithLock: holds a lock"), ("local", "Inside: cannot be named"), ("needy", r"Needy: no luck \(7\)")],
 )
 def test_exception_that_cannot_be_pickled(what: str, text: str) -> None:
-    with pytest.raises(WorkerRaised, match=f"Rank 1 raised an exception that cannot be pickled: .*{text}") as caught:
+    with pytest.raises(
+        WorkerRaised, match=f"Rank 1 raised an exception that cannot be sent to this process: .*{text}"
+    ) as caught:
         local().launch(raises, what, 1)
     assert text.replace("\\", "") in str(caught.value.__cause__)
 
@@ -347,6 +371,58 @@ def killed_while_it_writes() -> Any:
 def test_worker_killed_while_it_writes_its_result() -> None:
     with pytest.raises(WorkerDied, match="Rank 0 was killed by SIGKILL"):
         local().launch(killed_while_it_writes)
+
+
+# -- a full disk
+
+
+def full() -> None:
+    """Let this process write files of no more than 2000 bytes. A disk fails a write in the same way."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def raises_on_a_full_disk(text: str) -> None:
+    if dist.get_rank() == 1:
+        full()
+        raise ValueError(text)
+    dist.all_reduce(torch.ones(1))
+
+
+def returns_on_a_full_disk() -> torch.Tensor:
+    full()
+    return torch.ones(1000)
+
+
+def test_a_full_disk_keeps_the_worker_s_own_exception(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^own fault \(1207, x*\)") as caught:
+        local().launch(raises_on_a_full_disk, f"own fault (1207, {'x' * 1500})")
+    assert "The traceback is in the output of the rank" in str(caught.value.__cause__)
+    assert "raise ValueError(text)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{DROMEDARY CAMEL}"])
+def test_an_exception_that_is_too_long_for_a_full_disk(capfd: pytest.CaptureFixture[str], letter: str) -> None:
+    with pytest.raises(
+        WorkerRaised, match=rf"Rank 1 .*: ValueError: own fault {letter}*.* \(\[Errno 27\] .*failure-1'"
+    ):
+        local().launch(raises_on_a_full_disk, f"own fault {letter * 100_000}")
+    assert "raise ValueError(text)" in capfd.readouterr().err
+
+
+def test_a_result_that_does_not_fit() -> None:
+    with pytest.raises(OSError, match=r"File too large: '.*/joinables-.*/result'"):
+        local().launch(returns_on_a_full_disk)
+
+
+def test_a_call_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module, "_run")  # no process is started
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    full()
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/joinables-.*/call'"):
+            local(2, "spawn").launch(print, torch.ones(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # -- what cannot be pickled
@@ -595,6 +671,44 @@ def test_processes_of_other_launchers(variables: Callable[[int, int], dict[str, 
             rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert told == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in range(2)]
+
+
+def meets_or_says_why(variables: dict[str, str], results: Any) -> None:
+    try:
+        meets(variables, results)
+    except LaunchError as error:
+        results.send(str(error))
+
+
+def test_a_rank_of_another_job_is_refused() -> None:
+    """SLURM's jobs whose numbers are 10000 apart have the same port."""
+    context = multiprocessing.get_context("fork")
+    job = random.randrange(10**9)
+    pipes = [context.Pipe() for _ in range(3)]
+    places = [under_slurm(0, job), under_slurm(1, job + 10_000), under_slurm(1, job)]
+    ranks = [
+        context.Process(target=meets_or_says_why, args=(place, there))
+        for place, (_, there) in zip(places, pipes, strict=True)
+    ]
+    told: list[Any] = []
+    try:
+        for start, waits_for in (((0, 1), 1), ((2,), 2), ((), 0)):
+            for at in start:
+                ranks[at].start()
+            here = pipes[waits_for][0]
+            told.append(here.recv() if here.poll(60) else None)
+    finally:
+        for rank in ranks:
+            rank.join(5)
+            rank.kill()
+            rank.join()
+    of = "'SLURM_JOB_ID={} SLURM_STEP_ID= SLURM_NTASKS=2 uid={}'"
+    uid = os.getuid()
+    assert told[0].startswith(f"This process belongs to the job {of.format(job + 10_000, uid)}, but localhost:")
+    assert told[0].endswith(
+        f"is the store of the job {of.format(job, uid)}. Set a different MASTER_PORT for each job. [J584]"
+    )
+    assert told[1:] == [[(rank, 2, 1.0), (rank, 2, 3.0)] for rank in (1, 0)]
 
 
 WITHOUT_GUARD = """

@@ -1,0 +1,117 @@
+"""Files that exist as a whole or not at all (:func:`replacing`), and temporary folders (:func:`temporary_folder`).
+
+A file is written under a random name in the folder, and then renamed. If two processes write the same file at the same
+time, the file of the last one stays, whole. The random name is created only if it is free. So no other user can put a
+link in the way.
+
+The random name begins with the machine and the process of the writer. A killed process leaves its file. The next writer
+in the folder removes this file, but only if the process has ended and ran on the same machine. From another machine, it
+cannot be seen whether a process has ended, so the files of other machines stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from join.collectives.shared_memory import machine
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666, *, survives: bool = False) -> Generator[BinaryIO]:
+    """Return the context of a new file that replaces ``path`` at the end, unless the body raises.
+
+    Args:
+        path: The file. If it is a link, the link is replaced, and the file to which it leads stays.
+        mode: The permissions of the file, before the umask.
+        survives: Whether the file is on the disk at the end of the context, even if the machine loses its power.
+
+    Raises:
+        OSError: If the file cannot be written; its ``filename`` is ``path``. The old file stays.
+        ValueError: If ``path`` is a folder, a device or a pipe.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(
+            f"The path {str(path)!r} is a folder, a device or a pipe, which a file cannot replace. Pass the path of a"
+            " file. [J580]"
+        )
+    _remove_left(path.parent)
+    part = path.with_name(f".{_prefix(os.getpid())}{secrets.token_hex(8)}.part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            file.flush()
+            if survives:
+                os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:
+            error.filename = str(path)  # it has no name, or the name of the part
+        raise
+    if survives:
+        with suppress(OSError), ExitStack() as stack:  # some file systems cannot write a folder by itself
+            folder = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            os.fsync(folder)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the context of a folder that only this user can open, and remove the folders of killed processes."""
+    _remove_left(Path(tempfile.gettempdir()))
+    return tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()), ignore_cleanup_errors=True)
+
+
+def _prefix(process: object) -> str:
+    """Return the start of the names of all files and folders of a process of this machine."""
+    where = secrets.token_hex(8)
+    with suppress(OSError):  # without /proc, no process can be recognised
+        where = re.sub(r"\W", "", machine())
+    return f"joinables-{where}-{process}-"
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the files and folders in ``folder`` whose processes were killed."""
+    names = re.compile(r"\.?" + _prefix(r"(\d{1,9})"))
+    for left in folder.glob("*joinables-*"):
+        if found := names.match(left.name):
+            with suppress(OSError):  # the process runs for another user, or the file cannot be removed
+                try:
+                    os.kill(int(found[1]), 0)
+                except ProcessLookupError:
+                    shutil.rmtree(left, ignore_errors=True)
+                    left.unlink(missing_ok=True)
+
+
+def save(value: Any, write: Callable[[Any], object]) -> None:
+    """Write ``value`` by ``torch.save``.
+
+    Args:
+        value: The object.
+        write: The function that writes some bytes.
+
+    Raises:
+        OSError: If ``write`` raises it. torch by itself would raise another error, about a wrong position.
+    """
+    failed: list[OSError] = []
+
+    def write_or_keep_error(data: Any) -> int:
+        try:
+            write(data)
+        except OSError as error:
+            failed.append(error)
+        return len(data)
+
+    torch.save(value, cast("Any", SimpleNamespace(write=write_or_keep_error, flush=lambda: None)))
+    if failed:
+        raise failed[0]

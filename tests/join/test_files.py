@@ -1,0 +1,102 @@
+"""Files that replace others, whatever is in the way, and what killed processes leave."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from join import JoinReport
+from join.files import replacing, temporary_folder
+from joinables.trainer.checkpoint import write_checkpoint
+
+
+def plot(path: Path) -> None:
+    JoinReport().plot(path)
+
+
+def write(path: Path) -> None:
+    with replacing(path) as file:
+        file.write(b"new")
+
+
+def checkpoint(path: Path) -> None:
+    write_checkpoint({"number": 1}, path)
+
+
+WRITERS = pytest.mark.parametrize("writer", [plot, write, checkpoint])
+
+
+@WRITERS
+def test_no_link_is_followed(tmp_path: Path, writer: Callable[[Path], None]) -> None:
+    """Neither one at the file, nor one at a name that could be guessed."""
+    other, path = tmp_path / "other", tmp_path / "file"
+    other.write_text("precious")
+    for link in (path, tmp_path / ".file.part", tmp_path / "file.part"):
+        link.symlink_to(other)
+    writer(path)
+    assert other.read_text() == "precious"
+    assert path.is_file() and not path.is_symlink()
+
+
+@WRITERS
+def test_no_pipe_or_folder_is_replaced(tmp_path: Path, writer: Callable[[Path], None]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ValueError, match=rf"The path '{path}' is a folder, a device or a pipe, .* \[J580\]"):
+            writer(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path)
+    with pytest.raises(OSError, match="no space") as caught, replacing(path) as file:
+        file.write(b"other")
+        raise OSError(28, "no space")
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_permissions(tmp_path: Path) -> None:
+    for mode in (0o600, 0o666):
+        with replacing(tmp_path / "file", mode) as file:
+            assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~mode == 0
+        assert stat.S_IMODE((tmp_path / "file").stat().st_mode) & 0o700 == 0o600
+    with temporary_folder() as folder:
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+
+
+def test_a_file_that_survives_is_on_the_disk_before_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    path = tmp_path / "file"
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.readlink(f"/proc/self/fd/{fd}"), path.exists())))
+    write_checkpoint({}, path)
+    (part, was_there), (folder, is_there) = synced
+    assert (Path(part).parent, was_there, folder, is_there) == (tmp_path, False, str(tmp_path), True)
+
+
+def test_only_what_a_process_that_is_gone_has_left_is_removed(tmp_path: Path) -> None:
+    """A process of another machine or namespace may have the number of one that is gone here."""
+    with replacing(tmp_path / "file"):
+        ours = next(tmp_path.iterdir()).name
+        gone = os.fork()
+        if not gone:
+            os._exit(0)
+        os.waitpid(gone, 0)
+        of_gone = ours.replace(f"-{os.getpid()}-", f"-{gone}-")
+        elsewhere = of_gone.replace(of_gone.split("-")[1], secrets.token_hex(8))
+        of_init = of_gone.replace(f"-{gone}-", "-1-")
+        for name in (of_gone, elsewhere, of_init, "joinables-mine"):
+            (tmp_path / name).touch()
+        (tmp_path / of_gone.removeprefix(".") / "inner").mkdir(parents=True)
+        write(tmp_path / "other")
+        assert {each.name for each in tmp_path.iterdir()} == {ours, elsewhere, of_init, "joinables-mine", "other"}

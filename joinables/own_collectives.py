@@ -28,7 +28,6 @@ from join import Join, JoinError
 from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
-from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_on_empty_dummy, refuse_backward_on_dummy
@@ -66,7 +65,9 @@ class ShardedModule(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._dummy_forward = DummyForward(join.channel)
+        # FSDP1 shards parameters that look like plain ones.
+        sharded = set(map(id, self._module.parameters())) if any(map(is_fsdp1, self._module.modules())) else set[int]()
+        self._dummy_forward = DummyForward(self._module, join.channel, self._norms, sharded, compares=True)
         hooks = self._check, self._before, self._after, self._reach_all
         check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
         parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
@@ -81,13 +82,13 @@ class ShardedModule(Announcing):
         del self._dummy_forward  # it may hold a batch
 
     @override
-    def synchronise(self, source: int) -> None:
-        self.synchronise_own(source)
+    def hand_over(self, leader: int) -> None:
+        if self._channel.step.number == 1:
+            self._dummy_forward.begin_loop()
 
     @override
     def synchronise_own(self, source: int) -> None:
-        buffers = [buffer for buffer in self._module.buffers() if not is_dtensor(buffer)]
-        broadcast_tensors(self._collective, buffers, source)
+        self._dummy_forward.synchronise(self._collective, source)
 
     def _check(self, module: Any, args: Any) -> None:
         if not autograd.in_backward():  # a checkpointed module runs its forward again in the backward
@@ -114,6 +115,8 @@ class ShardedModule(Announcing):
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         if not self._channel.step.shadowing or autograd.in_backward():
             return None
+        if self._dummy_forward.is_kept:
+            self._dummy_forward.restore()
         if self._is_replaced:
             self._is_replaced, output = False, emptied_output(output)
         for tensor in tensors_with_grad(output):
@@ -121,8 +124,11 @@ class ShardedModule(Announcing):
         return output
 
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
-        if self._handles and self._channel.lockstep is None:  # handles are removed when the block ends
+        if not self._handles:  # they are removed when the block ends
+            return
+        if self._channel.lockstep is None:
             refuse_backward_on_dummy(self._module)
+        self._dummy_forward.keep_in_backward()
 
     def _reach_all(
         self, norm: torch.nn.SyncBatchNorm, args: tuple[torch.Tensor, ...], output: torch.Tensor

@@ -9,7 +9,7 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,14 @@ def gradient_writes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]
     """
     gradients = (parameter.grad for parameter in parameters)
     return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+
+
+def writes(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the address of each tensor and the number of its in-place writes, for a later comparison.
+
+    Replaces a query for changes of the tensors. Writes in place through ``.data`` do not count.
+    """
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def hook_gradients(

@@ -17,7 +17,6 @@ state is not copied after such a loop (``joinables.state``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -30,8 +29,8 @@ from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from joinables._torch import autograd
 from joinables.adapter import Announcing
-from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_on_empty_dummy, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, run_uncompiled, tensors_with_grad, zero_of
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output, refuse_backward_on_dummy
+from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad, zero_of
 
 
 class ShardedModule(Announcing):
@@ -66,8 +65,8 @@ class ShardedModule(Announcing):
     def attach(self, join: Join) -> None:
         super().attach(join)
         # FSDP1 shards parameters that look like plain ones.
-        sharded = set(map(id, self._module.parameters())) if any(map(is_fsdp1, self._module.modules())) else set[int]()
-        self._dummy_forward = DummyForward(self._module, join.channel, self._norms, sharded, compares=True)
+        not_whole = self._module.parameters() if any(map(is_fsdp1, self._module.modules())) else ()
+        self._dummy_forward = DummyForward(self._module, join.channel, not_whole, compares=True)
         hooks = self._check, self._before, self._after, self._reach_all
         check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
         parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
@@ -83,8 +82,7 @@ class ShardedModule(Announcing):
 
     @override
     def hand_over(self, leader: int) -> None:
-        if self._channel.step.number == 1:
-            self._dummy_forward.begin_loop()
+        self._dummy_forward.begin_loop()
 
     @override
     def synchronise_own(self, source: int) -> None:
@@ -106,8 +104,8 @@ class ShardedModule(Announcing):
         channel.announce(self)
         if not watches:
             return None
-        self._dummy_forward.called(arguments)
-        if self._norms or not is_on_empty_dummy(channel, arguments):
+        self._dummy_forward.begin(arguments)
+        if not self._dummy_forward.called(arguments):
             return None
         self._is_replaced = True
         return self._dummy_forward.instead_of(arguments)
@@ -152,12 +150,6 @@ def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -
         f"The forward of {type(module).__name__}, {why}, communicates by itself, but ranks without data would not call"
         " it in a plain block. Loop over join.iterate: for batch in join.iterate(loader). [J421]"
     )
-
-
-def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
-    """Return the SyncBatchNorm layers in ``module``, by name."""
-    parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
-    return {name: part for name, part in parts if isinstance(part, torch.nn.SyncBatchNorm)}
 
 
 def mixing(name: str, norms: dict[str, torch.nn.SyncBatchNorm]) -> str:

@@ -98,7 +98,7 @@ def set_tensors(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> 
     for name in values.keys() - set(same):
         owner, _, last = name.rpartition(".")
         if last in (places := module.get_submodule(owner)._buffers):
-            places[last] = values[name] if name not in held else values[name].to(held[name].device)
+            places[last] = values[name]
 
 
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:

@@ -45,9 +45,9 @@ from joinables._torch import autograd, objects, reducer
 from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
 from joinables.ddp.records import Reduction, Window, memory_of
-from joinables.dummy_forward import DummyForward, InnerForward, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, tensors_with_grad
-from joinables.own_collectives import mixing, refuse_in_plain_block, synchronised_norms
+from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
+from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, synchronised_norms, tensors_with_grad
+from joinables.own_collectives import mixing, refuse_in_plain_block
 
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
 """The flags in the header of a reduction: it announces the buffers too, this rank contributes, weights are summed."""
@@ -145,14 +145,13 @@ class GradientSync(DDPBurst):
 
     @override
     def hand_over(self, leader: int) -> None:
-        if self._channel.step.number == 1:
-            self._forwards.on_dummies.begin_loop()
+        self._forwards.inner.begin_loop()
 
     @override
     def synchronise_own(self, source: int) -> None:
         if not reducer.has_finished(self._ddp):
             self._raise_unfinished()
-        self._forwards.on_dummies.synchronise(self._collective, source)
+        self._forwards.inner.synchronise(self._collective, source)
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
@@ -439,29 +438,22 @@ class Forwards:
         self._may_run_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
-        ignored = {id(parameter) for parameter in reducer.parameters_of_each_rank(ddp)}
-        self.on_dummies = DummyForward(inner, channel, self.norms, ignored, compares=False)
-        self._inner = InnerForward(inner, channel, self.on_dummies, stands_in=not self.norms)
+        self.inner = InnerForward(inner, channel, reducer.parameters_of_each_rank(ddp))
+        """The forward of the module inside, and its tensors that dummies leave unchanged."""
         self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(run_uncompiled, self._before_inner))
         # The user's hooks run between these two.
-        before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True)
+        before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
-        self._handles = self.on_dummies.handles = list[Any]([before, after, self._direct_call_hook])
+        self._handles = self.inner.handles = list[Any]([before, after, self._direct_call_hook])
         return self._handles
 
     def detach(self) -> None:
         """Restore the module; called when the block is left and the handles are removed."""
-        self._inner.remove()
+        self.inner.remove()
         if self._parameter_hook is not None:
             self._parameter_hook.remove()
             self._parameter_hook = None
-        del (
-            self.on_dummies,
-            self._inner,
-            self._channel,
-            self._on_forward,
-            self._on_backward,
-        )  # these hold a batch, or the module
+        del self.inner, self._channel, self._on_forward, self._on_backward  # these hold a batch, or the module
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
 
@@ -478,11 +470,11 @@ class Forwards:
             )
 
     @objects.not_compiled
-    def _before(self, *args: Any) -> None:
+    def _before(self, module: Any, *arguments: Any) -> None:
         if objects.compiler_under_way() is not None:
-            return objects.call_uncompiled(self._before, *args)
-        if self.on_dummies.is_kept:  # since a part of a LossGate ran, or since a forward that raised
-            self.on_dummies.restore()
+            return objects.call_uncompiled(self._before, module, *arguments)
+        if self.inner.is_kept:  # since a part of a LossGate ran, or since a forward that raised
+            self.inner.restore()
         if self._direct_call_hook is not None:
             self._direct_call_hook.remove()  # the module itself is called, and will be in later steps
             self._direct_call_hook = None
@@ -504,14 +496,15 @@ class Forwards:
         if self._may_run_backward_inside:
             self._writes_before = autograd.gradient_writes(self._parameters)
         if watches:
-            self._inner.put()
+            self.inner.begin(arguments)
+            self.inner.put()
 
     @objects.not_compiled
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if objects.compiler_under_way() is not None:
             return objects.call_uncompiled(self._after, module, args, output)
-        if self.on_dummies.is_kept:
-            self.on_dummies.restore()
+        if self.inner.is_kept:
+            self.inner.restore()
         if not torch.is_grad_enabled():
             return
         if self._buffers is not None and self._buffers.is_pending:
@@ -540,7 +533,7 @@ class Forwards:
         if "_channel" in vars(self):  # otherwise the block has ended, and this is an ordinary DDP module
             if self._channel.lockstep is None:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
-            self.on_dummies.keep_in_backward()
+            self.inner.keep_in_backward()
             self._on_backward(synchronises, gradient)
 
     def _refuse_backward_inside(self) -> None:

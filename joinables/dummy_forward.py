@@ -8,9 +8,9 @@ rank does this by itself, without sending anything.
 A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. A sharded module
 may have issued some of its collectives by then, so it is never called with an empty batch.
 
-*Own tensors.* A forward on a dummy leaves no trace in the tensors of which this rank holds all elements: buffers, and
-*frozen* parameters, which do not require grad, such as those of a momentum encoder. So these tensors may be out of date
-when the loop ends. They are copied from a rank with data then (:meth:`DummyForward.synchronise`)::
+*Own tensors.* A forward on a dummy leaves no trace in the tensors that this rank holds whole: its own tensors. These
+are buffers, and *frozen* parameters, which do not require grad (a momentum encoder has such parameters). When the loop
+ends, they may be out of date, and are copied from a rank with data (:meth:`DummyForward.synchronise`)::
 
     rank with data                                 rank that had dummies
     --------------                                 ---------------------
@@ -18,7 +18,7 @@ when the loop ends. They are copied from a rank with data then (:meth:`DummyForw
     the loop began, names of changed tensors
     broadcasts of the tensors to copy              the same
 
-Parameters of which each rank holds a part change on dummies too, because the other ranks change their parts.
+Sharded parameters change on dummies too, because the other ranks change their shards.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class DummyForward:
     ) -> None:
         self._module, self._channel, self._compares = module, channel, compares
         self._not_whole = set(map(id, not_whole))
-        # Layers that compute with the samples of all ranks. Other samples would count there, and on an empty dummy too,
-        # their buffers change with those of all ranks.
+        # Layers that compute with the samples of all ranks. Samples that replace an empty dummy would count there. The
+        # layers' buffers stay equal on all ranks, as they change on dummies too.
         self._norms = synchronised_norms(module)
         self._calls: list[Arguments] = []  # the calls of the last step with data, in order
         self._step = self._number = 0

@@ -24,7 +24,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from join.batch import Step
-from join.collectives._torch_private import accumulators, after_backward, are_zero, on_gradient, will_run, writes_to
+from join.collectives._torch_private import (
+    Writes,
+    accumulators,
+    after_backward,
+    are_zero,
+    on_gradient,
+    will_run,
+    writes_to,
+)
 from join.errors import JoinError
 from join.joinable import Joinable
 
@@ -168,8 +176,8 @@ class WindowAlone:
     def __init__(self) -> None:
         self._weight = 0.0  # of the backwards
         self._kept: dict[torch.Tensor, torch.Tensor] = {}  # the gradients from before the window, by parameter
-        self._steps: dict[int, int] = {}  # the writes to each parameter by the end of the last backward
-        self._writes: list[tuple[int, int]] = []  # the writes to each gradient by then
+        self._steps: dict[int, tuple[int, int]] = {}  # the writes to each parameter by the end of the last backward
+        self._writes: Writes = []  # the writes to each gradient by then
 
     @torch.no_grad()
     def add(self, weight: float, parameters: Sequence[torch.Tensor], *, is_reduced: bool) -> float:

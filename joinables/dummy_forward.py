@@ -1,40 +1,93 @@
-"""Forwards on dummies for modules that cannot take an empty batch: :class:`DummyForward`.
+"""Forwards on dummies: :class:`DummyForward`.
 
-In a loop over ``Join.iterate``, a rank without data runs such a module on the arguments of its last call with data. If
-the rank never had data, it runs the module on rows of ones. It returns the outputs with length 0 (a number, such as a
-loss, becomes 0), and backward through them produces gradients of 0. Each rank does this by itself, without sending
-anything.
+*Modules that cannot take an empty batch.* In a loop over ``Join.iterate``, a rank without data runs such a module on
+the arguments of its last call with data. If the rank never had data, it runs the module on rows of ones. It returns the
+outputs with length 0 (a number, such as a loss, becomes 0), and backward through them produces gradients of 0. Each
+rank does this by itself, without sending anything.
 
 A DDP module is called with the empty batch first, since its forward has sent nothing when it raises. A sharded module
 may have issued some of its collectives by then, so it is never called with an empty batch.
+
+*Own tensors.* A forward on a dummy leaves no trace in the tensors that this rank holds whole: its own tensors. These
+are buffers, and *frozen* parameters, which do not require grad (a momentum encoder has such parameters). When the loop
+ends, they may be out of date, and are copied from a rank with data (:meth:`DummyForward.synchronise`)::
+
+    rank with data                                 rank that had dummies
+    --------------                                 ---------------------
+    all-gather of objects: checksums from when     the same
+    the loop began, names of changed tensors
+    broadcasts of the tensors to copy              the same
+
+Sharded parameters change on dummies too, because the other ranks change their shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 
 from join import JoinError, ProtocolError
 from join.batch import StepBatch, has_empty_tensor, map_tensors, tensors_in
+from join.collectives import Collective
+from join.collectives._torch_private import Writes, after_backward, writes_to
+from join.collectives.base import as_bytes
 from join.collectives.broken import is_broken
 from join.protocol.channel import Channel
+from join.transfer import broadcast_tree
+from joinables._torch import reducer
 from joinables._torch.objects import call_uncompiled, compiler_under_way, not_compiled, uncompiled
-from joinables.modules import Uncopied, hides_tensors, zero_of
+from joinables.modules import ModuleHook, Uncopied, hides_tensors, run_uncompiled, synchronised_norms, zero_of
+from joinables.state import is_plain
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DummyForward:
-    """Arguments on which a module can run, on this rank, instead of an empty batch."""
+    """Forwards of one module on dummies: the arguments instead of an empty batch, and the own tensors.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    Frozen parameters that take more memory than the trained ones, such as the base of LoRA, are not copied for a dummy.
+    If a forward on a dummy changes them nevertheless, they stay changed until the loop ends.
+
+    Args:
+        module: The module.
+        channel: The block's channel.
+        not_whole: The parameters that are not own tensors.
+        compares: Whether own tensors may differ between ranks. They are copied when a loop ends if they were equal when
+            it began. If ``False``, the engine or the user takes care of buffers, and frozen parameters are copied if a
+            dummy changed them.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, channel: Channel, not_whole: Iterable[torch.Tensor], *, compares: bool
+    ) -> None:
+        self._module, self._channel, self._compares = module, channel, compares
+        self._not_whole = set(map(id, not_whole))
+        # Layers that compute with the samples of all ranks. Samples that replace an empty dummy would count there. The
+        # layers' buffers stay equal on all ranks, as they change on dummies too.
+        self._norms = synchronised_norms(module)
         self._calls: list[Arguments] = []  # the calls of the last step with data, in order
         self._step = self._number = 0
+        self._has_any = False  # whether there were own tensors in the last forward on a dummy
+        self.is_kept = False
+        """Whether own tensors were copied for the current forward or backward on a dummy, and are not restored yet."""
+        self._copies: dict[str, torch.Tensor] = {}
+        self._large: dict[str, torch.Tensor] = {}  # the frozen parameters that are not copied
+        self._writes: Writes = []  # to them, before the forward
+        self._changed = set[str]()  # the frozen parameters that dummies have changed in the loop
+        self._at_start: dict[str, int] = {}  # checksums of the tensors that may be copied when the loop ends
+        # If the parts of the module run before its forward (LossGate): the parts that have no hook yet.
+        self._parts = list(module.modules()) if getattr(module, "forward_is_over", False) else []
+        self.handles: list[Any] = []
+        """Handles of hooks on these parts. The caller removes the hooks."""
 
-    def called(self, arguments: Arguments) -> None:
+    def called(self, arguments: Arguments) -> bool:
         """Record a call of the module, on a batch that may be this rank's last, or on a dummy.
+
+        Returns:
+            Whether the call is on an empty dummy, and other samples may replace it.
 
         Raises:
             ProtocolError: If it is on a dummy of a loop that has ended.
@@ -51,6 +104,7 @@ class DummyForward:
         if is_last:
             # The tensors are kept without the graphs that produced them.
             self._calls.append(map_tensors(torch.Tensor.detach, arguments))
+        return channel.step.batch is StepBatch.EMPTY and not self._norms and has_empty_tensor(arguments)
 
     def instead_of(self, arguments: Arguments) -> Arguments:
         """Return arguments for the current call, to replace the empty ones, which then receive gradients of 0."""
@@ -65,6 +119,90 @@ class DummyForward:
 
         return map_tensors(linked, instead)
 
+    # -- own tensors --------------------------------------------------------------------------------------------------
+
+    def _own_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the own tensors that are copied for a dummy, and the others, by name."""
+        buffers, frozen, trained = dict[str, torch.Tensor](), dict[str, torch.Tensor](), 0
+        for name, each in self._module.named_parameters():
+            if each.requires_grad:
+                trained += each.nbytes
+            elif id(each) not in self._not_whole and is_plain(each):
+                frozen[name], trained = each, trained - each.nbytes
+        for name, each in self._module.named_buffers():
+            if name.rpartition(".")[0] not in self._norms:
+                buffers[name] = each
+        return (buffers | frozen, {}) if trained >= 0 else (buffers, frozen)
+
+    def begin(self, arguments: Arguments) -> None:
+        """Copy the own tensors if a forward that begins is on a dummy, and does not evaluate other samples."""
+        if self._parts:
+            self._watch_parts()
+        step, trains = self._channel.step, self._module.training or torch.is_grad_enabled()
+        if step.shadowing and (trains or step.batch is not StepBatch.EMPTY or has_empty_tensor(arguments)):
+            self.keep()
+
+    def keep(self) -> None:
+        """Copy the own tensors, if there are any."""
+        own, self._large = self._own_tensors()
+        self._copies = {name: each.detach().clone() for name, each in own.items()}
+        self._writes = writes_to(self._large.values())
+        self.is_kept = self._has_any = bool(own or self._large)
+
+    def keep_in_backward(self) -> None:
+        """Copy and restore them around the current backward, in which checkpointed layers run their forward again."""
+        if self._has_any and not self.is_kept:
+            self.keep()
+            after_backward(self.restore)
+
+    def restore(self) -> None:
+        """Undo the writes to the own tensors since they were copied."""
+        copies, self._copies, self.is_kept = self._copies, {}, False
+        frozen = [(name, each) for name, each in self._module.named_parameters() if name in copies]
+        self._changed |= {name for name, each in frozen if not torch.equal(each, copies[name])}
+        written = zip(self._large, self._writes, writes_to(self._large.values()), strict=True)
+        self._changed |= {name for name, before, after in written if before != after}
+        reducer.set_tensors(self._module, copies)
+
+    def begin_loop(self) -> None:
+        """Record the own tensors that may be copied when the loop ends; called on all ranks in its first step."""
+        if self._channel.step.number > 1:
+            return
+        self._changed, self.is_kept, self._at_start = set(), False, {}
+        for own in self._own_tensors():
+            for name, each in own.items():
+                if is_plain(each) and (self._compares or isinstance(each, torch.nn.Parameter)):
+                    self._at_start[name] = _checksum(each) if self._compares else 0
+        if self._channel.step.shadowing:
+            self._watch_parts()
+
+    def synchronise(self, collective: Collective, source: int) -> None:
+        """Copy own tensors from rank ``source``; called on all ranks when a loop ends. Later calls do nothing.
+
+        Args:
+            collective: The ranks.
+            source: The rank whose tensors are sent.
+        """
+        at_start, self._at_start, self.is_kept = self._at_start, {}, False
+        if not at_start:
+            return
+        ranks: list[tuple[dict[str, int], set[str]]] = collective.all_gather_object((at_start, self._changed))
+        wanted = set(at_start) if self._compares else {name for _, changed in ranks for name in changed}
+        wanted -= {name for name in wanted for theirs, _ in ranks if theirs.get(name) != at_start.get(name)}
+        held = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        own = {name: held[name] for name in at_start if name in wanted & held.keys()}
+        reducer.set_tensors(self._module, broadcast_tree(collective, own, source))
+
+    def _watch_parts(self) -> None:
+        """Copy the own tensors before a part runs on a dummy, if the parts run before the forward of the module."""
+        hook = ModuleHook(run_uncompiled, self._before_part)
+        self.handles += [part.register_forward_pre_hook(hook) for part in self._parts]
+        self._parts = []
+
+    def _before_part(self, part: torch.nn.Module, *_: Any) -> None:
+        if self._channel.step.shadowing and not self.is_kept and (part.training or torch.is_grad_enabled()):
+            self.keep()
+
 
 def refuse_backward_on_dummy(module: object) -> NoReturn:
     """Raise a ``ProtocolError`` because a backward of a forward on a dummy runs outside the loop body."""
@@ -74,9 +212,10 @@ def refuse_backward_on_dummy(module: object) -> NoReturn:
     )
 
 
-def is_on_empty_dummy(channel: Channel, arguments: Any) -> bool:
-    """Return whether these arguments are the empty dummy of this step, rather than other samples to evaluate."""
-    return channel.step.batch is StepBatch.EMPTY and has_empty_tensor(arguments)
+def _checksum(tensor: torch.Tensor) -> int:
+    data = bytearray(tensor.nbytes + 1)  # torch refuses an empty buffer
+    torch.frombuffer(data, dtype=torch.uint8)[:-1].copy_(as_bytes(tensor.contiguous()))
+    return crc32(data)
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +242,7 @@ def emptied_output(output: Any) -> Any:
     return map_tensors(lambda tensor: tensor[:0].clone() if tensor.dim() else zero_of(tensor, tensor), output)
 
 
-class InnerForward(Uncopied):
+class InnerForward(DummyForward, Uncopied):
     """Stand-in for the forward of the module inside a DDP module, for one call.
 
     If the module cannot take its empty batch, it runs on other arguments. The replacement is the module's ``forward``
@@ -113,13 +252,12 @@ class InnerForward(Uncopied):
     Args:
         module: The module.
         channel: The block's channel.
-        stands_in: Whether the module may run on other arguments; not if these would count (SyncBatchNorm).
+        not_whole: The parameters that are not own tensors.
     """
 
-    def __init__(self, module: torch.nn.Module, channel: Channel, *, stands_in: bool) -> None:
-        super().__init__(module.forward)
-        self._module, self._channel, self._dummy_forward = module, channel, DummyForward(channel)
-        self._stands_in = stands_in
+    def __init__(self, module: torch.nn.Module, channel: Channel, not_whole: Iterable[torch.Tensor]) -> None:
+        super().__init__(module, channel, not_whole, compares=False)
+        self.original = module.forward
         self._refuses_empty = False  # whether the module cannot take an empty batch
 
     def put(self) -> None:
@@ -144,14 +282,9 @@ class InnerForward(Uncopied):
         """Run the module's own forward, or run it on other arguments."""
         self.remove()
         compiled, arguments = compiler_under_way() is not None, (args, kwargs)
-        if call_uncompiled(self._is_on_empty_dummy, arguments) if compiled else self._is_on_empty_dummy(arguments):
+        if call_uncompiled(self.called, arguments) if compiled else self.called(arguments):
             return self._run_on_dummy(arguments)
         return self.original(*args, **kwargs)
-
-    def _is_on_empty_dummy(self, arguments: Arguments) -> bool:
-        """Record the call and return whether it is on an empty dummy."""
-        self._dummy_forward.called(arguments)
-        return self._stands_in and is_on_empty_dummy(self._channel, arguments)
 
     @uncompiled
     def _run_on_dummy(self, arguments: Arguments) -> Any:
@@ -163,5 +296,7 @@ class InnerForward(Uncopied):
                 if is_broken(error):
                     raise  # another rank has failed
                 self._refuses_empty = True
-        args, kwargs = self._dummy_forward.instead_of(arguments)
+                self.restore()  # the attempt may have written before it raised
+                self.keep()
+        args, kwargs = self.instead_of(arguments)
         return emptied_output(self.original(*args, **kwargs))

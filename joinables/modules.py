@@ -6,7 +6,7 @@ sets any attribute for a while. :func:`keeping_modes` restores the training or e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
@@ -98,6 +98,12 @@ def keeping_modes(module: torch.nn.Module) -> Generator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
+    """Return the SyncBatchNorm layers in ``module``, by name."""
+    parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
+    return {name: part for name, part in parts if isinstance(part, torch.nn.SyncBatchNorm)}
 
 
 def zero_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ state is not copied after such a loop (``joinables.state``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -28,11 +27,10 @@ from join import Join, JoinError
 from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
-from join.transfer import broadcast_tensors
 from joinables._torch import autograd
 from joinables.adapter import Announcing
-from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_on_empty_dummy, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, run_uncompiled, tensors_with_grad, zero_of
+from joinables.dummy_forward import Arguments, DummyForward, emptied_output, refuse_backward_on_dummy
+from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad, zero_of
 
 
 class ShardedModule(Announcing):
@@ -66,7 +64,9 @@ class ShardedModule(Announcing):
     @override
     def attach(self, join: Join) -> None:
         super().attach(join)
-        self._dummy_forward = DummyForward(join.channel)
+        # FSDP1 shards parameters that look like plain ones.
+        not_whole = self._module.parameters() if any(map(is_fsdp1, self._module.modules())) else ()
+        self._dummy_forward = DummyForward(self._module, join.channel, not_whole, compares=True)
         hooks = self._check, self._before, self._after, self._reach_all
         check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
         parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
@@ -81,13 +81,12 @@ class ShardedModule(Announcing):
         del self._dummy_forward  # it may hold a batch
 
     @override
-    def synchronise(self, source: int) -> None:
-        self.synchronise_own(source)
+    def hand_over(self, leader: int) -> None:
+        self._dummy_forward.begin_loop()
 
     @override
     def synchronise_own(self, source: int) -> None:
-        buffers = [buffer for buffer in self._module.buffers() if not is_dtensor(buffer)]
-        broadcast_tensors(self._collective, buffers, source)
+        self._dummy_forward.synchronise(self._collective, source)
 
     def _check(self, module: Any, args: Any) -> None:
         if not autograd.in_backward():  # a checkpointed module runs its forward again in the backward
@@ -105,8 +104,8 @@ class ShardedModule(Announcing):
         channel.announce(self)
         if not watches:
             return None
-        self._dummy_forward.called(arguments)
-        if self._norms or not is_on_empty_dummy(channel, arguments):
+        self._dummy_forward.begin(arguments)
+        if not self._dummy_forward.called(arguments):
             return None
         self._is_replaced = True
         return self._dummy_forward.instead_of(arguments)
@@ -114,6 +113,8 @@ class ShardedModule(Announcing):
     def _after(self, module: Any, args: Any, output: Any) -> Any:
         if not self._channel.step.shadowing or autograd.in_backward():
             return None
+        if self._dummy_forward.is_kept:
+            self._dummy_forward.restore()
         if self._is_replaced:
             self._is_replaced, output = False, emptied_output(output)
         for tensor in tensors_with_grad(output):
@@ -121,8 +122,11 @@ class ShardedModule(Announcing):
         return output
 
     def _gradient_enters(self, gradient: torch.Tensor) -> None:
-        if self._handles and self._channel.lockstep is None:  # handles are removed when the block ends
+        if not self._handles:  # they are removed when the block ends
+            return
+        if self._channel.lockstep is None:
             refuse_backward_on_dummy(self._module)
+        self._dummy_forward.keep_in_backward()
 
     def _reach_all(
         self, norm: torch.nn.SyncBatchNorm, args: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -146,12 +150,6 @@ def refuse_in_plain_block(module: torch.nn.Module, why: str, channel: Channel) -
         f"The forward of {type(module).__name__}, {why}, communicates by itself, but ranks without data would not call"
         " it in a plain block. Loop over join.iterate: for batch in join.iterate(loader). [J421]"
     )
-
-
-def synchronised_norms(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
-    """Return the SyncBatchNorm layers in ``module``, by name."""
-    parts = cast("Iterator[tuple[str, torch.nn.Module]]", module.named_modules())
-    return {name: part for name, part in parts if isinstance(part, torch.nn.SyncBatchNorm)}
 
 
 def mixing(name: str, norms: dict[str, torch.nn.SyncBatchNorm]) -> str:

@@ -77,12 +77,16 @@ RuntimeError if ``torch.autograd.grad`` computes the gradient of the parameter.
 """
 
 
-def writes_to(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int]]:
-    """Return the id of each tensor and the number of its in-place writes, for a later comparison.
+Writes = list[tuple[int, tuple[int, int]]]
 
-    Replaces a query for changes of a gradient by ``zero_grad`` or a backward, and of a parameter by a step.
+
+def writes_to(tensors: Iterable[torch.Tensor | None]) -> Writes:
+    """Return the id of each tensor, its address and the number of its in-place writes, for a later comparison.
+
+    Replaces a query for changes of a gradient by ``zero_grad`` or a backward, and of a parameter by a step. Writes in
+    place through ``.data`` do not count.
     """
-    return [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
+    return [(id(tensor), (tensor.data_ptr(), tensor._version)) for tensor in tensors if tensor is not None]
 
 
 def are_zero(tensors: Iterable[torch.Tensor]) -> bool:

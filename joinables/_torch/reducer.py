@@ -9,7 +9,7 @@ A docstring says what the private API replaces: a public API that torch lacks, o
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -83,30 +83,22 @@ def sync_buffers(ddp: DistributedDataParallel, source: int) -> None:
         ddp._sync_module_buffers(source)
 
 
-def copied_buffers(ddp: DistributedDataParallel, but: Container[str] = ()) -> dict[str, torch.Tensor]:
-    """Return copies of the module's buffers by name, without the buffers of the layers in ``but``."""
-    copies: dict[str, torch.Tensor] = {}
-    for name, buffer in ddp.module.named_buffers():
-        if name.rpartition(".")[0] not in but:
-            copies[name] = buffer.clone()
-    return copies
-
-
 @torch.no_grad()
-def set_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor], *, reshape: bool) -> None:
-    """Set buffers to other values in place.
+def set_tensors(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Set buffers and parameters to other values in place.
 
-    A buffer of a different shape, such as a cache of masks that a forward has enlarged, is replaced if ``reshape``;
-    otherwise it stays. The version counters of buffers are preserved because autograd may have saved them.
+    A buffer that has another shape now, such as a cache of masks that a forward has enlarged, is replaced. The version
+    counters of tensors are preserved because autograd may have saved them.
     """
-    buffers = dict(module.named_buffers())
-    same = [name for name, value in values.items() if name in buffers and buffers[name].shape == value.shape]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers[name] for name in same)):
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    same = [name for name, value in values.items() if name in held and held[name].shape == value.shape]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(held[name] for name in same)):
         for name in same:
-            buffers[name].copy_(values[name])
-    for name in (values.keys() & buffers.keys()) - set(same) if reshape else ():
+            held[name].copy_(values[name])
+    for name in values.keys() - set(same):
         owner, _, last = name.rpartition(".")
-        module.get_submodule(owner)._buffers[last] = values[name].to(buffers[name].device)
+        if last in (places := module.get_submodule(owner)._buffers):
+            places[last] = values[name]
 
 
 def suppress_buffer_sync(ddp: DistributedDataParallel) -> None:

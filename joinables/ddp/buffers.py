@@ -169,7 +169,7 @@ class BufferSync(DDPBurst):
         self._channel.guard.post_and_raise(ProtocolError(reason))
 
     def _replace(self, received: Mapping[str, torch.Tensor]) -> None:
-        reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), received, reshape=True)
+        reducer.set_tensors(cast("torch.nn.Module", self._ddp.module), received)
         self._changed, self._shapes = [], self._shapes_now()
 
     def broadcast_when_due(self) -> None:

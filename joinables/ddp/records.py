@@ -6,13 +6,13 @@ from one block to the next. It is not on the module, which belongs to the user, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from join.collectives._torch_private import Writes
 from join.collectives.base import FloatSum
 
 
@@ -35,7 +35,7 @@ class Window:
     unit: float = 1.0
     number: int = 0
     with_dummies: bool = False
-    writes: Sequence[tuple[int, int]] = ()
+    writes: Writes = field(default_factory=Writes)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from join import Join, JoinError, JoinHook, ProtocolError
 from join.batch import StepBatch
-from join.collectives._torch_private import accumulators, are_zero, on_gradient, will_run, writes_to
+from join.collectives._torch_private import Writes, accumulators, are_zero, on_gradient, will_run, writes_to
 from join.protocol.channel import Channel
 from join.transfer import Exchange
 from joinables._torch import autograd, objects, reducer
@@ -46,8 +46,8 @@ from joinables.ddp.buffers import BucketRebuild, BufferSync, DDPBurst
 from joinables.ddp.parameters import Factors, StaticGraph, UsedParameters
 from joinables.ddp.records import Reduction, Window, memory_of
 from joinables.dummy_forward import InnerForward, refuse_backward_on_dummy
-from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, tensors_with_grad
-from joinables.own_collectives import mixing, refuse_in_plain_block, synchronised_norms
+from joinables.modules import ModuleHook, adopt_gradients, run_uncompiled, synchronised_norms, tensors_with_grad
+from joinables.own_collectives import mixing, refuse_in_plain_block
 
 WITH_BUFFERS, CONTRIBUTES, WEIGHTED = range(3)
 """The flags in the header of a reduction: it announces the buffers too, this rank contributes, weights are summed."""
@@ -144,9 +144,14 @@ class GradientSync(DDPBurst):
             result.may_remain = may_remain
 
     @override
+    def hand_over(self, leader: int) -> None:
+        self._forwards.inner.begin_loop()
+
+    @override
     def synchronise_own(self, source: int) -> None:
         if not reducer.has_finished(self._ddp):
             self._raise_unfinished()
+        self._forwards.inner.synchronise(self._collective, source)
 
     @override
     def flags(self, active: bool) -> Sequence[bool]:
@@ -415,9 +420,8 @@ class Forwards:
         self.reduces_next = False
         """Whether the reducer reduces in the next backward of any forward, since a synchronised forward has run."""
         self._outputs: list[ref[torch.Tensor]] = []
-        self._buffers_before: dict[str, torch.Tensor] = {}  # before the forward of a dummy
         self._parameter_hook: Any = None  # the handle of a hook on the parameters, if a forward shows no output tensor
-        self._writes_before: list[tuple[int, int]] = []  # the writes to each gradient before the forward
+        self._writes_before: Writes = []  # the writes to each gradient before the forward
 
     def attach(
         self, channel: Channel, on_forward: Callable[[], None], on_backward: Callable[[bool, torch.Tensor], None]
@@ -439,21 +443,22 @@ class Forwards:
         self._may_run_backward_inside = True
         self._param_sync = ddp.require_forward_param_sync
         reducer.suppress_buffer_sync(ddp)
-        self._inner = InnerForward(inner, channel, stands_in=not self.norms)
+        self.inner = InnerForward(inner, channel, reducer.parameters_of_each_rank(ddp))
+        """The forward of the module inside, and its tensors that dummies leave unchanged."""
         self._direct_call_hook = inner.register_forward_pre_hook(ModuleHook(run_uncompiled, self._before_inner))
         # The user's hooks run between these two.
-        before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True)
+        before = ddp.register_forward_pre_hook(ModuleHook(self._before), prepend=True, with_kwargs=True)
         after = ddp.register_forward_hook(ModuleHook(self._after))
-        self._handles: list[Any] = [before, after, self._direct_call_hook]
+        self._handles = self.inner.handles = list[Any]([before, after, self._direct_call_hook])
         return self._handles
 
     def detach(self) -> None:
         """Restore the module; called when the block is left and the handles are removed."""
-        self._inner.remove()
+        self.inner.remove()
         if self._parameter_hook is not None:
             self._parameter_hook.remove()
             self._parameter_hook = None
-        del self._inner, self._channel, self._on_forward, self._on_backward  # these hold a batch, or the module
+        del self.inner, self._channel, self._on_forward, self._on_backward  # these hold a batch, or the module
         self._ddp.require_forward_param_sync = self._param_sync
         self.reduces_next = False
 
@@ -470,9 +475,11 @@ class Forwards:
             )
 
     @objects.not_compiled
-    def _before(self, *args: Any) -> None:
+    def _before(self, module: Any, *arguments: Any) -> None:
         if objects.compiler_under_way() is not None:
-            return objects.call_uncompiled(self._before, *args)
+            return objects.call_uncompiled(self._before, module, *arguments)
+        if self.inner.is_kept:  # since a part of a LossGate ran, or since a forward that raised
+            self.inner.restore()
         if self._direct_call_hook is not None:
             self._direct_call_hook.remove()  # the module itself is called, and will be in later steps
             self._direct_call_hook = None
@@ -493,18 +500,16 @@ class Forwards:
             self._on_forward()
         if self._may_run_backward_inside:
             self._writes_before = writes_to(parameter.grad for parameter in self._parameters)
-        if channel.step.shadowing:  # SyncBatchNorm's statistics come from all ranks, so they count even on a dummy
-            self._buffers_before = reducer.copied_buffers(self._ddp, but=self.norms)
         if watches:
-            self._inner.put()
+            self.inner.begin(arguments)
+            self.inner.put()
 
     @objects.not_compiled
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if objects.compiler_under_way() is not None:
             return objects.call_uncompiled(self._after, module, args, output)
-        if self._buffers_before:
-            reducer.set_buffers(cast("torch.nn.Module", self._ddp.module), self._buffers_before, reshape=False)
-            self._buffers_before = {}
+        if self.inner.is_kept:
+            self.inner.restore()
         if not torch.is_grad_enabled():
             return
         if self._buffers is not None and self._buffers.is_pending:
@@ -533,6 +538,7 @@ class Forwards:
         if "_channel" in vars(self):  # otherwise the block has ended, and this is an ordinary DDP module
             if self._channel.lockstep is None:
                 refuse_backward_on_dummy(cast("object", self._ddp.module))
+            self.inner.keep_in_backward()
             self._on_backward(synchronises, gradient)
 
     def _refuse_backward_inside(self) -> None:

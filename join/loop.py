@@ -78,6 +78,7 @@ from join.collectives.base import Exact, exact
 from join.collectives.broken import is_broken
 from join.errors import JoinError, ProtocolError, add_note, described
 from join.protocol.channel import ONE_AT_A_TIME, Channel, Lockstep
+from join.scaling import WINDOW_NUMBERS
 from join.transfer import broadcast_tree
 
 T = TypeVar("T")
@@ -593,7 +594,7 @@ class StepCounts:
         if self._guard.closed:
             self._guard.raise_closed()
         if step.ends_window:
-            self._channel.scaling.begin_window()
+            self._channel.scaling.window_number = next(WINDOW_NUMBERS)
         self.begun = index + 1
         step.number = lockstep.progress.steps
         step.shadowing = index >= self.own_batches

@@ -37,7 +37,8 @@ from join.errors import JoinError
 from join.joinable import Joinable
 
 L = TypeVar("L", bound="torch.Tensor | float")
-_window_numbers = count(1)  # modules remember the number of a window from one block to the next
+WINDOW_NUMBERS = count(1)
+"""Numbers of accumulation windows, which modules remember from one block to the next."""
 
 
 def scaled(loss: L, factor: float) -> L:
@@ -67,10 +68,6 @@ class Scaling:
         """Whether the current loop must scale its losses and has scaled none."""
         self.unit = 1.0
         """Divisor of losses in a plain block: a power of two, the same on all ranks."""
-
-    def begin_window(self) -> None:
-        """Begin an accumulation window of a loop."""
-        self.window_number = next(_window_numbers)
 
     # -- losses -------------------------------------------------------------------------------------------------------
 

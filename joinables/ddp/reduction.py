@@ -258,7 +258,7 @@ class GradientSync(DDPBurst):
         if depends_on_others and result.may_remain and not contributions.window.unreduced and not in_loop:
             result.take_out()
         contributions.window.unreduced = True
-        self._at_end(contributions.remember_writes)
+        autograd.after_backward(contributions.remember_writes)
 
     def _begin_reduction(self, weight: float | None) -> None:
         """Begin the reduction at the end of the current backward, and announce it if the forward has not."""
@@ -286,15 +286,11 @@ class GradientSync(DDPBurst):
             # This is before the reducer waits, which does not look for missing ranks.
             autograd.after_backward(channel.headers.read)
         if needs_end or self._rebuild.is_due or channel.lockstep is None:
-            self._at_end(self._finish_reduction)
+            if self._end_calls is None:  # twice, so that it runs after the callbacks that reducers queue meanwhile
+                autograd.after_backward(partial(autograd.after_backward, self._finish_reduction))
+            else:
+                self._end_calls.append(self._finish_reduction)
         self._forwards.reduces_next, contributions.last_result.may_remain = False, True
-
-    def _at_end(self, call: Callable[[], None]) -> None:
-        """Call a function when the current backward has ended, the backwards that it runs inside included."""
-        if self._end_calls is None:  # twice, so that it runs after the callbacks that reducers queue meanwhile
-            autograd.after_backward(partial(autograd.after_backward, call))
-        else:
-            self._end_calls.append(call)
 
     def _raise_unfinished(self) -> NoReturn:
         raise JoinError(

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 from torch.utils.data import DataLoader
 
-from joinables._torch.versions import require
+from joinables._torch.versions import require, require_of
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -122,6 +122,36 @@ def overlaps_with_ddp(optimizer: ZeroRedundancyOptimizer) -> bool:
 def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
     """Run the collectives of a step without the step. Replaces the rest of a step that raised half-way."""
     optimizer._sync_params()
+
+
+# -- FSDP -------------------------------------------------------------------------------------------------------------
+
+
+def fsdp1_groups(module: Any) -> list[Any]:
+    """Return the process group that shares the parameters of an FSDP1 module, and that of its replicas, if it has any.
+
+    Replaces the public ``process_group``, which consists of one replica's ranks.
+    """
+    return [module.process_group, *filter(None, [getattr(module, "_inter_node_pg", None)])]
+
+
+def divisors_of(part: Any) -> list[Any]:
+    """Return the numbers by which a module of FSDP divides the sums of its gradients over ranks.
+
+    ``None`` is the number of ranks. A text stands for code of the user's, which may divide by any number. Replaces
+    getters for ``set_gradient_divide_factor`` and other setters. FSDP1 has only a comm hook. In ``fully_shard``,
+    groups of parameters have such settings, with one group for a module up to torch 2.10.
+    """
+    state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else part
+    require_of(state, ("_fsdp_param_groups|_fsdp_param_group|_comm_hook",))
+    divisors: list[Any] = []
+    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", part)]:
+        divisors.append(getattr(group, "gradient_divide_factor", None))
+        for name in ("_comm_hook", "_all_reduce_hook", "_reduce_scatter_comm"):
+            code = getattr(group, name, None)
+            if code is not None and not code.__module__.startswith("torch."):
+                divisors.append(getattr(code, "__name__", type(code).__name__))
+    return divisors
 
 
 # -- torch's own Join -------------------------------------------------------------------------------------------------

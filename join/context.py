@@ -32,7 +32,7 @@ from join.batch import Step
 from join.block import OpenBlock, channels, claim, join_of, release, report_failed_entry
 from join.collectives import Collective, Work, collective_of
 from join.errors import JoinError
-from join.joinable import Joinable, NothingListed
+from join.joinable import NothingListed
 from join.loop import Batches, Iteration, LoopAlone, Options, check_loader
 from join.protocol.channel import Channel
 from join.protocol.headers import Member, Scope
@@ -133,7 +133,6 @@ class Join:
         self._collective = common_collective(self._joinables, self._group, enable=self._enable)
         self._enable = self._enable and any(joinable.communicates for joinable in self._joinables)
         self._loop: Iteration | LoopAlone | None = None  # that began last
-        self._unchecked: list[Joinable] = []  # in that loop: those whose divisor no call of scale has used
         self._report: Callable[[], JoinReport] | None = None
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -289,8 +288,9 @@ class Join:
             )
         if step is not None:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
-            while self._unchecked and divided_over is None:
-                self._unchecked.pop().check_divisor(self._collective.world_size)
+            for joinable in self._joinables if divided_over is None else ():
+                if joinable.needs_scale:
+                    joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
         if divided_over is not None:
@@ -461,7 +461,6 @@ class Join:
                 "join.iterate was called outside its block. Write with Join([...]) as join: around it. [J055]"
             )
         check_loader(loader)
-        self._unchecked = [joinable for joinable in self._joinables if joinable.needs_scale]
         block = self._block
         if block is None:  # with enable=False
             self._loop = LoopAlone(loader, options, self._collective.world_size)

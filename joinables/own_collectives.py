@@ -31,7 +31,7 @@ from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from join.transfer import broadcast_tensors
 from joinables._torch import autograd
-from joinables._torch.objects import divisors_of, fsdp1_groups
+from joinables._torch.objects import divisors_of, fsdp1_groups, reducers_of
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, is_on_empty_dummy, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, run_uncompiled, tensors_with_grad, zero_of
@@ -53,6 +53,7 @@ class ShardedModule(Announcing):
         self._module, self._norms = module, synchronised_norms(module)
         self.mixes_ranks, self._group = mixing(self.join_name, self._norms), group_of(module)
         self._parts = [part for part in module.modules() if _is_sharded_itself(part)]
+        self._reducers = [reducer for part in self._parts for reducer in reducers_of(part)]
         self._is_replaced = False  # whether the current forward runs on other arguments than it was called with
 
     @property
@@ -85,7 +86,7 @@ class ShardedModule(Announcing):
 
     @override
     def check_divisor(self, world_size: int) -> None:
-        others = {divisor for part in self._parts for divisor in divisors_of(part)} - {None, world_size}
+        others = {divisor for reducer in self._reducers for divisor in divisors_of(reducer)} - {None, world_size}
         if others:
             raise JoinError(
                 f"The gradients of {self.join_name} are divided by {' and '.join(map(str, others))}, not by the"

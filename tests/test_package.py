@@ -110,6 +110,7 @@ SIGNATURES = {
     "Join.open": "self",
     "Join.scale": "self, loss, divided_over=None",
     "Joinable.attach": "self, join",
+    "Joinable.check_divisor": "self, world_size",
     "Joinable.detach": "self",
     "Joinable.equal_values": "self",
     "Joinable.exchange": "self, source",

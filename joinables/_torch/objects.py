@@ -135,22 +135,27 @@ def fsdp1_groups(module: Any) -> list[Any]:
     return [module.process_group, *filter(None, [getattr(module, "_inter_node_pg", None)])]
 
 
-def divisors_of(part: Any) -> list[Any]:
-    """Return the numbers by which a module of FSDP divides the sums of its gradients over ranks.
+def reducers_of(part: Any) -> list[Any]:
+    """Return the objects with the settings of how a module of FSDP reduces gradients; replaces getters.
 
-    ``None`` is the number of ranks. A text stands for code of the user's, which may divide by any number. Replaces
-    getters for ``set_gradient_divide_factor`` and other setters. FSDP1 has only a comm hook. In ``fully_shard``,
-    groups of parameters have such settings, with one group for a module up to torch 2.10.
+    FSDP1 has them on the module. ``fully_shard`` has them on groups of parameters, one for a module up to torch 2.10.
     """
     state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else part
     require_of(state, ("_fsdp_param_groups|_fsdp_param_group|_comm_hook",))
-    divisors: list[Any] = []
-    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", part)]:
-        divisors.append(getattr(group, "gradient_divide_factor", None))
-        for name in ("_comm_hook", "_all_reduce_hook", "_reduce_scatter_comm"):
-            code = getattr(group, name, None)
-            if code is not None and not code.__module__.startswith("torch."):
-                divisors.append(getattr(code, "__name__", type(code).__name__))
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", part)]
+
+
+def divisors_of(reducer: Any) -> list[Any]:
+    """Return the numbers by which one of these objects divides the sums of gradients over ranks.
+
+    ``None`` is the number of ranks. A text is the name of the user's own code, which may divide by any number. Replaces
+    a getter for ``set_gradient_divide_factor`` and other setters.
+    """
+    divisors: list[Any] = [getattr(reducer, "gradient_divide_factor", None)]
+    for name in ("_comm_hook", "_all_reduce_hook", "_reduce_scatter_comm"):
+        code = getattr(reducer, name, None)
+        if code is not None and not code.__module__.startswith("torch."):
+            divisors.append(getattr(code, "__name__", type(code).__name__))
     return divisors
 
 

@@ -50,7 +50,7 @@ def engine(how: str) -> Any:
         model = FullyShardedDataParallel(model, **options)
         if "hook" in how:
             hook = default_hooks.reduce_scatter_hook if "torch's" in how else lambda state, full, shard: shard.zero_()
-            model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), hook)
+            model.register_comm_hook(default_hooks.DefaultState(model.process_group), hook)
         return model
     if how == "DDP":
         ddp = DistributedDataParallel(model)

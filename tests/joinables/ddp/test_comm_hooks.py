@@ -255,13 +255,21 @@ def clamped(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clamp(-0.05, 0.05)
 
 
+def clamp_accumulated(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.copy_(clamped(parameter.grad))
+
+
 def train_clamped(rank: int, where: str, way: str) -> dict[str, torch.Tensor]:
-    """Each rank's own gradients are clamped, in hooks of parameters or in a comm hook."""
+    """Each rank's own gradients are clamped, in hooks of one of three kinds."""
     ddp = DistributedDataParallel(build("mlp"))
     if where == "comm hook":
         ddp.register_comm_hook(None, lambda _, bucket: reduce_clamped(ddp.process_group, bucket))
-    for parameter in ddp.parameters() if where == "parameters" else ():
-        parameter.register_hook(clamped)
+    for parameter in ddp.parameters():
+        if where == "parameters":
+            parameter.register_hook(clamped)
+        elif where == "accumulated gradients":
+            parameter.register_post_accumulate_grad_hook(clamp_accumulated)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     mine = [batch(rank, 0, step) for step in range((2, 5, 0)[rank])]
     with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
@@ -278,14 +286,14 @@ def reduce_clamped(group: Any, bucket: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["parameters", "comm hook"])
+@pytest.mark.parametrize("where", ["parameters", "accumulated gradients", "comm hook"])
 def test_hooks_that_are_not_linear_get_gradients_that_are_not_scaled(pool: Pool, where: str, way: str) -> None:
     model = build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(5):
         batches = [batch(rank, 0, step) for rank in range(3) if step < (2, 5, 0)[rank]]
         losses = [((model(x) - y) ** 2).mean() for x, y in batches]
-        of_ranks = [[clamped(part) for part in torch.autograd.grad(loss, model.parameters())] for loss in losses]
+        of_ranks = [[clamped(part) for part in torch.autograd.grad(loss, list(model.parameters()))] for loss in losses]
         for parameter, *parts in zip(model.parameters(), *of_ranks, strict=True):
             parameter.grad = sum(parts, torch.zeros(())) / len(parts)
         optimizer.step()

@@ -52,8 +52,8 @@ class ShardedModule(Announcing):
         super().__init__(module, f"the forward of {type(module).__name__}")
         self._module, self._norms = module, synchronised_norms(module)
         self.mixes_ranks, self._group = mixing(self.join_name, self._norms), group_of(module)
-        self._parts = [part for part in module.modules() if _is_sharded_itself(part)]
-        self._reducers = [reducer for part in self._parts for reducer in reducers_of(part)]
+        parts = filter(_is_sharded_itself, module.modules())
+        self._reducers = [reducer for part in parts for reducer in reducers_of(part)]
         self._is_replaced = False  # whether the current forward runs on other arguments than it was called with
 
     @property
@@ -73,7 +73,7 @@ class ShardedModule(Announcing):
         self._dummy_forward = DummyForward(join.channel)
         hooks = self._check, self._before, self._after, self._reach_all
         check, before, after, reach = [cast("Any", ModuleHook(run_uncompiled, hook)) for hook in hooks]
-        parts = [part for part in self._parts if part is not self._module]
+        parts = [part for part in self._module.modules() if part is not self._module and _is_sharded_itself(part)]
         self._handles = [part.register_forward_pre_hook(check, prepend=True) for part in parts]
         self._handles.append(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(self._module.register_forward_hook(after))

@@ -279,7 +279,8 @@ class Join:
             The scaled loss, with the same shape as ``loss``.
 
         Raises:
-            JoinError: If the block is not open.
+            JoinError: If the block is not open. If ``divided_over`` is not passed, and a listed FSDP module does not
+                divide by the size of the process group.
             ValueError: If ``divided_over`` is not positive, or is passed in a plain block.
         """
         step, block = self._step, self._block
@@ -289,6 +290,9 @@ class Join:
             )
         if step is not None:
             engine = self._collective.world_size if divided_over is None else checked_divided_over(divided_over)
+            for joinable in self._joinables if divided_over is None else ():
+                if joinable.needs_scale:
+                    joinable.check_divisor(self._collective.world_size)
             factor = factor_in_loop(step, engine * self._divisor)
             return scaled(loss, factor) if block is None else block.channel.scaling.scale(loss, factor)
         if divided_over is not None:

@@ -227,6 +227,12 @@ class Joinable(ABC):
         """
         return {}
 
+    def check_divisor(self, world_size: int) -> None:
+        """Raise a ``JoinError`` if this object does not divide the sum of its gradients over ranks by ``world_size``.
+
+        ``Join.scale`` calls it on objects with ``needs_scale``, unless the user passes the divisor.
+        """
+
     @property
     def join_config(self) -> JoinConfig:
         """Settings of this joinable for its current block."""

@@ -156,7 +156,10 @@ class Scaling:
             self.unit = 2.0 ** round(math.log2(mean_weight))
 
 
-_CALL = "Call join.scale(loss).backward() for every backward."
+_CALL = (
+    "Call join.scale(loss).backward() for every backward, with a mean over the rank's own batch as the loss. If losses"
+    " are divided by the samples of all ranks already, list nothing: Join([], process_group=None)."
+)
 
 
 # -- in a plain block that does nothing --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ state is not copied after such a loop (``joinables.state``).
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, ClassVar, TypeGuard, cast
 
@@ -28,6 +29,7 @@ from join.batch import StepBatch
 from join.collectives._torch_private import on_gradient
 from join.protocol.channel import Channel
 from joinables._torch import autograd
+from joinables._torch.objects import divisors_of, fsdp1_groups, reducers_of
 from joinables.adapter import Announcing
 from joinables.dummy_forward import Arguments, DummyForward, emptied_output, refuse_backward_on_dummy
 from joinables.modules import ModuleHook, run_uncompiled, synchronised_norms, tensors_with_grad, zero_of
@@ -48,6 +50,8 @@ class ShardedModule(Announcing):
         super().__init__(module, f"the forward of {type(module).__name__}")
         self._module, self._norms = module, synchronised_norms(module)
         self.mixes_ranks, self._group = mixing(self.join_name, self._norms), group_of(module)
+        parts = filter(_is_sharded_itself, module.modules())
+        self._reducers = [reducer for part in parts for reducer in reducers_of(part)]
         self._is_replaced = False  # whether the current forward runs on other arguments than it was called with
 
     @property
@@ -83,6 +87,17 @@ class ShardedModule(Announcing):
     @override
     def hand_over(self, leader: int) -> None:
         self._dummy_forward.begin_loop()
+
+    @override
+    def check_divisor(self, world_size: int) -> None:
+        others = {divisor for reducer in self._reducers for divisor in divisors_of(reducer)} - {None, world_size}
+        if others:
+            raise JoinError(
+                f"The gradients of {self.join_name} are divided by {' and '.join(map(str, others))}, not by the"
+                f" {world_size} ranks. If each loss is a mean over the rank's own batch, pass the divisor, times the"
+                " number of ranks that share a batch: join.scale(loss, divided_over=number). If losses are divided by"
+                " the samples of all ranks already, list nothing: Join([], process_group=None). [J535]"
+            )
 
     @override
     def synchronise_own(self, source: int) -> None:
@@ -189,17 +204,17 @@ def group_of(module: torch.nn.Module) -> Any:
         ValueError: If it is sharded over a mesh of several dimensions that lacks some ranks, since no process group
             consists of just its ranks.
     """
-    for part in module.modules():
-        if is_fsdp1(part):
-            return cast("Any", part).process_group
+    fsdp1 = next(filter(is_fsdp1, module.modules()), None)
     meshes: list[Any] = [cast("Any", tensor).device_mesh for tensor in module.parameters() if is_dtensor(tensor)]
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
-    if mesh is None or mesh.size() == dist.get_world_size():
+    groups: list[Any] = fsdp1_groups(fsdp1) if fsdp1 is not None else mesh.get_all_groups() if mesh is not None else []
+    size = math.prod(group.size() for group in groups)
+    if len(groups) == 1 and (fsdp1 is not None or size < dist.get_world_size()):
+        return groups[0]
+    if not groups or size == dist.get_world_size():
         return None
-    if mesh.ndim == 1:
-        return mesh.get_group()
     raise ValueError(
-        f"The parameters of {type(module).__name__} are sharded over {mesh}, which has {mesh.size()} of"
-        f" {dist.get_world_size()} ranks and several dimensions. Make a process group of these ranks, pass it to"
+        f"The parameters of {type(module).__name__} are sharded over {size} of {dist.get_world_size()} ranks, in"
+        f" {len(groups)} dimensions. Make a process group of these ranks, pass it to"
         " Join([], process_group=group), and remove the module from the list. [J160]"
     )

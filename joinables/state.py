@@ -27,11 +27,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from join import Join, Joinable
+from join import Join, Joinable, JoinError
 from join.agreement import differences
 from join.collectives._torch_private import pytree
 from join.errors import described
 from join.transfer import Exchange, broadcast_tensors
+from joinables._torch import autograd
 from joinables._torch.objects import has_stepped, mark_stepped
 from joinables._torch.reducer import parameters_of_each_rank
 from joinables.adapter import Silent
@@ -65,6 +66,13 @@ class OptimizerState(Silent):
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         channel = self._channel
+        is_scaled = channel.lockstep is not None and channel.scaling.in_use
+        if channel.roster.backwards and not is_scaled and autograd.backward_under_way() != -1:
+            raise JoinError(
+                f"{self.join_name} stepped inside a backward, but Join multiplies the gradients of"
+                " DistributedDataParallel at its end. Step the optimizer after the backward, or loop over join.iterate"
+                " and call join.scale(loss).backward(). [J537]"
+            )
         if channel.lockstep is not None and (channel.scaling.is_due or not channel.step.ends_window):
             channel.scaling.refuse_step(self, channel.step)
 

@@ -111,6 +111,7 @@ SIGNATURES = {
     "Join.scale": "self, loss, divided_over=None",
     "Joinable.attach": "self, join",
     "Joinable.before_entering": "self, listed",
+    "Joinable.check_divisor": "self, world_size",
     "Joinable.detach": "self",
     "Joinable.equal_values": "self",
     "Joinable.exchange": "self, source",

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.algorithms.join import _JoinConfig as TorchJoinConfig
 from torch.utils.data import DataLoader
 
-from joinables._torch.versions import require
+from joinables._torch.versions import require, require_of
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -141,6 +141,41 @@ def overlaps_with_ddp(optimizer: ZeroRedundancyOptimizer) -> bool:
 def broadcast_shards(optimizer: ZeroRedundancyOptimizer) -> None:
     """Run the collectives of a step without the step. Replaces the rest of a step that raised half-way."""
     optimizer._sync_params()
+
+
+# -- FSDP -------------------------------------------------------------------------------------------------------------
+
+
+def fsdp1_groups(module: Any) -> list[Any]:
+    """Return the process group that shares the parameters of an FSDP1 module, and that of its replicas, if it has any.
+
+    Replaces the public ``process_group``, which consists of one replica's ranks.
+    """
+    return [module.process_group, *filter(None, [getattr(module, "_inter_node_pg", None)])]
+
+
+def reducers_of(part: Any) -> list[Any]:
+    """Return the objects with the settings of how a module of FSDP reduces gradients; replaces getters.
+
+    FSDP1 has them on the module. ``fully_shard`` has them on groups of parameters, one for a module up to torch 2.10.
+    """
+    state = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else part
+    require_of(state, ("_fsdp_param_groups|_fsdp_param_group|_comm_hook",))
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", part)]
+
+
+def divisors_of(reducer: Any) -> list[Any]:
+    """Return the numbers by which one of these objects divides the sums of gradients over ranks.
+
+    ``None`` is the number of ranks. A text is the name of the user's own code, which may divide by any number. Replaces
+    a getter for ``set_gradient_divide_factor`` and other setters.
+    """
+    divisors: list[Any] = [getattr(reducer, "gradient_divide_factor", None)]
+    for name in ("_comm_hook", "_all_reduce_hook", "_reduce_scatter_comm"):
+        code = getattr(reducer, name, None)
+        if code is not None and not code.__module__.startswith("torch."):
+            divisors.append(getattr(code, "__name__", type(code).__name__))
+    return divisors
 
 
 # -- torch's own Join -------------------------------------------------------------------------------------------------

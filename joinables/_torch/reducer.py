@@ -35,9 +35,34 @@ ATTRIBUTES = (
 """
 
 
+ARGUMENTS = {
+    "_use_python_reducer": "torch._dynamo.config.optimize_ddp='python_reducer'",
+    "_delay_all_reduce_params": "delay_all_reduce_named_params",
+    "skip_all_reduce_unused_params": "skip_all_reduce_unused_params",
+    "mixed_precision": "mixed_precision",
+}
+"""Arguments of the constructor that are not supported, by the attribute that they set."""
+NO_MEANS = ("ddp_zero_hook", "debugging_hooks", "optimizer_overlap_hooks", "post_localSGD_hook")
+"""Modules of torch's comm hooks that leave no mean over ranks in the gradients, or step an optimizer."""
+
+
 def check(ddp: DistributedDataParallel) -> None:
     """Raise an ``ImportError`` if the module lacks an attribute that this package uses."""
     require_of(ddp, ATTRIBUTES)
+
+
+def unsupported(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the arguments and comm hooks of the module that are not supported.
+
+    A hook of torch may wrap another one, so the state that it shares with that one counts, too. Optimizers that
+    ``_apply_optimizer_in_backward`` made register their hook in the first forward. Replaces queries for all of these.
+    """
+    found = [name for attribute, name in ARGUMENTS.items() if vars(ddp).get(attribute)]
+    for hook, state in vars(ddp).get("_comm_hooks", ()):
+        found += [part.__name__ for part in (hook, type(state)) if part.__module__.rpartition(".")[2] in NO_MEANS]
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.parameters()):
+        found.append("_apply_optimizer_in_backward")
+    return found
 
 
 # -- DistributedDataParallel: forward -------------------------------------------------------------------------------

@@ -76,9 +76,19 @@ def joinables_of_ddp(ddp: DistributedDataParallel) -> list[Joinable]:
         ddp: The module.
 
     Raises:
-        ValueError: If the module contains another DDP module, whose collectives a joined rank would not issue, or
-            SyncBatchNorm that the forward which DDP calls does not run, as in the trainer.
+        ValueError: If the module has an argument or a comm hook that is not supported, if it contains another DDP
+            module, whose collectives a joined rank would not issue, or if it contains SyncBatchNorm that the forward
+            which DDP calls does not run, as in the trainer.
     """
+    if unsupported := reducer.unsupported(ddp):
+        #: For the Python reducer, set `torch._dynamo.config.optimize_ddp = True` before you wrap the module. Instead of
+        #: `mixed_precision`, run the forward in `torch.autocast`.
+        raise ValueError(
+            f"DistributedDataParallel has {' and '.join(unsupported)}. A rank without data cannot take part in that, or"
+            " its result is not a mean over ranks. Remove it, and step optimizers after the backward. To keep it, list"
+            " nothing and end the loop when a rank is out of data: Join([], process_group=None), with"
+            " join.iterate(loader, until='first'). [J536]"
+        )
     reducer.check(ddp)
     for name, module in cast("Iterator[tuple[str, torch.nn.Module]]", ddp.module.named_modules()):
         if isinstance(module, DistributedDataParallel):

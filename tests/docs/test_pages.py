@@ -99,13 +99,35 @@ def test_fsdp2_accumulates_in_the_second_loop(pool: Pool) -> None:
         if len(window) == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    code = "optimizer.zero_grad()\n".join(blocks("sharded.md"))
+    code = "optimizer.zero_grad()\n".join(blocks("sharded.md")[:2])
     for found in pool.run(follow, code, False, False, ranks=len(COUNTS)):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
 
 
+SUMS = """
+from torch.distributed.fsdp import fully_shard
+model = fully_shard(net)
+model.set_gradient_divide_factor(1.0)
+model.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+optimizer = torch.optim.Adam(model.parameters())
+"""
+
+
+def test_losses_that_are_divided_by_the_samples_of_all_ranks(pool: Pool) -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(max(COUNTS)):
+        optimizer.zero_grad()
+        parts = [batch(rank, 0, step) for rank, count in enumerate(COUNTS) if step < count]
+        x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        (nn.functional.mse_loss(model(x), y, reduction="sum") / len(x)).backward()
+        optimizer.step()
+    for found in pool.run(follow, SUMS + blocks("sharded.md")[2], False, False, ranks=len(COUNTS)):
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], atol=1e-6, rtol=0)
+
+
 def test_each_loop_is_run() -> None:
-    counts = {"block.md": 3, "weights.md": 4, "metrics.md": 1, "iterate.md": 4, "sharded.md": 2, "authors.md": 2}
+    counts = {"block.md": 3, "weights.md": 4, "metrics.md": 1, "iterate.md": 4, "sharded.md": 3, "authors.md": 2}
     counts |= {"joinable.md": 2, "trainer.md": 1}
     assert {page: len(blocks(page)) for page in counts} == counts
 

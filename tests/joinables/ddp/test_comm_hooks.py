@@ -249,3 +249,84 @@ def test_sub_groups(pool: Pool, way: str) -> None:
         optimizer.step()
     expected = flat_state(model.state_dict(), optimizer.state_dict())
     assert_same(states[0], expected, TOLERANCE)
+
+
+def clamped(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-0.05, 0.05)
+
+
+def clamp_accumulated(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.copy_(clamped(parameter.grad))
+
+
+def train_clamped(rank: int, where: str, way: str) -> dict[str, torch.Tensor]:
+    """Each rank's own gradients are clamped, in hooks of one of three kinds."""
+    ddp = DistributedDataParallel(build("mlp"))
+    if where == "comm hook":
+        ddp.register_comm_hook(None, lambda _, bucket: reduce_clamped(ddp.process_group, bucket))
+    for parameter in ddp.parameters():
+        if where == "parameters":
+            parameter.register_hook(clamped)
+        elif where == "accumulated gradients":
+            parameter.register_post_accumulate_grad_hook(clamp_accumulated)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    mine = [batch(rank, 0, step) for step in range((2, 5, 0)[rank])]
+    with Join([ddp, optimizer], divide_by_initial_world_size=False) as join:
+        for x, y in mine if way == "plain" else join.iterate(mine):
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+def reduce_clamped(group: Any, bucket: Any) -> Any:
+    bucket.buffer().copy_(clamped(bucket.buffer()))
+    return default_hooks.allreduce_hook(group, bucket)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", ["parameters", "accumulated gradients", "comm hook"])
+def test_hooks_that_are_not_linear_get_gradients_that_are_not_scaled(pool: Pool, where: str, way: str) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(5):
+        batches = [batch(rank, 0, step) for rank in range(3) if step < (2, 5, 0)[rank]]
+        losses = [((model(x) - y) ** 2).mean() for x, y in batches]
+        of_ranks = [[clamped(part) for part in torch.autograd.grad(loss, list(model.parameters()))] for loss in losses]
+        for parameter, *parts in zip(model.parameters(), *of_ranks, strict=True):
+            parameter.grad = sum(parts, torch.zeros(())) / len(parts)
+        optimizer.step()
+    for state in pool.run(train_clamped, where, way):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
+
+
+def train_summed(rank: int, way: str) -> dict[str, torch.Tensor]:
+    """The comm hook sums what losses are that are divided by a constant."""
+    ddp = DistributedDataParallel(build("mlp"))
+    ddp.register_comm_hook(None, lambda _, bucket: summed(bucket.buffer()))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    mine = [batch(rank, 0, step) for step in range((2, 5, 0)[rank])]
+    with Join([ddp, optimizer]) as join:
+        for x, y in mine if way == "plain" else join.iterate(mine):
+            optimizer.zero_grad()
+            ((ddp(x) - y) ** 2).sum().div(12).backward()
+            optimizer.step()
+    return flat_state(ddp.module.state_dict())
+
+
+def summed(tensor: torch.Tensor) -> Any:
+    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0])  # pyright: ignore
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_that_sums_is_left_as_it_is_in_a_mean_over_all_ranks(pool: Pool, way: str) -> None:
+    model = build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        for x, y in [batch(rank, 0, step) for rank in range(3) if step < (2, 5, 0)[rank]]:
+            ((model(x) - y) ** 2).sum().div(12).backward()
+        optimizer.step()
+    for state in pool.run(train_summed, way):
+        assert_same(state, flat_state(model.state_dict()), TOLERANCE)
